@@ -14,6 +14,7 @@ import numpy as np
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.display import Table
 
 Value = TypeVar("Value")
@@ -28,7 +29,7 @@ _MOST_WIDE = 3
 
 @dataclass(frozen=True)
 class Column:
-    """One number, name or array of a result.
+    """The declaration of a number, name or array of a result.
 
     Attributes:
         meaning: one phrase, as the JSON reference and `--explain` print it.
@@ -38,6 +39,7 @@ class Column:
         heading: its heading in a table; `#` in front aligns it to the right.
         text: formats a value, with its interval where there is one.
         json: whether JSON holds it.
+        interval: returns the interval of a record's value; by default its attribute `<name>_interval`, if it has one.
     """
 
     meaning: str
@@ -47,9 +49,10 @@ class Column:
     heading: str = ""
     text: Callable[..., str] | None = None
     json: bool = True
+    interval: Callable[[Any], OptionalInterval] | None = None
 
     def cell(self, value: Any, interval: Any = None, separator: str = " ") -> str:
-        """Return the value as a table shows it, and behind the separator its interval."""
+        """Return the text of a table cell: the value, then separator and interval if there is one; a dash for None."""
         if value is None:
             return "–"
         if isinstance(value, float | np.floating):
@@ -65,9 +68,9 @@ def column(meaning: str, *, default: Any = dataclasses.MISSING, **more: Any) -> 
     return dataclasses.field(default=default, metadata={_KEY: Column(meaning, **more)})
 
 
-def interval(of: str = "over samples") -> Any:
-    """Declare the field `<name>_interval`: the 95 % interval of the column before it."""
-    return column(of)
+def interval(meaning: str = "over samples") -> Any:
+    """Declare a field `<name>_interval`, the 95 % interval of the column `<name>`."""
+    return column(meaning)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(column, interval, dataclasses.field))
@@ -77,7 +80,7 @@ def record(cls: type[AnyRecord]) -> type[AnyRecord]:
 
 
 class Derived(Generic[Value]):
-    """A column that is computed from others on first access; its docstring is its meaning."""
+    """A column computed from other columns on first access; the docstring of its method is its meaning."""
 
     def __init__(self, compute: Callable[[Any], Value], **more: Any) -> None:
         self.compute, self.__doc__, self.name = compute, compute.__doc__, compute.__name__
@@ -104,7 +107,7 @@ def derived(**more: Any) -> Callable[[Callable[[Any], Value]], Derived[Value]]:
 
 
 class Record:
-    """A frozen dataclass whose fields can be columns. Other fields are left out of JSON.
+    """The base of frozen dataclasses whose fields can be columns; fields that are none are left out of JSON.
 
     >>> @record
     ... class Length(Record):
@@ -128,7 +131,8 @@ class Record:
         return _columns(cls)  # type: ignore[arg-type]  # a class is hashable; mypy asks its instances
 
     def __repr__(self) -> str:
-        shown = [f"{name}={getattr(self, name)!s}" for name, one in self.columns().items() if one.json and not one.dims]
+        columns = self.columns().items()
+        shown = [f"{name}={getattr(self, name)!s}" for name, declared in columns if declared.json and not declared.dims]
         return f"<{type(self).__name__}: {', '.join(shown)}>"
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,19 +144,17 @@ class Record:
         }
 
     def arrays(self, *dims: str) -> dict[str, Any]:
-        """Return the declared arrays that have exactly these axes, by attribute."""
+        """Return attribute -> array for the columns that are declared with exactly these axes."""
         return {name: getattr(self, name) for name, declared in self.columns().items() if declared.dims == dims}
 
 
 @cache
 def _columns(cls: type[Record]) -> dict[str, Column]:
+    """Return the declared columns of a record class, by attribute."""
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     stored = {field.name: field.metadata[_KEY] for field in fields if _KEY in field.metadata}
-    classes = reversed(cls.__mro__)
-    computed = {
-        name: value.declared for one in classes for name, value in vars(one).items() if isinstance(value, Derived)
-    }
-    return stored | computed
+    attributes = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+    return stored | {name: value.declared for name, value in attributes.items() if isinstance(value, Derived)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Line:
 
 
 def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = "") -> Table:
-    """Return a table of some columns, without those that are empty in every line.
+    """Return a table with a row per line and a column per name; columns that are empty in every line are left out.
 
     Args:
         title: above the table.
@@ -181,29 +183,32 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
 
 
 def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, Column]:
-    """Return the declaration of each named column. Raises KeyError for a name that no record declares."""
+    """Return name -> declaration of the columns of some records. Raises KeyError for a name that none declares."""
     known = {name: declared for record in reversed(records) for name, declared in record.columns().items()}
     return {name: known[name] for name in names}
 
 
 def _cell(records: Sequence[Record], name: str, separator: str) -> str:
+    """Return the text of a column with its interval, from the first record that has it; empty where none has."""
     for record in records:
         if name in record.columns():
-            interval = getattr(record, f"{name}_interval", None)
-            return record.columns()[name].cell(getattr(record, name), interval, separator)
+            declared = record.columns()[name]
+            ends = declared.interval(record) if declared.interval else getattr(record, f"{name}_interval", None)
+            return declared.cell(getattr(record, name), ends, separator)
     return ""
 
 
 def explanation(declared: Sequence[Column]) -> Table:
-    """Return a table of the meanings and units of columns."""
+    """Return a table of the heading, meaning and unit of each declared column."""
     rows = [
-        [" ".join(one.heading.removeprefix("#").split()), text.capitalise(one.meaning), one.unit] for one in declared
+        [" ".join(column.heading.removeprefix("#").split()), text.capitalise(column.meaning), column.unit]
+        for column in declared
     ]
     return Table("what the columns mean", ["column", "meaning", "unit"], rows)
 
 
 def long_form(labels: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], arrays: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a data frame's rows, one per index of arrays of one shape: labels, coordinates, values.
+    """Yield a data frame's rows, one per element of the arrays, which have one shape: labels, coordinates, values.
 
     Args:
         labels: columns that are the same in all rows.

@@ -65,7 +65,7 @@ class RunIdentity:
         return layer_types.parse_measured(self.measured_layers)[0][index] if self.measured_layers else index
 
     def bytes_table(self) -> list[Table]:
-        """Return a table of each configuration's bytes, where entries alone do not compare them; otherwise nothing."""
+        """Return the table of each configuration's bytes, as a list; empty where there are no `byte_shares`."""
         if not self.byte_shares:
             return []
         names = [name or config.label() for name, config in zip(short_names(self.configs), self.configs, strict=True)]
@@ -74,14 +74,14 @@ class RunIdentity:
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
     def no_eviction_note(self) -> str:
-        """Return what held / full counts for configurations that evict nothing; empty where there are none."""
+        """Return a note on what the cache share counts for policies that evict nothing; empty without such policies."""
         pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
         prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
         notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
         return " ".join(f"{', '.join(names)}: {note}" for names, note in notes if names)
 
     def lines(self) -> list[str]:
-        """Return the lines of the foot: the run, its configurations, and the note on those that evict nothing."""
+        """Return the lines of a figure's foot: the run, its configurations, and `no_eviction_note`."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
@@ -102,9 +102,12 @@ class RunIdentity:
         ]
 
     def _configurations(self) -> str:
-        """Return the shared choices, then the distinct ones: sides and settings where each side has every setting."""
+        """Return one line that names the configurations: the choices that all share, then the different ones.
+
+        Sides and settings stand apart where each side has every setting: 'snapkv | h2o · b=64 | b=128'.
+        """
         distinct = distinct_choices(self.configs)
-        sides, settings = ([_join_words(words, of_side) for words in distinct] for of_side in (True, False))
+        sides, settings = ([_choices_text(words, of_side) for words in distinct] for of_side in (True, False))
         parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
         if len(parts[0]) * len(parts[1]) != len(self.configs):
             parts = [[" ".join(words.values()) for words in distinct]]
@@ -113,13 +116,13 @@ class RunIdentity:
         return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
 
 
-def _join_words(words: dict[str, str], of_side: bool) -> str:
-    """Return the words for policy and selection, or for all other choices."""
+def _choices_text(words: dict[str, str], of_side: bool) -> str:
+    """Return the text of policy and selection (`of_side`), or of all other choices."""
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
 def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> RunIdentity:
-    """Return the identity of a trace, with the configurations and the decode step that are shown."""
+    """Return the identity of a trace's run, for the configurations and the decode step that are shown."""
     samples = int((measured_steps(trace) > step).sum())
     return RunIdentity(
         model=trace.run.model,
@@ -139,7 +142,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
-    """Return the first run's identity with the models, data sets, digests and numbers of samples of all."""
+    """Return one identity of several runs: the first one's with the models, data sets, digests and samples of all."""
     return replace(
         runs[0],
         model=", ".join(dict.fromkeys(run.model for run in runs)),
@@ -152,6 +155,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
+    """Return the byte share of each configuration; empty where unknown, and where all of them only evict."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
     if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()
@@ -168,7 +172,7 @@ def answers_identity(answers: WrittenAnswers) -> RunIdentity:
 def run_identity(
     run: RunConfig, provenance: Mapping[str, Any], samples: int, source: str, digest: str = ""
 ) -> RunIdentity:
-    """Return the identity of a run whose result is no trace, with all its configurations."""
+    """Return the identity of a run that wrote something else than a trace, with all its configurations."""
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,
@@ -186,5 +190,6 @@ def run_identity(
 
 
 def _answers_byte_shares(answers: WrittenAnswers) -> tuple[float, ...]:
+    """Return the byte share of each configuration, mean over answers; empty where one is unknown."""
     each = [[row["evicted"][label].get("bytes_share") for row in answers.rows] for label in answers.run.labels()]
     return () if any(None in shares for shares in each) else tuple(float(np.mean(shares)) for shares in each)

@@ -23,7 +23,7 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
 
 
 def config_object(config: EvictionConfig) -> dict[str, Any]:
-    """Return a configuration's label and all its choices; a budget is 128 entries, or 0.05 of the prompt."""
+    """Return a configuration as a JSON object: its label and choices, a budget as 128 entries or 0.05 of the prompt."""
     return {"label": config.label(), **config.to_document()}
 
 
@@ -38,23 +38,23 @@ def config_columns(config: EvictionConfig) -> dict[str, str]:
 
 
 def parse_config_object(document: Mapping[str, Any]) -> EvictionConfig:
-    """Return the configuration of an object from `config_object`."""
+    """Return the configuration that a JSON object from `config_object` describes."""
     return EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 
 
 def setting_object(configs: Iterable[EvictionConfig]) -> dict[str, Any]:
-    """Return the choices that all of some configurations share."""
+    """Return the choices that all configurations share, as a JSON object."""
     first, *others = (config.to_document() for config in configs)
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def run_object(run: RunConfig) -> dict[str, Any]:
-    """Return a run as its trace stores it, with labels of its configurations."""
+    """Return a run as a JSON object: its choices, and its configurations as `config_object` gives them."""
     return {**json.loads(run.to_json()), "configs": [config_object(config) for config in run.configs]}
 
 
 def provenance_object(attrs: Mapping[str, str]) -> dict[str, Any]:
-    """Return a trace's provenance, which its file holds as text, with every entry in its own type."""
+    """Return a trace's provenance as a JSON object, with numbers and booleans where the file has them as text."""
     return {name: _TYPES.get(name, str)(text) for name, text in attrs.items()}
 
 

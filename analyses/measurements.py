@@ -78,12 +78,12 @@ class Measurements:
 
     @cached_property
     def cache_shares(self) -> Floats:
-        """(config,) entries of the evicted cache over those of the full one, mean over samples; NaN where unknown."""
+        """Cache shares (config,): entries of the evicted cache over the full one's, sample mean; NaN if unknown."""
         return np.asarray(self.cache_shares_by_sample.mean(axis=0))
 
     @cached_property
     def cache_shares_by_sample(self) -> Floats:
-        """(sample, config) entries of the evicted cache over those of the full one; NaN where unknown.
+        """Cache shares (sample, config): entries of the evicted cache over those of the full one; NaN where unknown.
 
         Counted in entries of the model's own cache: one kept set per query head can hold more than the whole grouped
         cache (METHOD: the protocol, 5). A trace without the shares implies them where one of its configurations keeps
@@ -100,7 +100,7 @@ class Measurements:
 
     @property
     def byte_shares(self) -> Floats:
-        """(config,) bytes of the evicted cache over those of the full one in 16 bits, mean over samples.
+        """Byte shares (config,): bytes of the evicted cache over the full one's in 16 bits, mean over samples.
 
         Raises TraceError where the trace does not hold them.
         """
@@ -108,13 +108,14 @@ class Measurements:
 
     @property
     def prefill_seconds(self) -> tuple[Floats, float]:
-        """(config,) seconds of the configurations' own prefills, NaN without one, and of the full prefill; means."""
+        """Mean seconds of each configuration's own prefill, (config,), NaN without one, and of the full prefill."""
         if "prefill_seconds" not in self:
             return np.full(len(self.trace.run.configs), np.nan), np.nan
         own, full = (self.trace.arrays[name][self.trace.ok] for name in ("prefill_seconds", "prefill_seconds_full"))
         return np.asarray(own.mean(axis=0)), float(full.mean())
 
     def _read(self, name: str) -> Floats:
+        """Return a variable of the complete samples, at the step. Raises TraceError as `__getitem__`."""
         array = np.asarray(self.trace.get(name, self.analysis), dtype=np.float64)
         dims = VARIABLES[name].dims
         if "step" not in dims:
@@ -143,14 +144,14 @@ def _with_step(trace: Trace, analysis: str, step: int) -> Trace:
 
 
 def measured_steps(trace: Trace) -> NDArray[np.int64]:
-    """Return (sample,) the number of decode steps of each complete sample; later steps lie past its text's end."""
+    """Return the number of decode steps of each complete sample, (sample,); its text ends there."""
     if "steps_measured" not in trace.arrays:
         return np.full(int(trace.ok.sum()), trace.run.steps)
     return np.asarray(trace.arrays["steps_measured"][trace.ok], dtype=np.int64)
 
 
 def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
-    """Return the trace of its failed samples and of the `selected` complete ones."""
+    """Return the trace with its failed samples and those complete ones that are `selected`, (complete sample,)."""
     stays = ~trace.ok
     stays[trace.ok] = selected
     arrays = {
@@ -170,9 +171,10 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
 
 
 def sets_per_layer(trace: Trace, config: int) -> int:
-    """Return the number of kept sets per layer of a configuration, whose heads share one offset in the file per set.
+    """Return how many different kept sets a layer has, for the configuration at an index.
 
-    Raises TraceError where the trace does not hold the kept positions.
+    Heads that share a set share its offset in the file. Raises TraceError where the trace does not hold the kept
+    positions.
     """
     offsets = trace.get("kept_offset", "kept sets")[0, config]
     return max(len(np.unique(layer)) for layer in offsets)
@@ -189,7 +191,7 @@ CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
 
 
 def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
-    """Return (sample, config) of each measure of the first decode step, equal where all kept sets are.
+    """Return measure -> (sample, config) at the first decode step, with equal values where all kept sets are equal.
 
     Raises TraceError as `Measurements`.
     """
@@ -212,16 +214,16 @@ def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
 
 
 def equalise_identical_runs(trace: Trace, measures: dict[str, Floats]) -> dict[str, Floats]:
-    """Return (sample, config) arrays with one value for all configurations whose kept sets are equal everywhere.
+    """Return the (sample, config) arrays with one value for all configurations whose kept sets are equal everywhere.
 
     Their values differ by rounding alone.
     """
-    first = _first_equal(trace)
+    first = _first_equal_config(trace)
     return {name: np.take_along_axis(array, first, axis=1) for name, array in measures.items()}
 
 
-def _first_equal(trace: Trace) -> NDArray[np.int64]:
-    """Return (sample, config) the first configuration that keeps the same sets everywhere."""
+def _first_equal_config(trace: Trace) -> NDArray[np.int64]:
+    """Return the index of the first configuration with the same kept sets everywhere, (sample, config)."""
     count, samples = len(trace.run.configs), int(trace.ok.sum())
     first = np.tile(np.arange(count), (samples, 1))
     for later in range(count):
@@ -233,7 +235,7 @@ def _first_equal(trace: Trace) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in [0, 1] of the complete samples.
+    """Scores in [0, 1] of the answers of the complete samples.
 
     Attributes:
         full: (sample,) of the full cache's answers.
@@ -245,7 +247,7 @@ class Scores:
 
     @property
     def drop(self) -> Floats:
-        """(sample, config) the score that eviction costs; negative where the evicted cache answers better."""
+        """Loss of score by eviction, (sample, config); negative where the evicted cache answers better."""
         return self.full[:, None] - self.evicted
 
 
@@ -271,7 +273,7 @@ def scores(trace: Trace, analysis: str) -> Scores:
 
 
 def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
-    """Return (sample,) over complete samples: True where the full cache's answer is its first token or empty.
+    """Return True where the full cache's answer is its first token or empty, per complete sample.
 
     Eviction cannot change such an answer in the regular scenario, where all caches share the first token (METHOD:
     Generation); in others it is False.
@@ -283,13 +285,13 @@ def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
 
 
 def first_token_caveat(count: int, samples: int) -> list[str]:
-    """Return the short note on answers that eviction cannot change; nothing where there are none."""
+    """Return the short note on `count` answers that eviction cannot change, as a list; empty for none."""
     note = f"In {count} of {plural(samples, 'sample')} the full cache's answer is one token or none, alike for all."
     return [note] if count else []
 
 
 def first_token_note(count: int, samples: int) -> str:
-    """Return the long note on answers that eviction cannot change; empty where there are none."""
+    """Return the long note on `count` answers that eviction cannot change; empty for none."""
     if not count:
         return ""
     return (

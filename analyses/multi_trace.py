@@ -1,4 +1,4 @@
-"""Checks of several traces that are analysed as one: graded answers, one model, equal configurations, distinct prompts.
+"""Checks of several traces that are analysed as one: one model, equal configurations, distinct prompts.
 
 The same prompt can be in two traces under different names of its file, its data set or its metric.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify a prompt: its source and its name there, and a digest of its tokens if stored."""
-    keys = [json.dumps([_origin(trace), trace.sample_ids[index]])]
+    """Return the keys that identify a prompt: its source with its name there, and a digest of its tokens if stored."""
+    keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])
         tokens = np.asarray(trace.arrays["prompt_token"][start : start + count], dtype=np.int32)
@@ -42,8 +43,8 @@ def _prompt_keys(trace: Trace, index: int) -> list[str]:
     return keys
 
 
-def _origin(trace: Trace) -> object:
-    """Return the digest of the user's file of prompts; without one, the data set, its options and the seed."""
+def _prompt_source(trace: Trace) -> object:
+    """Return what identifies a source of prompts: the digest of the user's file, else data set, options and seed."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -51,7 +52,7 @@ def _origin(trace: Trace) -> object:
 
 
 _SHARED = ("model", "revision", "scenario", "dtype", "cache")
-"""Settings that such traces share; those of one data set also share the use of a chat template."""
+"""Settings that traces must share to be analysed as one; those of one data set also share the chat template."""
 
 
 def as_traces(traces: Any) -> tuple[Trace, ...]:
@@ -65,28 +66,18 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
     return members
 
 
-def check_together(traces: Sequence[Trace], analysis: str) -> None:
-    """Raise TraceError for traces without graded answers, of different settings, or with a common prompt."""
+def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
+    """Raise TraceError for no trace, and for traces of different settings or with a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)
-    for index, trace in enumerate(traces):
-        _check_answers(trace, analysis)
-        for other in traces[:index]:
-            _check_equal_settings(other, trace)
+    for first, other in combinations(traces, 2):
+        _check_equal_settings(first, other)
     check_no_duplicate_prompts(traces, _trace_name)
 
 
-def _check_answers(trace: Trace, analysis: str) -> None:
-    if not {"score", "score_full"} <= trace.arrays.keys():
-        msg = (
-            f"{analysis} needs graded answers, {_trace_name(trace)} holds none; make a trace that does: "
-            f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
-        )
-        raise TraceError(msg)
-
-
 def _check_equal_settings(first: Trace, other: Trace) -> None:
+    """Raise TraceError where two traces differ in model, cache or another setting, or in their configurations."""
     shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
     different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if different:
@@ -103,4 +94,5 @@ def _check_equal_settings(first: Trace, other: Trace) -> None:
 
 
 def _trace_name(trace: Trace) -> str:
+    """Return the path of a trace, or its data set where it has none, for error messages."""
     return trace.source or f"a trace of {trace.run.dataset}"

@@ -29,42 +29,24 @@ from perturbkv.trace import Trace
 class ComparisonRow(HeadComparison):
     """A comparison of heads as a line of a table, isolated and propagated perturbation side by side."""
 
-    @property
-    def isolated_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `isolated_ratio`."""
-        return self.isolated.sum_ratio_interval
-
-    @property
-    def propagated_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `propagated_ratio`."""
-        return self.propagated.sum_ratio_interval
-
-    @property
-    def median_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `median_ratio`."""
-        return self.propagated.median_ratio_interval
-
-    @property
-    def better_share_interval(self) -> OptionalInterval:
-        """The interval of the column `better_share`."""
-        return self.propagated.better_share_interval
-
-    @derived(json=False, heading="#isolated\nsum")
+    @derived(json=False, heading="#isolated\nsum", interval=lambda row: row.isolated.sum_ratio_interval)
     def isolated_ratio(self) -> float:
         """Isolated perturbation over the baseline's, summed over heads and samples."""
         return self.isolated.sum_ratio
 
-    @derived(json=False, heading="#propagated\nsum")
+    @derived(json=False, heading="#propagated\nsum", interval=lambda row: row.propagated.sum_ratio_interval)
     def propagated_ratio(self) -> float:
         """Propagated perturbation over the baseline's, summed over heads and samples."""
         return self.propagated.sum_ratio
 
-    @derived(json=False, heading="#propagated\nmedian head")
+    @derived(json=False, heading="#propagated\nmedian head", interval=lambda row: row.propagated.median_ratio_interval)
     def median_ratio(self) -> float:
         """The median head's propagated perturbation over the baseline's."""
         return self.propagated.median_ratio
 
-    @derived(json=False, heading="#heads\nbetter", unit="share")
+    @derived(
+        json=False, heading="#heads\nbetter", unit="share", interval=lambda row: row.propagated.better_share_interval
+    )
     def better_share(self) -> float:
         """Mean over samples of each sample's share of heads with less propagated perturbation."""
         return self.propagated.better_share
@@ -91,7 +73,7 @@ class Outcome(ComparisonRow):
     def compare(
         cls, trace: Trace, analysis: str, baseline: EvictionConfig, treatment: EvictionConfig, step: int, **more: Any
     ) -> Self:
-        """Return the outcome of a treatment, with `more` fields.
+        """Return the outcome of a treatment against a baseline; `more` are the fields that a subclass adds.
 
         Raises as `head_comparison.summarise` and `drift.summarise`.
         """
@@ -106,7 +88,7 @@ class Outcome(ComparisonRow):
 
 
 def field_values(comparison: HeadComparison) -> dict[str, Any]:
-    """Return a comparison's fields by name, as arguments for a subclass."""
+    """Return field -> value of a comparison, as keyword arguments for an object of a subclass."""
     return {field.name: getattr(comparison, field.name) for field in dataclasses.fields(comparison)}
 
 
@@ -130,11 +112,11 @@ class BaselineSetting(Record):
     @derived(json=False, heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.rows[0].held[0]
+        return self.rows[0].cache_shares[0]
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         raise NotImplementedError
 
     def lines(self) -> Sequence[Line]:
@@ -144,7 +126,7 @@ class BaselineSetting(Record):
 
 @record
 class OutcomeSetting(BaselineSetting):
-    """A setting whose rows are outcomes."""
+    """A setting whose rows have drift and KL, too, and the KL of its baseline."""
 
     rows: tuple[Outcome, ...] = column("one per configuration that is compared")
     kl_median: float = column(
@@ -155,7 +137,7 @@ class OutcomeSetting(BaselineSetting):
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
-    """Return the columns `kl_median` and `kl_median_interval` of one configuration. Raises as `Measurements`."""
+    """Return a configuration's median KL of the next token and its interval, by column. Raises as `Measurements`."""
     measurements = Measurements(trace, analysis, step)
     kl = measurements["logit_kl"][:, measurements.index(config)]
     return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
@@ -169,7 +151,7 @@ class SettingsResult(Result):
         settings: one by one.
         step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
-        IGNORED: choices that do not tell settings apart.
+        IGNORED: choices that names of settings leave out.
     """
 
     IGNORED: ClassVar[tuple[str, ...]] = ()
@@ -180,7 +162,7 @@ class SettingsResult(Result):
 
     @classmethod
     def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
-        """Return the result of a trace's settings, with `more` fields."""
+        """Return the result of a trace's settings; `more` are the fields that a subclass adds."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
         return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
@@ -197,7 +179,7 @@ class SettingsResult(Result):
 
 
 def head_rows(comparison: HeadComparison, **labels: Any) -> list[dict[str, Any]]:
-    """Return a data frame's rows, one per kind of perturbation, layer and head: configurations, labels, numbers."""
+    """Return a comparison's data frame rows, one per kind of perturbation, layer and head: labels, then numbers."""
     sides = {**config_columns(comparison.treatment), "baseline": comparison.baseline.label()}
     layers = [comparison.identity.layer(index) for index in range(len(comparison.flagged))]
     kinds = (comparison.isolated, comparison.propagated)

@@ -37,12 +37,17 @@ class PairRecord:
         return f"<{type(self).__name__}: {self.baseline.label()} → {self.treatment.label()}>"
 
 
+def pairs_of(comparisons: Iterable[PairRecord]) -> list[Pair]:
+    """Return the baseline and the treatment of each comparison."""
+    return [(comparison.baseline, comparison.treatment) for comparison in comparisons]
+
+
 Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 
 
 def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
-    """Return the treatments, one or several, as a tuple.
+    """Return the names of one or several treatments as a tuple, with trace and sides checked.
 
     Raises TraceError for anything but a trace, ConfigError for sides that are no names, for no treatment, and for a
     repeated one.
@@ -89,32 +94,35 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
         )
     ]
     if not matched:
-        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides(run)}"
+        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides_text(run)}"
         raise TraceError(msg)
     return sorted(matched, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
 
 
 def _named_options(side: str) -> set[str]:
-    """Return the options that a side names, which may then differ between the sides."""
+    """Return the names of the options that a side's text gives; the sides may differ in these."""
     return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
 def _matching_baselines(
     candidates: list[EvictionConfig], treatment: EvictionConfig, free: set[str]
 ) -> list[EvictionConfig]:
-    """Return a treatment's baselines: those with its stage 1 and granularity if there are any, else the first."""
-    comparable = [one for one in candidates if one != treatment and _equal_except_sides(one, treatment, free)]
-    same_stage = [one for one in comparable if _agree(one.selection, treatment.selection, _STAGE1)]
+    """Return a treatment's baselines: candidates with its stage 1 and granularity if any, else the first that fits."""
+    comparable = [
+        config for config in candidates if config != treatment and _equal_except_sides(config, treatment, free)
+    ]
+    same_stage = [config for config in comparable if _options_agree(config.selection, treatment.selection, _STAGE1)]
     closest = [
-        one
-        for one in same_stage
-        if _agree(one.selection, treatment.selection) and _agree(one.granularity, treatment.granularity)
+        config
+        for config in same_stage
+        if _options_agree(config.selection, treatment.selection)
+        and _options_agree(config.granularity, treatment.granularity)
     ]
     return closest or same_stage or comparable[:1]
 
 
 def _side_configs(run: RunConfig, side: str, every_policy: bool) -> list[EvictionConfig]:
-    """Return the configurations of a side; for a selection alone those of the first policy, or of every policy."""
+    """Return the configurations of a side; of a selection without a policy those of the first policy, or of all."""
     configs = [config for config in run.configs if matches(config, side)]
     if every_policy or not _is_selection(side):
         return configs
@@ -135,7 +143,7 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the `series` of every treatment. Raises as `check_sides` and `pairs`."""
+    """Return the groups of pairs, as `series` makes them, of every treatment. Raises as `check_sides` and `pairs`."""
     return [
         group
         for treatment in check_sides(trace, baseline, treatments)
@@ -144,17 +152,17 @@ def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
-    """Return both configurations of each pair."""
-    return [config for pair in pairs for config in pair]
+    """Return the configurations of some pairs, each once."""
+    return list(dict.fromkeys(config for pair in pairs for config in pair))
 
 
-def _sides(run: RunConfig) -> str:
-    """Return the policies and selections of a run, for error messages."""
+def _sides_text(run: RunConfig) -> str:
+    """Return the policies and selections of a run as text, for error messages: 'snapkv:attention, h2o:attention'."""
     return ", ".join(dict.fromkeys(f"{config.policy.name}:{config.selection.name}" for config in run.configs))
 
 
 def matches(config: EvictionConfig, side: str) -> bool:
-    """Return whether a configuration is of a side: has its names, and every option that the side gives."""
+    """Return whether a configuration has the policy, the selection and every option that a side's text gives."""
     parts = [parse(part) for part in split_policy_and_selection(side)]
     if len(parts) == 1:
         return _matches_choice(parts[0], config.selection) or _matches_choice(parts[0], config.policy)
@@ -186,9 +194,9 @@ def _matches_value(request: Any, value: Any) -> bool:
 
 
 def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set[str]) -> bool:
-    """Return whether the choices that both have are equal, but for the selection, another policy and what is `free`.
+    """Return whether two configurations agree in all that both have, but for selection, policy and `free` choices.
 
-    Different policies have different options and windows: these are part of them.
+    Options and window belong to the policy: they may differ between different policies.
     """
     systems = () if first.policy.name == second.policy.name else ("policy", "window")
     sides, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
@@ -196,7 +204,7 @@ def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set
     return all(one[name] == other[name] for name in common_names if not name.startswith(sides))
 
 
-def _agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
+def _options_agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
     """Return whether two choices have equal values of the named options, by default of those that both have."""
     names = first.options.keys() & second.options.keys() if names is None else names
     return all(first.options.get(name) == second.options.get(name) for name in names)
@@ -209,7 +217,7 @@ def side_indices(run: RunConfig, side: str) -> list[int]:
     """
     indices = [index for index, config in enumerate(run.configs) if matches(config, side)]
     if not indices:
-        msg = f"expected configurations of '{side}', got a trace of {_sides(run)}"
+        msg = f"expected configurations of '{side}', got a trace of {_sides_text(run)}"
         raise TraceError(msg)
     return sorted(indices, key=lambda index: budget_order(run.configs[index]))
 
@@ -221,11 +229,12 @@ def budget_order(config: EvictionConfig) -> tuple[float, bool, float]:
 
 def group_by_selection(run: RunConfig) -> list[dict[str, int]]:
     """Return selection -> index for each group of configurations that differ in selection alone."""
-    return [{run.configs[index].selection.name: index for index in group} for group in group_settings(run, "selection")]
+    groups = group_settings(run, "selection")
+    return [{config.selection.name: run.configs.index(config) for config in group} for group in groups]
 
 
-def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
-    """Return the indices of groups of configurations that differ in the `free` choices alone.
+def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
+    """Return the groups of configurations that differ in the `free` choices alone.
 
     Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
     """
@@ -234,7 +243,8 @@ def group_settings(run: RunConfig, *free: str) -> list[list[int]]:
     for name in dict.fromkeys(name for config in choices for name in config):
         groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))
     largest = [group for group in groups if not any(set(group) < set(other) for other in groups)]
-    return sorted(map(list, largest), key=lambda group: min(budget_order(run.configs[index]) for index in group))
+    members = [[run.configs[index] for index in group] for group in largest]
+    return sorted(members, key=lambda group: min(map(budget_order, group)))
 
 
 def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
@@ -256,7 +266,7 @@ def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
 
 
 def _without_budget(config: EvictionConfig) -> EvictionConfig:
-    """Return a configuration that all which differ in budget alone share."""
+    """Return a configuration with a fixed budget: equal for configurations that differ in budget alone."""
     return dataclasses.replace(config, budget=Budget(1.0))
 
 
@@ -264,7 +274,8 @@ SIDE = ("policy", "selection")
 """Choices in which the sides of a comparison differ."""
 OWNERS = (*SIDE, "granularity", "precision", "correction")
 """Choices that have options."""
-_PLAIN = ("budget", "window", "protect_first", "protect_recent")
+_AFTER_SIDES = ("budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent")
+"""The other choices, in the order of a label."""
 _DEFAULTS = ("full", "none")
 """Precision and correction that labels leave out."""
 _PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
@@ -275,20 +286,20 @@ def plural(number: int, word: str, many: str = "") -> str:
     return f"{number:,} {word if number == 1 else many or f'{word}s'}"
 
 
-def setting_name(config: EvictionConfig, *more: str) -> str:
-    """Return a configuration's choices without policy and selection, which a comparison's sides share, and `more`."""
-    return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *more))
+def setting_name(config: EvictionConfig, *without: str) -> str:
+    """Return a configuration's choices as text, without policy, selection and the choices in `without`."""
+    return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *without))
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
-    """Return the choices that all configurations share, those in `without` left out."""
+    """Return the choices that all configurations share as text, those in `without` left out."""
     shared = _shared_choices(configs) - set(without)
     words = {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
     return " ".join(words.values())
 
 
 def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
-    """Return each configuration's choices that are not shared by all, those in `without` left out."""
+    """Return choice -> word per configuration, of the choices that not all share; those in `without` left out."""
     hidden = {*_shared_choices(configs), *without}
     return [
         {choice: word for choice, word in config.label_parts().items() if choice not in hidden} for config in configs
@@ -321,19 +332,18 @@ def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Col
         varied: those of them whose options differ between any of the configurations.
     """
     named = {name: text for name, text in texts.items() if name in words or name in varied or "(" in text}
-    sides = ":".join(named.pop(name) for name in SIDE if name in named)
-    named = {name: text for name, text in named.items() if text not in _DEFAULTS}
-    rest = [word for name, word in words.items() if name in _PLAIN]
-    return " ".join([*([sides] if sides else []), *rest, *named.values()])
+    sides = ":".join(named[name] for name in SIDE if name in named)
+    parts = [named.get(name, "") if name in OWNERS else words.get(name, "") for name in _AFTER_SIDES]
+    return " ".join(part for part in (sides, *parts) if part and part not in _DEFAULTS)
 
 
 def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Return names of curves over budgets by one configuration each; the name of a single curve is its selection."""
+    """Return a name per curve over budgets, from one configuration of each; a single curve has its selection's name."""
     return [name or config.selection.name for name, config in zip(short_names(configs, "budget"), configs, strict=True)]
 
 
 def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
-    """Return policy and selection of both sides, with the options in which the sides differ."""
+    """Return policy and selection as text for baseline and treatment, with the options in which these differ."""
     both = (baseline, treatment)
     first, second = (
         [_with_options(getattr(config, owner), words) for owner in SIDE]
@@ -378,13 +388,13 @@ def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
 
 
 def _with_options(choice: Choice, words: Mapping[str, str]) -> str:
-    """Return the text of a choice with those of its options that the words name."""
+    """Return a choice as text, with those of its options that are keys of `words`."""
     wanted = {*words, "kernel"} if "pool" in words else {*words}  # the word for pool includes the kernel
     return str(choice.without(name for name in choice.options if name not in wanted))
 
 
 def budget_names(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
-    """Return each configuration's budget as the user gave it, then its other choices that not all share."""
+    """Return a list of words per configuration: the budget as given, then its other choices that not all share."""
     others = distinct_choices(configs, "budget", *without)
     return [[str(config.budget), *words.values()] for config, words in zip(configs, others, strict=True)]
 
@@ -411,7 +421,7 @@ def fold(name: str, width: int = 16) -> str:
 
 
 def _break_word(line: str, width: int) -> list[str]:
-    """Return a line in parts that fit the width as far as its brackets, colons and commas allow."""
+    """Return the parts of a line, broken behind brackets, colons and commas to fit the width where possible."""
     parts = [""]
     for piece in _PIECES.findall(line) if len(line) > width else [line]:
         if parts[-1] and len(parts[-1]) + len(piece) > width:
@@ -422,8 +432,8 @@ def _break_word(line: str, width: int) -> list[str]:
 
 LEAST_CONFIGS = 3
 """Smallest number of configurations that are ranked."""
-APART = ("granularity", "precision", "correction", "protect_first", "protect_recent")
-"""Choices, beside the budget, that configurations share which are ranked: they change the size of the cache."""
+CACHE_SIZE_CHOICES = ("granularity", "precision", "correction", "protect_first", "protect_recent")
+"""Choices that change the size of the cache: configurations are ranked only where they share these and the budget."""
 
 
 def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
@@ -431,13 +441,16 @@ def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]
 
     The name is the budget as the user gave it, then those of these choices of which there are several values.
     """
-    varied = [name for name in APART if len({getattr(config, name) for config in configs}) > 1]
+    varied = [name for name in CACHE_SIZE_CHOICES if len({getattr(config, name) for config in configs}) > 1]
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
-        words = [_word(name, getattr(config, name)) for name in varied]
-        groups.setdefault(" ".join([str(config.budget), *words]), []).append(index)
+        words = [_choice_text(name, getattr(config, name)) for name in varied]
+        groups.setdefault(" ".join(filter(None, [str(config.budget), *words])), []).append(index)
     return groups
 
 
-def _word(name: str, value: Choice | float) -> str:
-    return str(value) if isinstance(value, Choice) else f"{name.replace('_', '-')}={value:g}"
+def _choice_text(name: str, value: Choice | float) -> str:
+    """Return a choice as a label has it: a number with its name, 'protect-first=4'; empty for a default."""
+    if isinstance(value, Choice):
+        return "" if value.name in _DEFAULTS else str(value)
+    return f"{name.replace('_', '-')}={value:g}" if value else ""

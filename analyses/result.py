@@ -32,6 +32,7 @@ class Result(Record, ABC):
         KEY: key of the result in its command's JSON document; empty where the document has the result's own keys.
         SHOWN: names of the table's columns after the first, at most six.
         FIRST: heading of the first column, the lines' names.
+        HAS_SHARES, HAS_MEDIANS: whether the table holds shares of samples, or medians over samples.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
 
@@ -39,6 +40,8 @@ class Result(Record, ABC):
     SHOWN: ClassVar[tuple[str, ...]] = ()
     DOCUMENT: ClassVar[str] = "every analysis"
     FIRST: ClassVar[str] = "configuration"
+    HAS_SHARES: ClassVar[bool] = False
+    HAS_MEDIANS: ClassVar[bool] = False
 
     identity: RunIdentity
 
@@ -68,7 +71,7 @@ class Result(Record, ABC):
 
     def interval_note(self) -> str:
         """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples)
+        return text.intervals_note(self.identity.samples, exact=self.HAS_SHARES, medians=self.HAS_MEDIANS)
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
@@ -87,7 +90,7 @@ class Result(Record, ABC):
         return "\n".join(self._remarks()[:_MOST_NOTES])
 
     def explain(self) -> list[Part]:
-        """Return the meaning of every column, notes that found no room, and the further tables."""
+        """Return what `--explain` adds: the meaning of every column, the notes not shown, and further tables."""
         records = [record for line in self.lines() for record in line.records]
         declared = columns.declarations(records, self.shown_columns())
         more = ["\n".join(self._remarks()[_MOST_NOTES:])] if len(self._remarks()) > _MOST_NOTES else []
@@ -98,7 +101,7 @@ class Result(Record, ABC):
         return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
 
     def plot(self, width_mm: float = 174) -> Figure:
-        """Return the figure of its command at a printed width: 174 mm, or 84 for one column of a journal."""
+        """Return the result's figure at a printed width: 174 mm, or 84 for one column of a journal."""
         return self._draw(type(self).__name__, width_mm)
 
     def to_frame(self) -> Any:
@@ -108,7 +111,7 @@ class Result(Record, ABC):
         return pd.DataFrame(self.records())
 
     def _draw(self, name: str, width_mm: float) -> Figure:
-        """Return the figure of a name in `perturbkv.figures.FIGURES`; no import, as figures import results."""
+        """Return the figure of a name in `perturbkv.figures.FIGURES`; loaded late, as figures import results."""
         figure: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
         return figure
 
@@ -128,7 +131,7 @@ MemberResult = TypeVar("MemberResult", bound=Result)
 
 
 class Sequenced(Generic[Member]):
-    """A sequence of members: `len`, iteration and indexing refer to them."""
+    """The methods of a sequence: `len`, iteration and indexing refer to `members`."""
 
     members: tuple[Member, ...]
 

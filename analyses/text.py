@@ -35,13 +35,13 @@ def percent(share: float, interval: OptionalInterval = None, separator: str = " 
     return "–" if isnan(share) else f"{fixed(100 * share, 0)} %" + interval_text(interval, _hundredths, separator)
 
 
-def points(score: float, interval: OptionalInterval = None, apart: str = " ", end_digits: int = 1) -> str:
-    """Return '43.8 [40.1, 47.5]' of a score, or of a difference of two, in [−1, 1]: times 100, as papers show it."""
-    return fixed(100 * score, 1) + interval_text(interval, lambda end: fixed(100 * end, end_digits), apart)
+def points(score: float, interval: OptionalInterval = None, separator: str = " ", end_digits: int = 1) -> str:
+    """Return a score or a difference of scores times 100, as papers show it, with its interval: '43.8 [40.1, 47.5]'."""
+    return fixed(100 * score, 1) + interval_text(interval, lambda end: fixed(100 * end, end_digits), separator)
 
 
-def joined_names(names: Sequence[str]) -> str:
-    """Return 'a, b and c'."""
+def join_names(names: Sequence[str]) -> str:
+    """Return several names as one text: 'a, b and c'."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -61,7 +61,7 @@ def interval_at(band: Band, index: int) -> OptionalInterval:
 
 
 def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> str:
-    """Return the note under a table on n and its intervals.
+    """Return the note under a table on the number of samples and the kind of its intervals.
 
     Args:
         samples: n.
@@ -78,7 +78,7 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
 
 
 def shares_note(samples: int) -> str:
-    """Return the note under a table that holds no other numbers than shares of samples."""
+    """Return the note on intervals under a table whose only numbers are shares of samples."""
     return "Shares of samples have exact 95 % intervals, in brackets." if samples > 1 else intervals_note(samples)
 
 
@@ -128,10 +128,12 @@ def interval_text(interval: OptionalInterval, write: Callable[[float], str], sep
 
 
 def _three_digits(value: float) -> str:
+    """Return a number with three significant digits, from 1,000 on without decimals."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _hundredths(share: float) -> str:
+    """Return a share in percent without decimals and sign: '72'."""
     return fixed(100 * share, 0)
 
 
@@ -141,7 +143,7 @@ def fixed(value: float, digits: int) -> str:
 
 
 def sample_note(samples: int, unit: str = "sample") -> str:
-    """Return 'n = 8 samples'; of fewer than five samples also that they are too few for intervals."""
+    """Return the number of samples as text, 'n = 8 samples', with a remark where they are too few for intervals."""
     if samples < 2:
         return f"one {unit}: no interval"
     few = ": ranges, too few for intervals" if samples < MIN_SAMPLES else ""
@@ -221,7 +223,7 @@ _MOST_CLAUSES = 3
 def comparisons(pairs: Sequence[Pair], cases: Sequence[Case], where: str = "", verb: str = "perturbs") -> str:
     """Return a `comparison` clause for each baseline and treatment, over all their settings.
 
-    More than three of them are compared in one clause, as 'the treatment' with 'its baseline'.
+    More than three pairs of sides are compared in one clause, as 'the treatment' with 'its baseline'.
 
     Args:
         pairs: baseline and treatment of each case.
@@ -252,7 +254,7 @@ def pairs_by_sides(pairs: Sequence[Pair]) -> dict[tuple[str, str], list[tuple[in
 
 
 def _comparison_words(treatment: str, baseline: str) -> Words:
-    """Return the words for a ratio's verdicts; `treatment` includes its verb."""
+    """Return verdict -> clause and short word, for comparing ratios; `treatment` includes its verb."""
     return {
         LESS: (f"{treatment} less than {baseline}", "less"),
         MORE: (f"{treatment} more than {baseline}", "more"),

@@ -42,10 +42,15 @@ DISTANCES = {
 
 
 def distance_of(name: str) -> Distance:
-    """Return the distance of this name. Raises UnknownNameError for an unknown one."""
+    """Return the distance called `l1`, `l2` or `cosine`. Raises UnknownNameError for another name."""
     if name not in DISTANCES:
         raise UnknownNameError(name, "distance", DISTANCES)
     return DISTANCES[name]
+
+
+def non_default_terms(distance: str, step: int) -> list[str]:
+    """Return the distance and the decode step as text, each where it is not the default (L1, step 0)."""
+    return [*([] if distance == "l1" else [str(DISTANCES[distance])]), *([f"step {step}"] if step else [])]
 
 
 TIE_FLOORS = 2
@@ -58,7 +63,7 @@ def verdicts(
     floor: NDArray[np.float64],
     distance: str = "l1",
 ) -> NDArray[np.int8]:
-    """Return 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties; any shape.
+    """Return the verdict on each element: 1 where the treatment perturbs less, −1 where it perturbs more, 0 for ties.
 
     For 1 − cos the square roots are compared: it grows with the square of the angle, and noise adds to the angle.
     """
@@ -103,7 +108,7 @@ def _equal_in_decoding(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample, layer, head) True where the sets are equal and decoding has them at the same positions."""
     same, configs = equal_isolated(trace, first, second), trace.run.configs
     evicted = trace.arrays["evicted"][trace.ok][:, first] != 0  # a cache that keeps everything has no other positions
-    if _positions(configs[first]) == _positions(configs[second]):
+    if _key_positions(configs[first]) == _key_positions(configs[second]):
         return same
     return np.asarray(same & ~evicted[:, None, None])
 
@@ -116,11 +121,11 @@ def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
     return np.asarray((complete | always) & (one.precision == other.precision))
 
 
-def _positions(config: EvictionConfig) -> str:
-    """Return where decoding has the kept keys: an option of the only policy that can move them."""
+def _key_positions(config: EvictionConfig) -> str:
+    """Return the option for the positions of kept keys in decoding, which one policy alone has; by default `kept`."""
     return str(config.policy.options.get("positions", "kept"))
 
 
 def _up_to_layer(same: Mask) -> Mask:
-    """Return (sample, layer) True where all heads of this layer and of the earlier ones are equal."""
+    """Return (sample, layer) True where `same`, (sample, layer, head), holds in all heads up to the layer."""
     return np.asarray(np.logical_and.accumulate(same.all(axis=2), axis=1))

@@ -1,4 +1,4 @@
-"""Parsers of options that take a list, or one of a few words."""
+"""Parsers of options that take a list of values, or one of a few names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ METHODS = ",".join(
 _Value = TypeVar("_Value")
 
 
-def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Return the finite numbers of texts that may hold several, with commas. Raises ConfigError for anything else."""
-    pieces = [piece.strip() for text in texts or [] for piece in text.split(",") if piece.strip()]
+def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
+    """Return the numbers of an option's texts, each of which may list several, separated by commas.
+
+    Raises ConfigError for text that is no finite number, for texts without a number, and for a repeated number.
+    """
+    numerals = [numeral.strip() for text in texts or [] for numeral in text.split(",") if numeral.strip()]
     try:
-        if texts and not pieces:
+        if texts and not numerals:
             raise ValueError
-        values = tuple(float(piece) for piece in pieces)
+        values = tuple(map(float, numerals))
     except ValueError:
         msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
         raise ConfigError(msg) from None
@@ -33,7 +36,7 @@ def numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
 
 
 def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
-    """Return the values. Raises ConfigError where one is repeated."""
+    """Return the values of an option. Raises ConfigError where a value is repeated."""
     seen = set()
     for value in values:
         if value in seen:
@@ -45,12 +48,12 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names in a text, separated by commas outside all brackets."""
+    """Return the names that commas outside brackets separate in a text."""
     return [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
 
 
 def parse_compare(text: str) -> list[str]:
-    """Return the names of `attention,two-stage`, the baseline first. Raises ConfigError for fewer than two."""
+    """Return the selections that --compare lists, the baseline first. Raises ConfigError for fewer than two."""
     names = split_names(text)
     if len(names) < 2:
         msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
@@ -59,7 +62,7 @@ def parse_compare(text: str) -> list[str]:
 
 
 def parse_methods(text: str) -> list[str]:
-    """Return the names of `adakv:two-stage,snapkv`. Raises ConfigError for none, or one twice."""
+    """Return the methods that --compare lists: `adakv:two-stage,snapkv`. Raises ConfigError for none, or one twice."""
     names = split_names(text)
     if not names:
         msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
@@ -68,12 +71,7 @@ def parse_methods(text: str) -> list[str]:
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
-    """Return the value. Raises UnknownNameError where it is not among the known ones."""
+    """Return the value of an option. Raises UnknownNameError where it is not one of the known values."""
     if value not in known:
         raise UnknownNameError(value, option, known)
     return value
-
-
-def name_with_distance(analysis: str, distance: str) -> str:
-    """Return the name of an analysis with its distance, for summary.json and for file names; l1 adds nothing."""
-    return analysis if distance == "l1" else f"{analysis}-{distance}"

@@ -1,11 +1,12 @@
-"""Commands as Typer and Click know them: options of a dataclass, groups that load a command when it runs.
+"""Typer commands made of functions and dataclasses of options; groups that import a command when it runs.
 
 `with_options` gives a command the options of dataclasses, as if they were its own parameters. Every field that is
 annotated with an option becomes one. A field `typed_options` gets the names of the options that the user typed, a field
 `own_options` the values of the command's own parameters.
 
 `CheckedCommand` and `CheckedGroup` refuse repeated options, which Click accepts silently, and record whether JSON was
-requested, so that even a command line that cannot be parsed gets its error as JSON.
+requested, so that even a command line that cannot be parsed gets its error as JSON. Their help has one line per option,
+in groups, with defaults in brackets and … where an option may be repeated.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from perturbkv.cli.commands import FILE, Command, refuse_former_command
-from perturbkv.cli.help_screen import CompactHelp
+from perturbkv.cli import console
+from perturbkv.cli.commands import FILE, PANELS, Command, refuse_former_command
+
+Sections = dict[str, list[tuple[str, str]]]
+_MOST_COLUMNS = 100
+_OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
+_NO_DEFAULT = ("", "None", "False")
+_MORE = "More options of measuring, rarely needed: perturbkv trace -h"
+_LEGEND = "  [default]  … repeatable"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread each parameter that is annotated with a dataclass of options over the command's own parameters."""
+    """Return a command in which every parameter that is a dataclass of options is replaced by these options."""
     groups, own = split_parameters(command)
 
     def call(context: typer.Context, **values: Any) -> None:
@@ -38,7 +49,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def split_parameters(command: Callable[..., Any]) -> tuple[dict[str, Any], list[inspect.Parameter]]:
-    """Return the parameters of a command that are dataclasses of options, and its other parameters."""
+    """Return a command's parameters that are dataclasses of options, as name -> dataclass, and its other parameters."""
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
     groups = {name: hints[name] for name in parameters if dataclasses.is_dataclass(hints[name])}
@@ -56,9 +67,12 @@ def copy_signature(
     groups: Mapping[str, Any],
     own: Iterable[inspect.Parameter],
 ) -> Callable[..., None]:
-    """Return `call` with the name and help of `command`, its own parameters, and one for each option of the groups."""
+    """Return `call` with the name and help of `command`, and with a parameter per option for Typer to read.
+
+    The options are those of `own`, the command's own parameters, and those of `groups`, its dataclasses of options.
+    """
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [context, *own, *(option for group in groups.values() for option in _group_parameters(group))]
+    parameters = [context, *own, *(option for group in groups.values() for option in _option_parameters(group))]
     functools.wraps(command)(call)
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -69,42 +83,45 @@ def copy_signature(
 def fill_groups(
     groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the dataclasses of options, filled with the values of a command line."""
+    """Return name -> dataclass of options, filled with the values of a command line."""
     context = {"typed_options": typed, "own_options": own}
     return {name: _fill_group(group, values, context) for name, group in groups.items()}
 
 
 def show_defaults(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives shared options other defaults in a command's help."""
+    """Return a decorator that changes the defaults which a command's help shows, option -> text."""
     return _change_options({name: {"show_default": default} for name, default in defaults.items()})
 
 
 def show_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that shows in a command's help options which are hidden elsewhere."""
+    """Return a decorator that shows options in a command's help which other commands hide."""
     return _change_options({name: {"hidden": False} for name in names})
 
 
 def hide_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that hides shared options from the help of a command that has no use for them."""
+    """Return a decorator that hides options in a command's help which other commands show."""
     return _change_options({name: {"hidden": True} for name in names})
 
 
 def _change_options(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that changes attributes of a command's options, and leaves other commands as they are."""
+    """Return a decorator that changes attributes of a command's options: option -> attribute -> value."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        parameters = [_change_option(one, changes.get(one.name, {})) for one in signature.parameters.values()]
+        parameters = [
+            _change_option(parameter, changes.get(parameter.name, {})) for parameter in signature.parameters.values()
+        ]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
 
 
 def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
+    """Return a parameter whose Typer option has other attributes; other commands with the option keep theirs."""
     if not changes:
         return parameter
     kind, option = get_args(parameter.annotation)
@@ -114,13 +131,13 @@ def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> 
 
 
 def typed_options(context: typer.Context) -> frozenset[str]:
-    """Return the names of the parameters given on the command line, not by a default or the environment."""
+    """Return the names of the options that the user typed, not those set by a default or the environment."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def option_fields(group: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a dataclass that are options, by name."""
+    """Return field name -> annotation of those fields of a dataclass that are options."""
     hints = get_type_hints(group, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -130,13 +147,14 @@ def option_fields(group: Any) -> dict[str, Any]:
 
 
 def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Return a dataclass of options, filled with their values and with those fields of `context` that it has."""
+    """Return a dataclass of options, filled with their values and those values of `context` that it has fields for."""
     fields = {field.name for field in dataclasses.fields(group)}
-    chosen = {name: values[name] for name in option_fields(group)}
-    return group(**chosen, **{name: value for name, value in context.items() if name in fields})
+    options = {name: values[name] for name in option_fields(group)}
+    return group(**options, **{name: value for name, value in context.items() if name in fields})
 
 
-def _group_parameters(group: Any) -> list[inspect.Parameter]:
+def _option_parameters(group: Any) -> list[inspect.Parameter]:
+    """Return a keyword parameter per option of a dataclass."""
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
@@ -146,39 +164,139 @@ def _group_parameters(group: Any) -> list[inspect.Parameter]:
 
 @dataclass
 class JsonRequest:
-    """An object of the Click context that records whether --json was given."""
+    """A record of whether --json was typed, kept as the object of the Click context."""
 
     as_json: bool = False
 
 
+class CompactHelp:
+    """A mix-in for commands whose help has one line per option."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, options and subcommands to the formatter."""
+        with console.out.capture() as written:
+            _print_text(f"Usage: {_usage(self, ctx)}")
+            for text in (self.help or "").split("\n\n"):
+                _print_text(" ".join(text.split()))
+                console.out.print()
+            sections = {**_option_sections(self, ctx), **_command_sections(self)}
+            column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+            for title, rows in sections.items():
+                _print_section(title, rows, column)
+            if _hides_options(self, ctx):
+                _print_text(_MORE)
+        formatter.write(written.get())
+
+
+def _hides_options(command: Any, ctx: Any) -> bool:
+    """Return whether a command that measures has options that its help leaves out."""
+    return command.name != "trace" and any(
+        option.hidden and option.name == "chunk_mib" for option in command.get_params(ctx)
+    )
+
+
+def _usage(command: Any, ctx: Any) -> str:
+    """Return the line on how a command is typed: `perturbkv heads [OPTIONS] [TRACE]`."""
+    arguments = [
+        _parameter_name(parameter) if parameter.required else f"[{_parameter_name(parameter)}]"
+        for parameter in command.get_params(ctx)
+        if parameter.param_type_name == "argument"
+    ]
+    subcommands = [command.subcommand_metavar] if _has_commands(command) else []
+    return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *subcommands])
+
+
+def _option_sections(command: Any, ctx: Any) -> Sections:
+    """Return group of options -> name and description of each visible option; arguments come first."""
+    sections: Sections = {}
+    for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):
+        if not parameter.hidden and parameter.name != _HELP:
+            panel = getattr(parameter, "rich_help_panel", None) or _OWN
+            sections.setdefault(panel, []).append((_parameter_name(parameter), _description(parameter, ctx)))
+    return sections
+
+
+def _command_sections(command: Any) -> Sections:
+    """Return group of commands -> name and summary of each subcommand, without importing it."""
+    sections: Sections = {}
+    for row in command.rows.values() if _has_commands(command) else ():
+        title = PANELS.get(row.name, _COMMANDS) if command.name in (None, "", "perturbkv") else _COMMANDS
+        sections.setdefault(title, []).append((row.name, row.summary))
+    return sections
+
+
+def _has_commands(command: Any) -> bool:
+    """Return whether a command is a group of the table."""
+    return isinstance(getattr(command, "rows", None), Mapping)
+
+
+def _parameter_name(parameter: Any) -> str:
+    """Return an option as the help writes it, `--model, -m NAME`, or an argument's name in capitals."""
+    if parameter.param_type_name == "argument":
+        return (parameter.metavar or str(parameter.name)).upper().strip("[].")
+    if parameter.secondary_opts:  # --chat-template/--no-chat-template
+        return str(parameter.opts[0]).replace("--", "--[no-]")
+    names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
+    value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+    return names + value + ("…" if parameter.multiple else "")
+
+
+def _description(parameter: Any, ctx: Any) -> str:
+    """Return the help of a parameter, with its default in brackets."""
+    default = str(parameter.get_default(ctx, call=False) if parameter.show_default is True else parameter.show_default)
+    return f"{(parameter.help or '').rstrip('.')}{'' if default in _NO_DEFAULT else f' [{default}]'}"
+
+
+def _print_text(text: str) -> None:
+    """Print a paragraph of help."""
+    console.out.print(text, markup=False, highlight=False, emoji=False, width=_help_width())
+
+
+def _print_section(title: str, rows: list[tuple[str, str]], column: int) -> None:
+    """Print a group of names and descriptions; the names' column is at least `column` characters wide."""
+    legend = any(name.endswith("…") for name, _ in rows) or any(help.endswith("]") for _, help in rows)
+    console.out.print(Text.assemble((title, "bold"), (_LEGEND if title == _OWN and legend else "", "dim")))
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    grid.add_column(no_wrap=True, min_width=column)
+    grid.add_column(overflow="fold")
+    for name, help in rows:
+        grid.add_row(Text(name, "cyan"), Text(help))
+    console.out.print(Padding(grid, (0, 0, 0, 2)), width=_help_width())
+
+
+def _help_width() -> int:
+    """Return the width of the help, in characters."""
+    return min(console.out.width, _MOST_COLUMNS)
+
+
 class _CheckedParser:
-    """A mix-in whose parser refuses options given twice, and numbers beyond all bounds."""
+    """A mix-in whose parser refuses repeated options, repeated values and whole numbers that are too large."""
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as Click does. Raises ConfigError where a part of the line would be dropped."""
+        """Parse as Click does; return the arguments that are left. Raises ConfigError for a repeated option."""
         from perturbkv.cli import option_refusals
 
         lenient = type(ctx)(self, parent=ctx, resilient_parsing=True, ignore_unknown_options=True)
-        values, rest, order = self.make_parser(lenient).parse_args(args=list(args))
+        values, arguments, parameters = self.make_parser(lenient).parse_args(args=list(args))
         if request := ctx.find_object(JsonRequest):
-            request.as_json = self.asks_for_json(values, rest)
-        if not any(getattr(given, "is_eager", False) for given in order):
-            option_refusals.check_given_once(order)
-        left: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        option_refusals.check_values(order, ctx.params)
-        return left
+            request.as_json = self.requests_json(values, arguments)
+        if not any(getattr(parameter, "is_eager", False) for parameter in parameters):
+            option_refusals.check_typed_once(parameters)
+        remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        option_refusals.check_values(parameters, ctx.params)
+        return remaining
 
 
 class CheckedCommand(CompactHelp, _CheckedParser, TyperCommand):
-    """A command that refuses options given twice."""
+    """A command that refuses repeated options, with the compact help."""
 
-    def asks_for_json(self, values: Mapping[str, Any], rest: list[str]) -> bool:
-        """Return whether --json is among the options, and not the value of another."""
+    def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
+        """Return whether --json is one of the options, not the value of another option."""
         return bool(values.get("as_json"))
 
 
 class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
-    """A group of commands, each of which is imported when it is needed."""
+    """A group of commands that imports each command when it is run."""
 
     rows: Mapping[str, Command] = {}
 
@@ -186,16 +304,20 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         super().__init__(**attributes)
         self.commands: Any = dict.fromkeys(self.rows)
 
-    def asks_for_json(self, values: Mapping[str, Any], rest: list[str]) -> bool:
-        """Return whether --json stands before any `--`, be its command known or not."""
-        return "--json" in rest[: rest.index("--") if "--" in rest else None] or bool(values.get("as_json"))
+    def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
+        """Return whether --json is typed before any `--`, even where the command is unknown."""
+        end = arguments.index("--") if "--" in arguments else None
+        return "--json" in arguments[:end] or bool(values.get("as_json"))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, imported."""
+        """Return the Click command of this name, imported; None where the group has no such command."""
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command and its arguments. Raises ConfigError for the former name of a command."""
+        """Return the command's name, the command and its arguments; a path selects the command on files.
+
+        Raises ConfigError for the former name of a command.
+        """
         name = args[0]
         if name not in self.rows:
             if FILE in self.rows and _is_path(name):
@@ -205,19 +327,20 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
 
 
 def _is_path(name: str) -> bool:
+    """Return whether an unknown command name is a path: it has a slash or a suffix, or the file exists."""
     from pathlib import Path
 
     return "/" in name or Path(name).suffix != "" or Path(name).exists()
 
 
 def group_class(rows: Iterable[Command]) -> type[CheckedGroup]:
-    """Return the class of a group of these commands."""
+    """Return the Click class of a group whose commands are these rows of the table."""
     return type("Group", (CheckedGroup,), {"rows": {row.name: row for row in rows}})
 
 
 @functools.cache
 def build(row: Command) -> Any:
-    """Return the Click command of a row of the table; imports its module."""
+    """Return the Click command of a row of the table of commands; imports its module."""
     function = load(row) if row.location else _show_help
     if not row.commands:
         info = typer.models.CommandInfo(name=row.name, cls=CheckedCommand, callback=function)
@@ -234,12 +357,13 @@ def build(row: Command) -> Any:
 
 
 def load(row: Command) -> Callable[..., None]:
-    """Return the function of a row of the table; imports its module."""
+    """Return the function of a row of the table of commands; imports its module."""
     module, _, name = row.location.partition(":")
     function: Callable[..., None] = getattr(importlib.import_module(f"perturbkv.cli.commands.{module}"), name)
     return function
 
 
 def _show_help(ctx: typer.Context) -> None:
+    """Print the help of a group that was called without a command."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

@@ -1,4 +1,4 @@
-"""The screen of every command: tables and JSON on stdout, notes and progress on stderr."""
+"""Output of every command: tables and JSON on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from perturbkv.display import Table, show
+from perturbkv.display import Table, print_part
 from perturbkv.escaping import escape_control_characters, escape_json, escape_line
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ SCHEMA = 1
 """The schema version of every JSON document, see docs/json.md; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
-_NARROWEST, _USUAL = 20, 80
+_FEWEST_COLUMNS, _USUAL_COLUMNS = 20, 80
 
 
 class Screen(Console):
-    """A console that raises BrokenPipeError where nobody reads it any more, instead of exiting."""
+    """A console that raises BrokenPipeError where the reader closed the pipe, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError, which `main` turns into the exit code."""
         raise BrokenPipeError
 
 
-def screen(**more: Any) -> Screen:
-    """Return a console of at least 20 columns, whatever COLUMNS says; of 80 where that is no positive number."""
-    console = Screen(**more)
-    if console.width < _NARROWEST:
-        return Screen(width=_USUAL if console.width < 1 else _NARROWEST, **more)
+def screen(**attributes: Any) -> Screen:
+    """Return a console of at least 20 columns, even where COLUMNS is less; of 80 where it is no positive number."""
+    console = Screen(**attributes)
+    if console.width < _FEWEST_COLUMNS:
+        return Screen(width=_USUAL_COLUMNS if console.width < 1 else _FEWEST_COLUMNS, **attributes)
     return console
 
 
@@ -47,19 +47,19 @@ err = screen(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, as `perturbkv.display.Table` says."""
-    show(out, Table(title, columns, list(rows)))
+    """Print a table on stdout; a column whose name begins with `#` holds numbers."""
+    print_part(out, Table(title, columns, list(rows)))
 
 
 def say(text: str, bold: bool = False) -> None:
-    """Print a line of results on stdout, wrapped at the terminal's width; nothing in it is read as markup."""
+    """Print text on stdout as it is, not as markup, wrapped at the terminal's width."""
     out.print(
         escape_control_characters(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None
     )
 
 
 def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
-    """Print the results of a command: conclusions, the run, tables, notes; with `explain` what the columns mean too."""
+    """Print results: their conclusions, title and subtitle, tables and notes; with `explain` also what columns mean."""
     for one in results:
         say(one.conclusion())
     say("")
@@ -67,20 +67,20 @@ def result(results: Sequence[Result], title: str, subtitle: str = "", explain: b
     if subtitle:
         say(subtitle)
     for part in [part for one in results for part in one.body()]:
-        show(out, part)
+        print_part(out, part)
     say("\n".join(_distinct_notes(results)))
     for part in [part for one in results for part in one.explain()] if explain else []:
-        show(out, part)
+        print_part(out, part)
 
 
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
-    """Return the notes of all results, without repetitions and without a note that another one completes."""
+    """Return the notes of all results, without repetitions and without notes that are the beginning of another note."""
     notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
     return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
-    """Return indented JSON that says which schema it follows, lists of numbers on one line each."""
+    """Return a document as indented JSON with its schema version, each list of numbers on one line."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
         _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))
@@ -89,7 +89,7 @@ def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document on stdout, never wrapped or coloured; ASCII where stdout takes no more."""
+    """Print a JSON document on stdout, never wrapped or coloured; in ASCII where stdout cannot encode it."""
     text = as_json(document)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -99,7 +99,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Print one line on stderr."""
+    """Print a text as one line on stderr."""
     err.print(escape_line(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
@@ -107,20 +107,21 @@ class _Notes(logging.Handler):
     """A log handler that prints every record as a note."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record as a note."""
         note(record.getMessage())
 
 
 def show_log() -> None:
-    """Print the log of this library, and of no other, from now on."""
+    """Print the log messages of this library, and of no other, as notes from now on."""
     log = logging.getLogger("perturbkv")
     log.setLevel(logging.INFO)
     log.handlers = [_Notes()]
 
 
 def progress(
-    what: str, total: int | None = None, done: int = 0, status: Callable[[], str] = str
+    label: str, total: int | None = None, done: int = 0, status: Callable[[], str] = str
 ) -> AbstractContextManager[Bar]:
-    """Return a progress bar on stderr with the time left and the text of `status`; it shows only on a terminal."""
+    """Return a progress bar on stderr with the time left and the text of `status`, shown only on a terminal."""
     from perturbkv.pipeline.progress import bar
 
-    return bar(what, total, done, console=err, status=status)
+    return bar(label, total, done, console=err, status=status)

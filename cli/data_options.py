@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from perturbkv.cli.choices import numbers
+from perturbkv.cli.choices import parse_numbers
 from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import ALIASES, DEFAULT
 
 
 def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a function that completes the beginning of a name, for a shell."""
+
     def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
 
@@ -23,12 +25,14 @@ def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 
 def _dataset_names() -> list[str]:
+    """Return the names of all data sets; imports their registry late, as only completion needs it."""
     from perturbkv.datasets.dataset_registry import known
 
     return [info.name for info in known()]
 
 
 def _policy_names() -> Iterable[str]:
+    """Return the names of all policies; imports their registry late, as only completion needs it."""
     from perturbkv.selection.policies import registry
 
     return registry.names()
@@ -44,15 +48,16 @@ DATA = "Model and data"
 """The group of these options in the help."""
 
 
-def _data_option(*names: str, **more: Any) -> Any:
-    return Option(*names, rich_help_panel=DATA, **more)
+def _data_option(*flags: str, **attributes: Any) -> Any:
+    """Return an option of the help's group "Model and data"."""
+    return Option(*flags, rich_help_panel=DATA, **attributes)
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The options of model and data.
+    """The options that choose model and prompts.
 
-    `typed_options` names those of all the command's options that were given on the command line.
+    `typed_options` holds the names of all options that the user typed, those of other groups too.
     """
 
     model: Annotated[
@@ -116,8 +121,8 @@ class DataOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of generated prompts, tokens; empty if not given. Raises ConfigError for anything but numbers."""
-        lengths = numbers("--length", self.length)
+        """The lengths of generated prompts, tokens; empty without --length. Raises ConfigError for other text."""
+        lengths = parse_numbers("--length", self.length)
         if any(number != int(number) for number in lengths):
             msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
             raise ConfigError(msg)
@@ -125,5 +130,5 @@ class DataOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """The depths of the needle; empty if not given. Raises ConfigError for anything but numbers."""
-        return numbers("--depth", self.depth)
+        """The depths of the needle, 0 to 1; empty without --depth. Raises ConfigError for anything but numbers."""
+        return parse_numbers("--depth", self.depth)

@@ -1,4 +1,4 @@
-"""Dry runs: samples, tokens, configurations and memory of a run, without loading a weight."""
+"""Dry runs: samples, tokens, configurations, memory and time of a run, without loading its weights."""
 
 from __future__ import annotations
 
@@ -24,26 +24,23 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def show(planned: Plan, as_json: bool, folder: Path | None, shard: Shard | None = None) -> None:
-    """Print the plan of a run, or of a shard of it; its trace goes into `folder`, None where it makes none."""
-    document = describe(planned, folder, shard)
-    if as_json:
-        console.print_json(document)
-    else:
-        _show(planned, document)
+def show(
+    plans: Sequence[Plan], as_json: bool, folder: Path | None, shard: Shard | None = None, by_dataset: bool = False
+) -> None:
+    """Print the plans of runs, or of a shard of them, whose traces go into `folder`; None: they make no trace.
 
-
-def show_all(plans: Sequence[Plan], as_json: bool, folder: Path, shard: Shard | None = None) -> None:
-    """Print the plans of several runs, one after the other; as JSON under `runs`."""
-    documents = [describe(planned, folder, shard) for planned in plans]
+    As JSON they are a list `runs` with `by_dataset`, else one document of the only plan.
+    """
+    documents = [describe(plan, folder, shard) for plan in plans]
     if as_json:
-        console.print_json({"runs": documents})
+        console.print_json({"runs": documents} if by_dataset else documents[0])
         return
-    for planned, document in zip(plans, documents, strict=True):
-        _show(planned, document)
+    for plan, document in zip(plans, documents, strict=True):
+        _show_plan(plan, document)
 
 
-def _show(planned: Plan, document: dict[str, Any]) -> None:
+def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
+    """Print a plan as tables; `document` is the plan as `describe` returns it."""
     rows = [
         (
             "model",
@@ -64,21 +61,21 @@ def _show(planned: Plan, document: dict[str, Any]) -> None:
         *_memory_rows(document),
     ]
     console.table("dry run: nothing was computed", ["", ""], rows)
-    kept = [
-        (one["config"]["label"], f"{one['entries']}{' asked for' if config.is_external else ''}")
-        for one, config in zip(document["kept"], planned.run.configs, strict=True)
+    kept_rows = [
+        (kept["config"]["label"], f"{kept['entries']}{' asked for' if config.is_external else ''}")
+        for kept, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
-    console.table("configurations", ["configuration", "#entries kept"], kept)
+    console.table("configurations", ["configuration", "#entries kept"], kept_rows)
 
 
 def _shard_text(document: dict[str, Any]) -> str:
-    """Return the samples and configurations of a shard as text."""
+    """Return the name of a shard and its numbers of samples and configurations as text."""
     samples, configs = plural(len(document["samples"]), "sample"), plural(document["configs"], "configuration")
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows of the memory and disk needed and free, and of what would make the run fit."""
+    """Return table rows on memory and disk, needed and free, and on whether the run fits or would with advice."""
     needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
@@ -91,13 +88,13 @@ def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _batches_text(document: dict[str, Any]) -> str:
-    """Return the number of batches of configurations and the size of the largest as text."""
+    """Return the number of batches of configurations, and the largest one's size and bound, as text."""
     batches = plural(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
 
 def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> dict[str, Any]:
-    """Return the plan of a run as a JSON document, sizes in MiB."""
+    """Return the plan of a run, or of a shard of it, as a JSON document; sizes are in MiB."""
     run, batches = planned.run, planned.batches
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
     parameters = planned.files.parameters()
@@ -111,7 +108,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
         "measured_layers": layer_types.format_measured(planned.files.config),
         "dataset": run.dataset,
         "samples": len(lengths),
-        "shard": _shard(shard, planned) if shard else None,
+        "shard": _shard_document(shard, planned) if shard else None,
         "tokens_min": min(lengths),
         "tokens_max": longest,
         "cut_samples": planned.prompts.cut,
@@ -132,13 +129,14 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
     }
 
 
-def _shard(shard: Shard, planned: Plan) -> dict[str, Any]:
+def _shard_document(shard: Shard, planned: Plan) -> dict[str, Any]:
+    """Return a shard of a planned run as a JSON document."""
     samples, configs = shard.select(planned.prompts.ids, planned.run.configs)
     return shard_document(shard, samples, len(configs))
 
 
 def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
-    """Return the memory and disk that a run needs, what is free, and advice that would make it fit."""
+    """Return the fields of the plan's JSON on memory and disk, needed and free, and the advice that makes it fit."""
     from perturbkv.pipeline.run import footprint
 
     needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
@@ -157,6 +155,6 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
 
 
 def _disk_free(folder: Path) -> int:
-    """Return the free bytes of the disk on which a folder is, or will be."""
+    """Return the free bytes of the disk of a folder, which need not exist yet."""
     path = folder.absolute()
-    return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

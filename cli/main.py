@@ -23,26 +23,27 @@ from perturbkv.errors import InterruptedRunError, PerturbkvError
 
 INTERRUPTED = InterruptedRunError.exit_code
 _INTERRUPTED_MESSAGE = "interrupted; no unfinished file was written"
-"""The message of a Ctrl-C that no run explained."""
+"""The message of a Ctrl-C outside a run, which has a message of its own."""
 
 
 @dataclass
 class SigtermRecord:
-    """A record of whether SIGTERM ended the command, which then exits with 143 instead of 130."""
+    """A record of whether SIGTERM interrupted the command, which then exits with 143 instead of 130."""
 
     terminated: bool = False
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of a command that would end with `code`: 143 where SIGTERM interrupted it."""
+        """Return the exit code `code`, or 143 where it is 130 and SIGTERM was the cause."""
         return 128 + signal.SIGTERM if self.terminated and code == INTERRUPTED else code
 
     def _terminate(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Handle SIGTERM: record it and raise KeyboardInterrupt."""
         self.terminated = True
         raise KeyboardInterrupt
 
 
 def is_caused_by_interrupt(error: BaseException) -> bool:
-    """Return whether a Ctrl-C caused an error: a library may turn it into another one."""
+    """Return whether a KeyboardInterrupt is among the causes of an error, as libraries turn it into other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
@@ -51,7 +52,7 @@ def is_caused_by_interrupt(error: BaseException) -> bool:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[SigtermRecord]:
-    """Raise KeyboardInterrupt where a SIGTERM comes within the block."""
+    """Turn a SIGTERM within the block into a KeyboardInterrupt; yield the record of it."""
     sigterm = SigtermRecord()
     previous = signal.signal(signal.SIGTERM, sigterm._terminate)
     try:
@@ -65,7 +66,7 @@ _BROKEN_PIPE = 128 + 13
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks; replace a stream that is closed."""
+    """Make stdout and stderr escape characters that their encoding lacks; write to nowhere where one is closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -75,15 +76,15 @@ def prepare_streams() -> None:
 
 
 def run_to_exit_code(run: Callable[[], int]) -> int:
-    """Return the exit code of `run` after flushing its output; 141 where the reader closed the pipe."""
+    """Return the exit code of `run` after flushing stdout; 141 where its reader closed the pipe, 2 for other errors."""
     try:
         code = run()
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
         return _BROKEN_PIPE
-    except SystemExit as end:  # which Typer makes of a pipe that breaks inside a command
-        if not isinstance(end.__context__, BrokenPipeError):
+    except SystemExit as exited:  # which Typer makes of a pipe that breaks inside a command
+        if not isinstance(exited.__context__, BrokenPipeError):
             raise
         _drop_output()
         return _BROKEN_PIPE
@@ -96,7 +97,7 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
 
 
 def _drop_output() -> None:
-    """Drop the rest of stdout's buffer, which Python would try to write once more."""
+    """Redirect stdout to nowhere, as Python would try to write the rest of its buffer once more at exit."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -110,8 +111,8 @@ app = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """The error for a command line that cannot be parsed: Click's own, or that of the Click inside newer Typers."""
-_LONGEST = 2000
-"""Most characters of an error on the screen; of a longer one the beginning and the end are kept."""
+_MOST_CHARACTERS = 2000
+"""Most characters of an error on the screen; a longer one is shortened in the middle."""
 _TASKS = {
     "See what eviction does to each attention head": "perturbkv heads --policy snapkv --budget 128",
     "Find a budget that is safe for a model": "perturbkv budget --max-kl 0.1",
@@ -124,6 +125,7 @@ _TASKS = {
 
 
 def _show_version(requested: bool) -> None:
+    """Print the version and exit where --version was typed."""
     if requested:
         console.say(f"perturbkv {perturbkv.__version__}")
         raise typer.Exit
@@ -142,7 +144,7 @@ def _start(
 
 
 def show_tasks() -> None:
-    """Print tasks in plain words, each with a command to type."""
+    """Print common tasks, each with a command to type, for `perturbkv` without arguments."""
     console.say("Run a model with its full cache and with evicted ones, and see what was lost.")
     for task, command in _TASKS.items():
         console.say("")
@@ -154,7 +156,7 @@ def show_tasks() -> None:
 
 
 def main() -> None:
-    """Run the command line; print a known error as one line on stderr, and with --json as a document on stdout too."""
+    """Run the command line and exit; errors are one line on stderr, with --json also a document on stdout."""
     prepare_streams()
     _quiet_libraries()
     console.show_log()
@@ -164,11 +166,11 @@ def main() -> None:
 
 
 def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
-    """Run the command; return its exit code."""
+    """Return the exit code of the command line, after printing its error."""
     try:
         code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
-        if code == INTERRUPTED:  # Typer makes it of a Ctrl-C that no run explained
-            return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(code), request)
+        if code == INTERRUPTED:  # Typer makes it of a Ctrl-C outside a run
+            raise KeyboardInterrupt
         return code
     except _UsageError as error:
         from perturbkv.cli.option_refusals import usage_message
@@ -187,8 +189,10 @@ def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
 
 
 def _print_error(error: BaseException, message: str, code: int, request: JsonRequest) -> int:
-    """Print an error, as JSON too where that was requested; return the exit code."""
-    short = message if len(message) <= _LONGEST else f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
+    """Print an error on stderr, with --json as JSON on stdout too; return its exit code."""
+    short = message
+    if len(message) > _MOST_CHARACTERS:
+        short = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
     console.note(f"error: {short}")
     if request.as_json:
         console.print_json({"error": {"type": type(error).__name__, "message": message, "exit_code": code}})
@@ -196,22 +200,19 @@ def _print_error(error: BaseException, message: str, code: int, request: JsonReq
 
 
 def _file_message(error: OSError) -> str:
-    """Return the message of an error of the file system, in one line."""
+    """Return the message of a file-system error in one line."""
     if error.filename is None:
         return f"expected to read or write, got '{error.strerror or error}'; make room, or choose another place"
     return f"expected to read or write {error.filename}, got '{error.strerror}'; choose another place"
 
 
 def _quiet_libraries() -> None:
-    """Keep other libraries' warnings out of our output, and their progress bars out of files and pipes."""
+    """Silence warnings of other libraries, and their progress bars where stderr is no terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in (
-        "torchao",
-        "bitsandbytes",
-        "torch.utils._pytree",
-    ):  # transformers imports them where they are installed
+    # transformers imports them where they are installed
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Refusals of options without effect, given twice or unknown, before anything is written.
+"""Refusals of options that have no effect, are repeated or unknown, before anything is written.
 
-Only options on the command line or in a sweep file are refused, never a default. An option that is in none of these
-tables always has an effect.
+Only options on the command line or in a sweep file are refused, never a default. An option in none of the tables below
+always has an effect.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from perturbkv.cli.commands import FORMER_OPTIONS
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.resources import NEEDS as ENGINES
-from perturbkv.configs.resources import engine_options as engine_needs
+from perturbkv.configs.resources import NEEDS as ENGINES_OF_OPTION
+from perturbkv.configs.resources import engine_options
 from perturbkv.configs.selections import STAGED
 from perturbkv.errors import ConfigError
 from perturbkv.selection import grid
@@ -26,7 +26,7 @@ from perturbkv.selection import grid
 
 @dataclass(frozen=True)
 class Need:
-    """A condition that some configuration must meet for an option to have an effect; `text` says it in words."""
+    """A condition that some configuration must meet for an option to have an effect; `text` names it to the user."""
 
     is_met: Callable[[DataOptions, EvictionConfig], bool]
     text: str
@@ -34,34 +34,35 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether the option, or with `each` one of its values, makes no difference to any configuration."""
-        matters: dict[Any, bool] = {}
-        for config in configs:
-            value = getattr(config, name) if self.each else None
-            matters[value] = matters.get(value, False) or self.is_met(run, config)
-        return not (matters and all(matters.values()))
+        """Return whether no configuration meets the condition, or with `each`, none with one of the option's values."""
+        useful = [config for config in configs if self.is_met(run, config)]
+        if not self.each:
+            return not useful
+        return {getattr(config, name) for config in useful} != {getattr(config, name) for config in configs}
 
 
 def _is_staged(run: DataOptions, config: EvictionConfig) -> bool:
+    """Return whether a configuration selects in two stages."""
     return config.selection.name in STAGED
 
 
 def _uses_seed(run: DataOptions, config: EvictionConfig) -> bool:
-    """Return whether anything is drawn at random: text, weights or kept entries."""
-    drawn = "random" in (config.selection.name, config.policy.name)
-    return drawn or _uses_data_option("seed")(run, config) or run.model.startswith("random:")
+    """Return whether prompts, weights or kept entries are drawn at random."""
+    random_entries = "random" in (config.selection.name, config.policy.name)
+    return random_entries or _uses_data_option("seed")(run, config) or run.model.startswith("random:")
 
 
 def _protects_more_than_window(run: DataOptions, config: EvictionConfig) -> bool:
-    """Return whether --protect-recent may protect more than the window; how many a share is depends on the prompt."""
+    """Return whether --protect-recent may change what the window protects; a share may, depending on the prompt."""
     recent = config.protect_recent
     return isinstance(recent, float) or recent == 0 or recent > config.window
 
 
 def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
-    """Return a condition that the data set uses one of the `DatasetOptions`."""
+    """Return the condition that the data set uses this one of the `DatasetOptions`."""
 
     def is_used(run: DataOptions, config: EvictionConfig) -> bool:
+        """Return whether the run's data set uses the option."""
         from perturbkv.datasets.dataset_registry import uses_option
 
         return uses_option(run.dataset, option)
@@ -70,8 +71,8 @@ def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bo
 
 
 def _engine_need(option: str) -> Need:
-    """Return the condition of an option of many processes."""
-    return Need(lambda run, config: getattr(run, "engine", "") in ENGINES[option], engine_needs(option))
+    """Return the condition that --engine is one of those which use an option of many processes."""
+    return Need(lambda run, config: getattr(run, "engine", "") in ENGINES_OF_OPTION[option], engine_options(option))
 
 
 NEEDS: Mapping[str, Need] = {
@@ -83,16 +84,17 @@ NEEDS: Mapping[str, Need] = {
     "head_scores": Need(lambda run, config: config.policy.name == "headkv", "--policy headkv"),
     "window": Need(lambda run, config: not config.is_external, "a policy of ours: a press has a window of its own"),
     "shard_by": Need(
-        lambda run, config: "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES["by_configs"],
-        f"--shard, or {engine_needs('by_configs')}",
+        lambda run, config: (
+            "shard" in run.typed_options or getattr(run, "engine", "") in ENGINES_OF_OPTION["by_configs"]
+        ),
+        f"--shard, or {engine_options('by_configs')}",
     ),
     "protect_recent": Need(_protects_more_than_window, "more entries than the window, which always stays", each=True),
     **{name: _engine_need(name) for name in ("workers", "ray_address", "cpus_per_worker", "timeout_per_sample")},
 }
-"""Option -> its condition. Options of a policy, a selection or a granularity declare their conditions themselves."""
+"""Option -> condition. Options of a policy, a selection or a granularity declare their conditions themselves."""
 
-_STAGES = Need(_is_staged, "a two-stage selection")
-_OWN: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": _STAGES}}
+_STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": Need(_is_staged, "a two-stage selection")}}
 """Command -> options whose conditions are stricter there: generation has no bounds."""
 
 UNUSED: Mapping[str, Mapping[str, str]] = {
@@ -139,7 +141,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
     "needle": {"step": "perturbation is averaged over all of them"},
     "tokens": {"step": "it shows the first"},
 }
-"""Command -> shared options that it has no use for, and why."""
+"""Command -> shared options without effect on it -> reason."""
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "explain",
@@ -162,14 +164,14 @@ _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
     "budget --savings": frozenset({"by"}),
     "question patching": frozenset({"by", "seed"}),
 }
-"""Command -> its own options with the name of a shared one; they always have an effect."""
+"""Command -> options of its own that have the name of a shared option; they always have an effect."""
 
 
 def reason_without_effect(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
-    """Return why an option has no effect on any of these configurations; empty where it has one."""
+    """Return the reason why an option has no effect on any of these configurations; empty where it has an effect."""
     if name in _OWN_OPTIONS.get(command, ()):
         return ""
-    need = _OWN.get(command, {}).get(name) or NEEDS.get(name)
+    need = _STRICTER_NEEDS.get(command, {}).get(name) or NEEDS.get(name)
     if name in UNUSED.get(command, {}):
         return _unused_reason(command, name)
     if need is None:
@@ -179,15 +181,11 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
     return f"has no effect here: it needs {needs}; leave it out" if needs else ""
 
 
-def check(command: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on the run."""
-    check_all(command, [run], configs)
-
-
-def check_all(command: str, runs: Sequence[DataOptions], configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on any of several runs."""
+def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -> None:
+    """Raise ConfigError for the first option on the command line that has no effect on any run of the command."""
 
     def reason(name: str) -> str:
+        """Return why an option has no effect on any run; empty where it has an effect on one."""
         reasons = [reason_without_effect(command, name, run, configs) for run in runs]
         return reasons[0] if all(reasons) else ""
 
@@ -197,27 +195,28 @@ def check_all(command: str, runs: Sequence[DataOptions], configs: Sequence[Evict
 def check_finished(command: str, run: DataOptions, path: Path) -> None:
     """Raise ConfigError for the first option on the command line that has no effect on a finished trace."""
     known = (_ON_A_TRACE | _ALSO_ON_A_TRACE.get(command, frozenset())) - _NOT_ON_A_TRACE.get(command, frozenset())
-    instead = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
-    _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else instead)
+    reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
+    _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else reason)
 
 
 def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on a finished file of answers."""
-    instead = f"has no effect on {command}, which looks at {path}; leave it out"
-    _refuse_first(run, lambda name: "" if name in known else instead)
+    """Raise ConfigError for the first typed option that is not `known`, as it has no effect on a file of answers."""
+    reason = f"has no effect on {command}, which looks at {path}; leave it out"
+    _refuse_first(run, lambda name: "" if name in known else reason)
 
 
 def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
     """Raise ConfigError for an option on the command line that belongs to another view of the command.
 
-    `views` are the options that choose a view, '' for the view without one -> names of the view's own options.
+    `views` maps the option that chooses a view ('' for the default view) to the names of the view's own options.
     """
     known = {name for names in views.values() for name in names}
 
     def reason(name: str) -> str:
+        """Return why an option has no effect on the view; empty where it has one."""
         if name not in known or name in views[view]:
             return ""
-        owners = [option_flag(one) for one, names in views.items() if one and name in names]
+        owners = [option_flag(other) for other, names in views.items() if other and name in names]
         needs = f"it needs {' or '.join(owners)}" if owners else f"it does not go with {option_flag(view)}"
         return f"has no effect here: {needs}; leave it out"
 
@@ -225,14 +224,16 @@ def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]
 
 
 def _unused_reason(command: str, name: str) -> str:
-    why = UNUSED.get(command, {}).get(name)
-    return f"has no effect on {command}: {why}; leave it out" if why else ""
+    """Return the reason why a shared option never has an effect on a command; empty where it may have one."""
+    reason = UNUSED.get(command, {}).get(name)
+    return f"has no effect on {command}: {reason}; leave it out" if reason else ""
 
 
-def _refuse_first(run: DataOptions, reason: Callable[[str], str]) -> None:
+def _refuse_first(run: DataOptions, reason_of: Callable[[str], str]) -> None:
+    """Raise ConfigError for the first typed option, by name, for which `reason_of` returns a reason."""
     for name in sorted(run.typed_options):
-        if why := reason(name):
-            msg = f"{option_flag(name)} {why}"
+        if reason := reason_of(name):
+            msg = f"{option_flag(name)} {reason}"
             raise ConfigError(msg)
 
 
@@ -240,23 +241,29 @@ _FLAGS = {"as_json": "--json", "everything": "--all", "figure_format": "--format
 
 
 def option_flag(name: str) -> str:
-    """Return an option as it is written on the command line."""
+    """Return an option as it is typed: `--max-kl` for `max_kl`."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def check_given_once(order: Sequence[Any]) -> None:
-    """Raise ConfigError for an option that takes one value and is given twice, in any spelling."""
-    for parameter in dict.fromkeys(order):
-        times = list(order).count(parameter)
+def check_typed_once(parameters: Sequence[Any]) -> None:
+    """Raise ConfigError for an option that takes one value and was typed more than once, in any spelling.
+
+    `parameters` are the Click parameters of a command line, in its order.
+    """
+    for parameter in dict.fromkeys(parameters):
+        times = list(parameters).count(parameter)
         if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
             msg = f"expected {names} once, got it {times} times; leave all but one out"
             raise ConfigError(msg)
 
 
-def check_values(order: Sequence[Any], values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that is given twice, and for a whole number that is too large."""
-    for parameter in dict.fromkeys(order):
+def check_values(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a repeated value of an option, and for a whole number that is too large.
+
+    `parameters` are the Click parameters of a command line, `values` their values by name.
+    """
+    for parameter in dict.fromkeys(parameters):
         value = values.get(parameter.name)
         if isinstance(value, (list, tuple)):
             check_distinct(parameter.opts[0], value)
@@ -265,35 +272,38 @@ def check_values(order: Sequence[Any], values: Mapping[str, Any]) -> None:
                 numbers.check_number(parameter.opts[0], item)
 
 
-_EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
+_EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)")
 """Click's message for more arguments than a command takes."""
 
 
 def usage_message(message: str, error: Any) -> str:
-    """Return one line on a command line that Click cannot parse, with what to do, the option's owner, or the help."""
+    """Return one line on a command line that Click cannot parse, with advice on what to type.
+
+    `message` is Click's, `error` its usage error.
+    """
     line, context = " ".join(message.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
     if context and (hint := FORMER_OPTIONS.get((context.command.name, option))):
         return f"No such option: {option}; {hint}"
-    if extra := _EXTRA.fullmatch(line):
+    if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    if owner := _owner(option):
-        return f"No such option: {option}; {owner}"
-    border = "" if line.endswith("?") else ";"
-    return f"{line}{border} {context.command_path} --help lists what there is" if context else line
+    if advice := _owner_advice(option):
+        return f"No such option: {option}; {advice}"
+    separator = "" if line.endswith("?") else ";"
+    return f"{line}{separator} {context.command_path} --help lists what there is" if context else line
 
 
 def _extra_message(extra: str, command: Any) -> str:
-    """Return the message for an argument too many."""
+    """Return the message for more arguments than the command takes; `extra` are those."""
     names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
-    most = f"no argument but {' and '.join(names)}" if names else "no argument"
+    expected = f"no argument but {' and '.join(names)}" if names else "no argument"
     measures = not names and any(one.name == "dry_run" for one in command.params)
     hint = "; it measures for itself and takes no finished trace" if measures else ""
-    return f"expected {most}, got '{extra}'{' too' if names else ''}{hint}"
+    return f"expected {expected}, got '{extra}'{' too' if names else ''}{hint}"
 
 
-def _owner(option: str) -> str:
-    """Return the policies, selections or granularities that own an option, and how to write it; empty for no owner."""
+def _owner_advice(option: str) -> str:
+    """Return the policies, selections or granularities that own an option, and how to type it; empty without owner."""
     name = option.lstrip("-").replace("-", "_")
     if name not in grid.known_options():
         return ""

@@ -23,18 +23,13 @@ from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
 from perturbkv.selection.grid import FIELDS, expand_grid, names_policy
 
-FORMATS = ("png", "svg", "pdf")
-COLUMNS = (1, 2)
 LOOK = "Analysis and figures"
 """The group of these options in the help."""
 
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """Files and width of the figures.
-
-    `own_options` holds the values of the command's own options.
-    """
+    """The options of figures: formats, width and explanations; `own_options` has the command's own options by name."""
 
     figure_format: Annotated[
         list[str] | None,
@@ -50,19 +45,19 @@ class FigureOptions:
 
     def __post_init__(self) -> None:
         for suffix in self.formats:
-            check_choice("format", suffix, FORMATS)
-        if self.columns not in COLUMNS:
+            check_choice("format", suffix, ("png", "svg", "pdf"))
+        if self.columns not in (1, 2):
             msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
             raise ConfigError(msg)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths of the given traces."""
+        """The paths of the traces that the user named; none here."""
         return ()
 
     @property
     def summary_options(self) -> dict[str, Any]:
-        """The options of the analysis, as summary.json keeps them."""
+        """The command's own options by name, as summary.json keeps them."""
         return dict(self.own_options)
 
     @property
@@ -115,22 +110,24 @@ CompareOption = Annotated[
 ]
 
 
-def _eviction_option(*names: str, **more: Any) -> Any:
-    return Option(*names, rich_help_panel=_EVICT, **more)
+def _eviction_option(*flags: str, **attributes: Any) -> Any:
+    """Return an option of the help's group "Eviction"."""
+    return Option(*flags, rich_help_panel=_EVICT, **attributes)
 
 
-def _run_option(*names: str, **more: Any) -> Any:
-    return Option(*names, rich_help_panel=_RUN, **more)
+def _run_option(*flags: str, **attributes: Any) -> Any:
+    """Return an option of the help's group "Running and output"."""
+    return Option(*flags, rich_help_panel=_RUN, **attributes)
 
 
-def _rare_option(panel: str, *names: str, **more: Any) -> Any:
-    """Return an option of `RARE`."""
-    return Option(*names, rich_help_panel=panel, hidden=True, **more)
+def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:
+    """Return an option of the help's group `panel` that only `perturbkv trace -h` shows."""
+    return Option(*flags, rich_help_panel=panel, hidden=True, **attributes)
 
 
 @dataclass(frozen=True)
 class RunOptions(DataOptions):
-    """The options of a run; `configs` returns its eviction configurations."""
+    """The options of a run that measures; `configs` returns its eviction configurations."""
 
     policy: Annotated[
         list[str] | None,
@@ -260,19 +257,19 @@ class RunOptions(DataOptions):
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
-        _ = self.parsed_shard  # a mistake is found before anything else is done
+        _ = self.parsed_shard  # refuses an invalid shard before anything else is done
         if self.device_map == "auto" and self.device != "auto":
             msg = f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them"
             raise ConfigError(msg)
 
     @property
     def parsed_shard(self) -> Shard | None:
-        """The shard of the run to measure; None: all of it. Raises ConfigError for text that is no shard."""
+        """The shard to measure; None: the whole run. Raises ConfigError for text that is no shard."""
         return None if self.shard is None else Shard.parse(self.shard, self.shard_by)
 
     @property
     def engine_config(self) -> Workers:
-        """The engine that measures. Raises ConfigError for options that have no effect on it."""
+        """The choice of the engine and its workers. Raises ConfigError for options without effect on the engine."""
         return Workers(
             self.engine,
             self.workers,
@@ -284,23 +281,23 @@ class RunOptions(DataOptions):
 
     @property
     def resources(self) -> Resources:
-        """The resources that the run may use. Raises ConfigError for text that is not a size."""
+        """The memory that the run may use, and its norm kernel. Raises ConfigError for text that is not a size."""
         max_bytes = None if self.max_memory is None else parse_size("--max-memory", self.max_memory)
         return Resources(self.chunk_mib * 2**20, max_bytes, self.norm_kernel)
 
     @property
     def step_count(self) -> int:
-        """The number of decode steps; 1 by default."""
+        """The number of measured decode steps; 1 by default."""
         return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
-        """Return the run with these budgets where the user gave none."""
+        """Return the options with these budgets where the user chose none."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
-        """Return the choices of every configuration but its selection, as `perturbkv.selection.grid` takes them.
+        """Return choice -> value or values for all eviction choices but the selection, as `expand_grid` takes them.
 
-        Raises BudgetError for text that is not a budget, ConfigError for a repeated one.
+        Raises BudgetError for text that is not a budget, ConfigError for a repeated budget.
         """
         return {
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in FIELDS},
@@ -313,10 +310,10 @@ class RunOptions(DataOptions):
         }
 
     def configs(self, selections: list[str]) -> tuple[EvictionConfig, ...]:
-        """Return every preset × budget × alpha × granularity × policy × selection.
+        """Return the configurations of all combinations: preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection. Raises ConfigError for a --policy that no selection leaves open.
+        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect.
         """
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
@@ -334,7 +331,7 @@ class RunOptions(DataOptions):
 
 @dataclass(frozen=True)
 class LookOptions(FigureOptions):
-    """The options of figures, the trace to analyse, and the decode step in it."""
+    """The options of figures, the path of the trace to analyse, and the decode step."""
 
     trace: Annotated[
         Path | None, Argument(help="A finished trace; without it one is made first", show_default=False)
@@ -349,18 +346,18 @@ class LookOptions(FigureOptions):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The path of the given trace, if any."""
+        """The path of the trace that the user named, if any."""
         return () if self.trace is None else (self.trace,)
 
     @property
     def summary_options(self) -> dict[str, Any]:
-        """The options of the analysis and the step, as summary.json keeps them."""
+        """The command's own options and the decode step by name, as summary.json keeps them."""
         return {**self.own_options, "step": self.step}
 
 
 @dataclass(frozen=True)
 class TracesOptions(FigureOptions):
-    """The options of figures, and the traces to analyse together."""
+    """The options of figures, and the paths of the traces to analyse together."""
 
     traces: Annotated[
         list[Path] | None,
@@ -369,5 +366,5 @@ class TracesOptions(FigureOptions):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths of the given traces."""
+        """The paths of the traces that the user named, if any."""
         return tuple(self.traces or ())

@@ -1,6 +1,6 @@
-"""A run on this machine: its plan from the options as typed, its folder, its progress, how to go on after Ctrl-C.
+"""A run from its options: its plan, its folder, measuring with progress, and how to resume after Ctrl-C.
 
-With several data sets each has a plan and a trace of its own, measured by one model. With `--shard` one share of a run
+With several data sets each has a plan and a trace of its own, measured by one model. With `--shard` one shard of a run
 is measured.
 """
 
@@ -10,7 +10,6 @@ import dataclasses
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,67 +31,53 @@ if TYPE_CHECKING:
     from perturbkv.engines.engine_choice import AnsweringEngine
     from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.run.plan import Plan
-    from perturbkv.pipeline.run.running import Engine, Progress
     from perturbkv.pipeline.run.sharding import ShardDone
     from perturbkv.storage.run.shards import Command
 
 
-_OPTION = "--shard"
-_MOST_NAMED = 3
+_SHARD_OPTION = "--shard"
+_MOST_NAMED_DATASETS = 3
 """Most data sets in the name of a folder."""
 
 
-def run_shard(options: RunOptions, planned: Plan, engine: Engine, path: Path, progress: Progress) -> Path | ShardDone:
-    """Measure what is missing of a trace, or of the requested shard. Raises PerturbkvErrors."""
-    from perturbkv.pipeline.run.running import run_to_file
-    from perturbkv.pipeline.run.sharding import run_shard
-
-    overwrite, wait = options.overwrite, options.wait
-    if options.parsed_shard is None:
-        return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
-    command = shard_command(sys.argv[1:])
-    return run_shard(planned, engine, path, options.parsed_shard, command=command, overwrite=overwrite, wait=wait,
-                     progress=progress)  # fmt: skip
-
-
 def shard_command(arguments: Sequence[str]) -> Command:
-    """Return the command line with its shard left open, so that it can be printed for another one."""
+    """Return the command line with None for the value of --shard, so that it can be printed for another shard."""
     from perturbkv.storage.run.shards import Command
 
-    words: list[str | None] = ["perturbkv"]
-    for word in arguments:
-        if word.startswith(f"{_OPTION}="):
-            words += [_OPTION, None]
+    command: list[str | None] = ["perturbkv"]
+    for argument in arguments:
+        if argument.startswith(f"{_SHARD_OPTION}="):
+            command += [_SHARD_OPTION, None]
         else:
-            words.append(None if words[-1] == _OPTION else word)
-    return Command(tuple(words), str(Path.cwd()))
+            command.append(None if command[-1] == _SHARD_OPTION else argument)
+    return Command(tuple(command), str(Path.cwd()))
 
 
 def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
-    """Return the traces where all are complete; else print the shards that were measured, and end the command.
+    """Return the paths of the traces where all traces are complete; otherwise print the measured shards and exit.
 
-    It exits with 1 where samples failed.
+    The exit code is 1 where samples failed, else 0.
     """
-    shards = [one for one in results if not isinstance(one, Path)]
+    shards = [result for result in results if not isinstance(result, Path)]
     if not shards:
-        return [one for one in results if isinstance(one, Path)]
+        return [result for result in results if isinstance(result, Path)]
     if as_json:
-        console.print_json({"shards": [describe(one) for one in shards]})
+        console.print_json({"shards": [_measured_shard_document(shard) for shard in shards]})
     else:
-        for one in shards:
-            console.say(str(one))
-    for reason in (reason for one in shards for reason in one.failures.values()):
+        for shard in shards:
+            console.say(str(shard))
+    for reason in (reason for shard in shards for reason in shard.failures.values()):
         console.note(f"failed: {reason}")
-    raise typer.Exit(1 if any(one.failures for one in shards) else 0)
+    raise typer.Exit(1 if any(shard.failures for shard in shards) else 0)
 
 
-def describe(one: ShardDone) -> dict[str, Any]:
-    """Return a measured shard as a JSON document, with the numbers of all shards that are done."""
+def _measured_shard_document(measured: ShardDone) -> dict[str, Any]:
+    """Return a measured shard as a JSON document, with the numbers of all shards that are complete."""
     return {
-        "trace": str(one.trace),
-        **shard_document(one.shard, one.samples, one.configs),
-        "failed": dict(one.failures),
-        "done": [shard.number for shard in one.done],
+        "trace": str(measured.trace),
+        **shard_document(measured.shard, measured.samples, measured.configs),
+        "failed": dict(measured.failures),
+        "done": [shard.number for shard in measured.done],
     }
 
 
@@ -102,11 +87,11 @@ def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[s
 
 
 def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str] = ()) -> Path:
-    """Return --output, or runs/<time>-<model>-<dataset>, with the names or the number of several data sets."""
+    """Return --output, or runs/<time>-<model>-<dataset>; of more than three data sets their number stands for names."""
     if output is not None:
         return output
     names = datasets or [options.dataset]
-    dataset = "-".join(map(slug, names)) if len(names) <= _MOST_NAMED else f"{len(names)}-datasets"
+    dataset = "-".join(map(slug, names)) if len(names) <= _MOST_NAMED_DATASETS else f"{len(names)}-datasets"
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug(options.model)}-{slug(dataset)}"
 
 
@@ -115,8 +100,8 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).stem if "/" in name else name).strip("-")
 
 
-def each_dataset(run: RunOptions) -> list[RunOptions]:
-    """Return a run per data set. Raises ConfigError for none, and for a repeated one."""
+def split_datasets(run: RunOptions) -> list[RunOptions]:
+    """Return the options of a run per data set of --dataset. Raises ConfigError for none, and for a repeated one."""
     names = [run.dataset] if Path(run.dataset).is_file() else split_names(run.dataset)
     if not names:
         msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
@@ -125,21 +110,22 @@ def each_dataset(run: RunOptions) -> list[RunOptions]:
 
 
 def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
-    """Return the path of each data set's trace. Raises ConfigError where two would be the same."""
-    names = [slug(Path(one.dataset).stem if Path(one.dataset).is_file() else one.dataset) for one in runs]
+    """Return the path of the trace of each run, which has a data set. Raises ConfigError where two paths are equal."""
+    datasets = [run.dataset for run in runs]
+    names = [slug(Path(dataset).stem if Path(dataset).is_file() else dataset) for dataset in datasets]
     for name in names:
         if names.count(name) > 1:
-            both = " and ".join(one.dataset for one, other in zip(runs, names, strict=True) if other == name)
+            both = " and ".join(dataset for dataset, other in zip(datasets, names, strict=True) if other == name)
             msg = f"expected data sets of different names, got {both}, both for {folder / name}; rename a file"
             raise ConfigError(msg)
     return [folder / name / "trace.h5" for name in names]
 
 
-def warn_of_gaps(planned: Sequence[Plan], name: str) -> None:
-    """Print a note on each budget that no table will show, and the data sets whose prompts are too short for it."""
-    plan_budgets = [dict.fromkeys(str(config.budget) for config in one.run.configs) for one in planned]
-    for budget in dict.fromkeys(budget for budgets in plan_budgets for budget in budgets):
-        short = [one.run.dataset for one, budgets in zip(planned, plan_budgets, strict=True) if budget not in budgets]
+def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
+    """Print a note on each budget that the analysis `name` leaves out, with the data sets too short for it."""
+    budgets_of = [dict.fromkeys(str(config.budget) for config in plan.run.configs) for plan in plans]
+    for budget in dict.fromkeys(budget for budgets in budgets_of for budget in budgets):
+        short = [plan.run.dataset for plan, budgets in zip(plans, budgets_of, strict=True) if budget not in budgets]
         if short:
             console.note(
                 f"b={budget} stands in no table of {name}, as not all data sets have it: prompts of {', '.join(short)} "
@@ -148,9 +134,9 @@ def warn_of_gaps(planned: Sequence[Plan], name: str) -> None:
 
 
 def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
-    """Run what is missing of a trace and finish its file; the weights are loaded only where something is missing.
+    """Measure the missing samples of a trace and finish its file; weights are loaded only where samples are missing.
 
-    With --shard the command ends here unless the trace is complete. Raises the errors of `measure`.
+    Exits the command after a shard of an incomplete trace. Raises PerturbkvErrors; finished samples are kept.
     """
     return make_traces([options], [planned], [path])[0]
 
@@ -158,37 +144,40 @@ def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
 def make_traces(
     runs: Sequence[RunOptions], planned: Sequence[Plan], paths: Sequence[Path], folder: Path | None = None
 ) -> list[Path]:
-    """Run what is missing of several traces with one model; `folder` is the --output that they share.
+    """Measure the missing samples of several traces with one model; `folder` is the --output that they share.
 
-    With --shard the command ends here unless all are complete. Raises the errors of `measure`.
+    Exits the command after a shard of incomplete traces. Raises PerturbkvErrors; finished samples are kept.
     """
-    if folder is None:
-        return require_complete([measure(runs[0], planned[0], paths[0])], runs[0].as_json)
     from perturbkv.engines import engine_choice
 
     with engine_choice.open_engine(runs[0].engine_config, planned) as engine:
-        traces = [
-            measure(run, one, path, engine=engine, folder=folder)
-            for run, one, path in zip(runs, planned, paths, strict=True)
+        results = [
+            measure(run, plan, path, engine, folder) for run, plan, path in zip(runs, planned, paths, strict=True)
         ]
-    return require_complete(traces, runs[0].as_json)
+    return require_complete(results, runs[0].as_json)
 
 
 def measure(
-    options: RunOptions, planned: Plan, path: Path, *, engine: AnsweringEngine | None = None, folder: Path | None = None
+    options: RunOptions, planned: Plan, path: Path, engine: AnsweringEngine, folder: Path | None = None
 ) -> Path | ShardDone:
-    """Run what is missing of a trace, or of the requested shard of it.
+    """Measure the missing samples of a trace, or of the shard that --shard names, with a progress bar.
 
-    `engine` measures, by default one that is chosen for this run. `folder` is the --output of a run of several traces,
-    with which the run can be resumed. Raises PerturbkvErrors; finished samples survive all of them.
+    `folder` is the --output of a run of several traces, with which the run can be resumed. Raises PerturbkvErrors;
+    finished samples are kept.
     """
-    from perturbkv.engines import engine_choice
+    from perturbkv.pipeline.run.running import run_to_file
+    from perturbkv.pipeline.run.sharding import run_shard
 
-    what = "samples" if folder is None else f"{planned.run.dataset}: samples"
-    chosen = engine_choice.open_engine(options.engine_config, [planned]) if engine is None else nullcontext(engine)
+    label = "samples" if folder is None else f"{planned.run.dataset}: samples"
+    overwrite, wait, shard = options.overwrite, options.wait, options.parsed_shard
     try:
-        with chosen as measuring, console.progress(escape_line(what), status=measuring.alive) as bar:
-            return run_shard(options, planned, measuring, path, with_time_notes(bar.update, planned))
+        with console.progress(escape_line(label), status=engine.alive) as bar:
+            progress = with_time_notes(bar.update, planned)
+            if shard is None:
+                return run_to_file(planned, engine, path, overwrite=overwrite, wait=wait, progress=progress)
+            command = shard_command(sys.argv[1:])
+            return run_shard(planned, engine, path, shard, command=command, overwrite=overwrite, wait=wait,
+                             progress=progress)  # fmt: skip
     except InterruptedRunError as error:
         output = folder or (path if path == options.output else path.parent)
         msg = (
@@ -199,19 +188,25 @@ def measure(
 
 
 def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None, metric: str = "") -> Prompts:
-    """Load and encode the data set for a model of `positions` positions; None: they are not checked.
+    """Return the prompts of the options' data set, encoded for a model of `positions` positions (None: any number).
 
-    `metric` grades answers instead of the data set's own.
-
-    Raises DatasetError and ConfigError for whatever is wrong with the data.
+    `metric` grades the answers in place of the data set's own metric. Raises DatasetError and ConfigError for invalid
+    data.
     """
     from perturbkv.datasets.prompts import load
 
     return load(
-        options.dataset, tokenizer, samples=options.samples, seed=options.seed, data_dir=options.data_dir,
-        lengths=options.lengths, depths=options.depths, haystack=options.haystack, max_tokens=options.max_tokens,
-        chat_template=options.chat_template, positions=positions, metric=metric,
+        options.dataset, tokenizer, max_tokens=options.max_tokens, chat_template=options.chat_template,
+        positions=positions, **_data_request(options, metric),
     )  # fmt: skip
+
+
+def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
+    """Return what the options request of a data set. Raises ConfigError for --length and --depth without numbers."""
+    return {
+        "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
+        "depths": options.depths, "haystack": options.haystack, "metric": metric,
+    }  # fmt: skip
 
 
 def plan_all(
@@ -222,15 +217,18 @@ def plan_all(
     metric: str = "",
     files: ModelFiles | None = None,
 ) -> list[Plan]:
-    """Return a plan per data set, with one model. Raises PerturbkvErrors, those of unknown names first."""
-    from perturbkv.datasets.dataset_registry import check_name
+    """Return a plan per run, with one model; the other parameters are those of `plan`.
 
-    for one in runs:
-        check_name(one.dataset)
+    Raises PerturbkvErrors, those for the request of a data set first.
+    """
+    from perturbkv.datasets.prompts import check_request
+
+    for run in runs:
+        check_request(run.dataset, **_data_request(run, metric))
     plans: list[Plan] = []
-    for one in runs:
+    for run in runs:
         opened = plans[0].files if plans else files
-        plans.append(plan(one, configs, leave_out_unfit, generate, metric, files=opened))
+        plans.append(plan(run, configs, leave_out_unfit, generate, metric, files=opened))
     return plans
 
 
@@ -243,19 +241,23 @@ def plan(
     scored: bool = True,
     files: ModelFiles | None = None,
 ) -> Plan:
-    """Return the plan of a run, checked in everything that needs no weights. Raises PerturbkvErrors.
+    """Return the plan of a run, after all checks that need no weights. Raises PerturbkvErrors.
 
-    `leave_out_unfit`: a budget that some prompt makes no larger than the window is left out instead of refused.
-    `generate`: tokens generated from every cache; None: as many as the dataset says. `metric`: that grades answers
-    instead of the data set's own. `scored`: whether prompts whose answers nothing grades are refused.
-    `files`: the model, where it was opened for another run already.
+    Args:
+        options: the run as the user chose it.
+        configs: its eviction configurations.
+        leave_out_unfit: leave out budgets that some prompt makes no larger than the window, instead of refusing them.
+        generate: number of tokens generated from every cache; None: as many as the data set says.
+        metric: metric that grades answers in place of the data set's own.
+        scored: refuse prompts whose answers no metric grades.
+        files: the model, where it is open already.
     """
     if options.shard is not None and options.output is None:
         msg = "expected --output with --shard, got none; name the place that all shards of the run share"
         raise ConfigError(msg)
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
-    from perturbkv.datasets import dataset_registry as datasets
+    from perturbkv.datasets.prompts import check_request
     from perturbkv.engines import engine_choice
     from perturbkv.models.loading import open_model, pick_dtype
     from perturbkv.pipeline.run.plan import Placement
@@ -265,7 +267,7 @@ def plan(
     from perturbkv.selection.policies import registry as policies
     from perturbkv.selection.resolved_config import resolve
 
-    datasets.check_name(options.dataset)
+    check_request(options.dataset, **_data_request(options, metric))
     resources, device = options.resources, engine_choice.pick_run_device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)

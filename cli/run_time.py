@@ -1,8 +1,8 @@
-"""Estimates of the time of a run: from its arithmetic and a rate measured in a moment, then from its first samples.
+"""Estimates of a run's time: from its operations and a rate measured in a moment, then from its first samples.
 
-The estimate counts multiplications of the prefill, of attention and of decoding, and adds the share that measuring took
-beside a prefill in docs/cost.md. It leaves out loading the weights and reading the data: right within a factor of two
-or so, which is why it is rounded.
+The estimate counts the operations of prefill, attention and decoding, and multiplies those of the prefill by what
+measuring added to it in docs/cost.md. It leaves out loading the weights and reading the data: it is right within a
+factor of two or so, which is why it is rounded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
     from perturbkv.pipeline.run.running import Progress
 
-_MEASURING = 1.3
-"""Measuring over a plain prefill, docs/cost.md: 1.1 for two configurations, 1.25 for 24."""
+_MEASURED_OVER_PLAIN = 1.3
+"""Time of a measured prefill over that of a plain one, docs/cost.md: 1.1 for two configurations, 1.25 for 24."""
 _MOST_ROWS = 512
 _PROBE_S = 0.1
 _WORTH_A_NOTE_S = 10.0
@@ -36,32 +36,32 @@ def estimate_seconds(planned: Plan) -> float:
     caches = len(run.configs) + 1
     decoded = len(lengths) * (run.steps + (run.generate or 0)) * caches
     rate = {rows: _multiplications_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
-    return _MEASURING * prefill / rate[_MOST_ROWS] + 2 * parameters * decoded / rate[min(caches, _MOST_ROWS)]
+    return _MEASURED_OVER_PLAIN * prefill / rate[_MOST_ROWS] + 2 * parameters * decoded / rate[min(caches, _MOST_ROWS)]
 
 
 def _multiplications_per_second(planned: Plan, rows: int) -> float:
-    """Return the floating-point operations per second of a projection of the model, with `rows` rows at once."""
+    """Return the floating-point operations per second of one of the model's projections, measured on `rows` rows."""
     import torch
 
     placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
     inputs = torch.ones(rows, width, dtype=placement.dtype, device=placement.device)
     weights = torch.ones(width, 4 * width, dtype=placement.dtype, device=placement.device)
 
-    def work() -> None:
+    def multiply() -> None:
         inputs @ weights
         if placement.device.type == "cuda":
             torch.cuda.synchronize(placement.device)
 
-    work()
+    multiply()
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < _PROBE_S or count < 1:
-        work()
+        multiply()
         count += 1
     return 2 * rows * width * 4 * width * count / elapsed
 
 
 def duration(seconds: float) -> str:
-    """Return a rounded duration: 'a few seconds', 'about 40 s', 'about 12 min', 'about 3 h'."""
+    """Return a duration as rounded text: 'a few seconds', 'about 40 s', 'about 12 min', 'about 3 h'."""
     if seconds < _WORTH_A_NOTE_S:
         return "a few seconds"
     unit, name = next((unit, name) for most, unit, name in _DURATIONS if seconds < most)
@@ -69,10 +69,10 @@ def duration(seconds: float) -> str:
 
 
 def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a progress callback that prints how long the run takes: an estimate, then what the first sample took.
+    """Return `progress` extended by notes on the time left: an estimate first, then one from the second sample.
 
-    The first sample's seconds hold loading the weights. A bar shows the time left itself; nothing is printed of what
-    takes less than ten seconds.
+    The first sample is not counted, as it includes loading the weights. The second note is left out on a terminal,
+    where a bar shows the time left; durations below ten seconds are not printed.
     """
     start, first, printed = clock(), -1, console.err.is_terminal
 

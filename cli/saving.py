@@ -1,7 +1,7 @@
-"""Files that a command writes: figures with the run's identity in their metadata, and JSON documents.
+"""Output files of commands: figures with the run's identity in their metadata, and JSON documents.
 
 summary.json holds the numbers of every analysis of one trace, or of several analysed together. Each function that
-returns an `OutputFile` says which files it may replace; `OutputFolder.claim` asks it before any work is done.
+returns an `OutputFile` says which files it may replace; `OutputFolder.claim` checks that before any work is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pd
 
 
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
-    """Return the output files of figures; they replace only figures of this library."""
+    """Return the output files of figures, stem × format; they replace only figures of this library."""
     return [
         OutputFile(folder / f"{stem}.{suffix}", "a figure of ours", _contains(_MADE_BY_US[suffix]))
         for suffix in formats
@@ -40,26 +40,23 @@ def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> 
 
 
 def text_file(path: Path, begins: str) -> OutputFile:
-    """Return the output file of a table as text; it replaces only a text that begins with `begins`."""
+    """Return the output file of a table; it replaces only a file that begins with `begins`."""
     return OutputFile(path, "a table of ours", lambda path: path.read_bytes().startswith(begins.encode()))
 
 
 def result_file(path: Path, name: str) -> OutputFile:
-    """Return the JSON output file of the analysis `name`; it replaces only an earlier result of it."""
-
-    def is_ours(path: Path) -> bool:
-        document = _json_or_none(FileKind("results of ours", ConfigError), path)
-        return isinstance(document, dict) and document.get("analysis") == name
-
-    return OutputFile(path, f"a result of {name}", is_ours)
+    """Return the JSON output file of the analysis `name`; it replaces only an earlier result of that analysis."""
+    kind = FileKind(f"a result of {name}", ConfigError)
+    return json_file(path, kind, lambda document: isinstance(document, dict) and document.get("analysis") == name)
 
 
 def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
-    """Return a JSON output file; it replaces only a document for which `is_ours` holds."""
+    """Return a JSON output file; it replaces only a document for which `is_ours` is true."""
     return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
 
 
 def _json_or_none(kind: FileKind, path: Path) -> Any:
+    """Return the content of a JSON file, None where it cannot be read."""
     try:
         return kind.read_json(path)
     except ConfigError:
@@ -67,14 +64,15 @@ def _json_or_none(kind: FileKind, path: Path) -> Any:
 
 
 def _contains(mark: bytes) -> Callable[[Path], bool]:
+    """Return a function that tests whether a file contains these bytes."""
     return lambda path: mark in path.read_bytes()
 
 
 @contextmanager
 def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary file beside `path` that replaces it when the block has filled it.
+    """Yield the path of a temporary file for the block to write, which then becomes `path`.
 
-    No other process writes it meanwhile. Raises the errors of `OutputFolder.claim` before the block.
+    No other process writes `path` meanwhile. Raises the errors of `OutputFolder.claim` before the block.
     """
     with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
         clear_leftovers(path)
@@ -85,9 +83,9 @@ def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
 def save_figure(
     figure: Figure, identity: RunIdentity, stem: Path, formats: list[str], overwrite: bool = False
 ) -> list[str]:
-    """Write the figure as `stem.<format>` for each format; return the paths.
+    """Write a figure as `<stem>.<format>` in every format, with the run's identity as metadata; return the paths.
 
-    Raises ConfigError where a figure would replace a file of others, unless `overwrite` allows it.
+    Raises ConfigError where it would replace a file that is no figure of this library, unless `overwrite` is set.
     """
     from perturbkv.figures import style
 
@@ -103,7 +101,7 @@ def save_figure(
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document with its schema version; the file appears whole."""
+    """Write a JSON document with its schema version, atomically."""
     write_atomically(path, lambda stream: stream.write(console.as_json(document).encode()))
 
 
@@ -113,19 +111,21 @@ _SUMMARY = FileKind("a summary of ours", ConfigError, hint="move it away or give
 
 @dataclass(frozen=True)
 class Source:
-    """The path of a trace that was analysed, and the digest of its file; empty where the trace does not exist yet."""
+    """The path of an analysed trace and the digest of its file, which is empty while the trace does not exist."""
 
     path: str
     digest: str = ""
 
     def is_among(self, others: Sequence[Source]) -> bool:
-        """Return whether one of the others is the same file, or has the same content."""
+        """Return whether another source is the same file, or has the same content."""
         path = Path(self.path).resolve()
-        return any((self.digest and self.digest == one.digest) or Path(one.path).resolve() == path for one in others)
+        return any(
+            (self.digest and self.digest == other.digest) or Path(other.path).resolve() == path for other in others
+        )
 
 
 def summary_header(trace: Trace) -> dict[str, Any]:
-    """Return the fields of a trace that every JSON document has."""
+    """Return the fields on a trace that every JSON document has: path, digest, run, failed samples, bytes."""
     from perturbkv.analyses.json_values import run_object
 
     return {
@@ -138,7 +138,7 @@ def summary_header(trace: Trace) -> dict[str, Any]:
 
 
 def _bytes_over_full(trace: Trace) -> dict[str, float]:
-    """Return each configuration's bytes over the full cache's where some are quantised; otherwise nothing."""
+    """Return label -> bytes over those of the full cache per configuration; empty where none is quantised."""
     from perturbkv.analyses.identity import identity
 
     shares = identity(trace, trace.run.configs).byte_shares
@@ -146,23 +146,23 @@ def _bytes_over_full(trace: Trace) -> dict[str, float]:
 
 
 def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Mapping[str, Any]) -> OutputFile:
-    """Return the output file of a folder's summary, to which the analysis `name` of these traces may be added.
+    """Return the output file of a folder's summary, for writing the analysis `name` of these traces into it.
 
-    It replaces an analysis of the same options, or of fewer.
+    It replaces an earlier run of the analysis only with the same options, or with fewer.
     """
 
     def is_ours(path: Path) -> bool:
-        """Raise ConfigError where a summary holds other traces, or the same analysis with other options."""
+        """Return True; raise ConfigError for a summary of other traces, or of the analysis with other options."""
         document = _read_summary(path)
-        if not all(one.is_among(sources) for one in _sources(document)):
-            paths = ", ".join(one.path for one in _sources(document))
+        if not all(source.is_among(sources) for source in _sources(document)):
+            paths = ", ".join(source.path for source in _sources(document))
             msg = f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
             raise ConfigError(msg)
         old = document["analyses"].get(name, {}).get("asked")
         different = [key for key in options if old is not None and old.get(key) not in (options[key], False)]
         if old is not None and different:
             before, now = (
-                ", ".join(_option_text(key, given.get(key)) for key in different) for given in (old, options)
+                ", ".join(_option_text(key, values.get(key)) for key in different) for values in (old, options)
             )
             msg = (
                 f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
@@ -175,7 +175,7 @@ def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Ma
 
 
 def _option_text(option: str, value: Any) -> str:
-    """Return 'with --max-kl 0.1', or 'without --max-kl'."""
+    """Return an option as text: 'with --max-kl 0.1', or 'without --max-kl'."""
     name = f"--{option.replace('_', '-')}"
     if value is None or value is False:
         return f"without {name}"
@@ -183,10 +183,10 @@ def _option_text(option: str, value: Any) -> str:
 
 
 def write_summary(path: Path, header: Mapping[str, Any], name: str, numbers: dict[str, Any], overwrite: bool) -> None:
-    """Write one analysis into a summary; keep its other analyses where they are of the same traces.
+    """Write the numbers of the analysis `name` into a summary; its analyses of other traces are dropped.
 
     Analyses that end at the same time wait for each other. Raises ConfigError for a file that is no summary, unless
-    `overwrite` allows to replace it.
+    `overwrite` is set.
     """
     with Lock(path, wait=True):
         others: dict[str, Any] = {}
@@ -198,15 +198,17 @@ def write_summary(path: Path, header: Mapping[str, Any], name: str, numbers: dic
 
 
 def _sources(document: Mapping[str, Any]) -> list[Source]:
-    return [Source(one["trace"], one["trace_digest"]) for one in document.get("traces", [document])]
+    """Return the sources of a summary: one of its own fields, or one per item of `traces`."""
+    return [Source(trace["trace"], trace["trace_digest"]) for trace in document.get("traces", [document])]
 
 
 def _digests(document: Mapping[str, Any]) -> list[str]:
-    return [one.digest for one in _sources(document)]
+    """Return the digests of the traces of a summary."""
+    return [source.digest for source in _sources(document)]
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Return the traces and analyses of a summary. Raises ConfigError for any other file."""
+    """Return the fields of a summary on its traces and its analyses. Raises ConfigError for any other file."""
     content = _SUMMARY.read_json(path)
     document = content if _is_object(content) else {}
     traces = document.get("traces", [document])
@@ -217,12 +219,15 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _is_trace(value: Any) -> bool:
+    """Return whether a JSON value names a trace and its digest."""
     return _is_object(value) and all(isinstance(value.get(name), str) for name in ("trace", "trace_digest"))
 
 
-def _is_object(value: Any, holds: Callable[[Any], bool] = lambda value: True) -> bool:
-    return isinstance(value, dict) and all(map(holds, value.values()))
+def _is_object(value: Any, is_valid: Callable[[Any], bool] = lambda value: True) -> bool:
+    """Return whether a JSON value is an object all of whose values are valid."""
+    return isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
 def _is_analysis(value: Any) -> bool:
+    """Return whether a JSON value is an analysis of a summary: an object whose `asked`, its options, is one too."""
     return _is_object(value) and _is_object(value.get("asked", {}))

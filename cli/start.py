@@ -1,4 +1,4 @@
-"""The entry point of the command: a Ctrl-C while the rest is imported ends it with one line."""
+"""The entry point of the command: a Ctrl-C during the imports ends it with one line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the command line, `cli.main`."""
+    """Run `cli.main.main`, with a handler for Ctrl-C during its import."""
     previous = signal.getsignal(signal.SIGINT)
     if previous is signal.default_int_handler:  # it is ignored in a command that a shell runs in the background
         signal.signal(signal.SIGINT, _exit_interrupted)
-    from perturbkv.cli.main import main as run
+    from perturbkv.cli.main import main as run_command_line
 
     signal.signal(signal.SIGINT, previous)
-    run()
+    run_command_line()
 
 
 def _exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle Ctrl-C: print one line and exit at once."""
     sys.stderr.write("error: interrupted; nothing was begun\n")
     sys.stderr.flush()
     os._exit(_INTERRUPTED)

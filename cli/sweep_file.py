@@ -1,4 +1,4 @@
-"""Reader of sweep files (YAML): every key and every value with its line; `commands.trace` combines them.
+"""Reader of sweep files (YAML): every key and value with its line; `commands.trace` combines them.
 
 Values are parsed from their text as the command line parses them, never built by YAML: `1e-3` is a number although YAML
 1.1 takes it for text, `010` is ten, `none` is a word, and no tag makes an object.
@@ -27,13 +27,13 @@ from perturbkv.user_files import MIB, FileKind
 
 _COMMAND_LINE_ONLY = ("shard", "shard_by", "overwrite", "wait", "dry_run", "as_json")
 """Options that do not describe the measurement, and are refused in a file."""
-_SHARED = "seed"
-"""The one eviction choice that data and weights use too, with a single value."""
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_SHARED_OPTION = "seed"
+"""The eviction choice that is an option of the run too, with a single value: data and weights use it."""
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("a whole number", int),
     float: ("a number", float),
-    bool: ("true or false", lambda text: _TRUTH[text.lower()]),
+    bool: ("true or false", lambda text: _BOOLEANS[text.lower()]),
     str: ("text", str),
     Path: ("a path", lambda text: Path(text).expanduser()),  # no shell has expanded it
 }
@@ -44,9 +44,9 @@ class Key:
     """A key of a sweep file.
 
     Attributes:
-        field: its name in `RunOptions`, or `selection`.
-        kind: the type of one value.
-        many: whether the command line takes several values.
+        field: its field of `RunOptions`, or `selection`.
+        kind: the type of a value.
+        many: the command line takes several values.
     """
 
     field: str
@@ -55,33 +55,33 @@ class Key:
 
     @property
     def is_eviction_choice(self) -> bool:
-        """Return whether the key chooses how to evict, and may differ between configurations."""
+        """Whether the key is a choice of how to evict, which may differ between configurations."""
         return self.field in FIELDS or self.field in grid.known_options()
 
     @property
     def is_run_option(self) -> bool:
-        """Return whether the key is an option of the whole run; the seed is both."""
-        return not self.is_eviction_choice or self.field == _SHARED
+        """Whether the key is an option of the whole run; the seed is that and an eviction choice."""
+        return not self.is_eviction_choice or self.field == _SHARED_OPTION
 
     @property
     def takes_list(self) -> bool:
-        """Return whether the key takes a list at the top level of the file."""
+        """Whether the key takes a list of values at the top level of the file."""
         return self.many or not self.is_run_option
 
     @property
     def expected(self) -> str:
-        """The description of a value, for error messages."""
+        """The description of a valid value, for error messages."""
         return "tokens (128) or a fraction (0.05)" if self.field == "budget" else _READERS[self.kind][0]
 
     @property
-    def instead_of_list(self) -> str:
-        """The advice where a list is refused."""
+    def list_advice(self) -> str:
+        """The advice of the error message that refuses a list."""
         if self.is_eviction_choice:
             return "data and weights have this seed too; lists of seeds stand under 'grids'"
         return "lists are for choices of how to evict"
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text, parsed as on the command line. Raises ConfigError where it is invalid."""
+        """Return the value that a text stands for, as on the command line. Raises ConfigError for invalid text."""
         if self.field == "budget":
             return Budget.parse(text)
         try:
@@ -95,7 +95,7 @@ class Key:
 
 
 def known_keys() -> dict[str, Key]:
-    """Return spelling -> key of all keys, words joined by '-'."""
+    """Return spelling -> key for all keys of a sweep file; the spellings have hyphens."""
     hints = get_type_hints(RunOptions)
     keys = {"selection": Key("selection", str, many=True)}
     for name, option in grid.known_options().items():
@@ -107,13 +107,14 @@ def known_keys() -> dict[str, Key]:
 
 
 def _make_key(field: str, hint: Any) -> Key:
+    """Return the key of a field of `RunOptions` with this type hint."""
     (kind,) = [one for one in get_args(hint) if one is not NoneType] if NoneType in get_args(hint) else [hint]
     many = get_origin(kind) is list
     return Key(field, get_args(kind)[0] if many else kind, many)
 
 
 def _spellings(field: str, annotated: Any) -> list[str]:
-    """Return the long names of an option: the declared ones, or the one that Typer derives from the field."""
+    """Return the long names of an option without `--`: the declared ones, or the one that Typer makes of the field."""
     declared = [name for option in annotated.__metadata__ for name in (option.default, *(option.param_decls or ()))]
     long = [name.partition("/")[0].removeprefix("--") for name in declared if str(name).startswith("--")]
     return long or [field.replace("_", "-")]
@@ -129,14 +130,14 @@ _EXAMPLE = "such as 'budget: [128, 256]'"
 
 @dataclass(frozen=True)
 class Location:
-    """A line of a sweep file, and its key: the beginning of every error message."""
+    """A line of a sweep file and the key in it, with which every error message begins."""
 
     path: Path
     line: int
     key: str = ""
 
     def error(self, problem: object) -> ConfigError:
-        """Return an error that names file, line and key."""
+        """Return a ConfigError with the message `problem` after file, line and key."""
         return ConfigError(": ".join(filter(None, (f"{self.path}:{self.line}", self.key, str(problem)))))
 
     @contextmanager
@@ -150,7 +151,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key of a file with its values, at least one, and the location of each."""
+    """A key of a sweep file with its values, at least one, and the location of each value."""
 
     key: Key
     location: Location
@@ -158,38 +159,41 @@ class Entry:
     locations: tuple[Location, ...]
 
     def locate(self, value: Any) -> Location:
-        """Return the location of a value; that of the key where it is not among the values."""
-        return next(
-            (here for one, here in zip(self.values, self.locations, strict=True) if one == value), self.location
-        )
+        """Return the location of a value, or that of the key where the value is not among its values."""
+        locations: dict[Any, Location] = dict(zip(self.values, self.locations, strict=True))
+        return locations.get(value, self.location)
 
 
 Entries = Mapping[str, Entry]
-"""Entries by field of `RunOptions`."""
+"""Field of `RunOptions` -> entry."""
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The options of a file, and its grids, which they complete; one empty grid where the file has none."""
+    """The content of a sweep file: its options, and its grids, each of which the options complete.
+
+    A file without grids has one empty grid.
+    """
 
     options: Entries
     grids: tuple[Entries, ...] = ({},)
 
     def without(self, fields: frozenset[str]) -> SweepFile:
-        """Return the file without these options, in its grids too."""
+        """Return the content without these options, neither at the top level nor in grids."""
 
         def remaining(entries: Entries) -> Entries:
+            """Return the entries without these options."""
             return {name: entry for name, entry in entries.items() if name not in fields}
 
         return SweepFile(remaining(self.options), tuple(map(remaining, self.grids)))
 
     def entries(self) -> list[Entry]:
-        """Return all entries, those of the grids last."""
+        """Return all entries of the file, those of the grids last."""
         return [entry for entries in (self.options, *self.grids) for entry in entries.values()]
 
 
 def read(path: Path) -> SweepFile:
-    """Return the content of a sweep file. Raises ConfigError, which names line and key, where it is invalid."""
+    """Return the content of a sweep file. Raises ConfigError, with line and key, for an invalid file."""
     keys = known_keys()
     root = _parse_yaml(path)
     if root is None:
@@ -202,7 +206,7 @@ def read(path: Path) -> SweepFile:
 
 
 def _parse_yaml(path: Path) -> Any:
-    """Return the syntax tree of a file, whose nodes know their lines. Raises ConfigError where it is not YAML."""
+    """Return the YAML syntax tree of a file, None for an empty file. Raises ConfigError where it is not YAML."""
     import yaml
 
     text = _FILE.read_text(path)
@@ -220,7 +224,7 @@ def _parse_yaml(path: Path) -> Any:
 
 
 def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
-    """Return the mappings of choices under `grids`."""
+    """Return the entries of each grid, from the location and the syntax tree of the key `grids`."""
     if node.id != "sequence" or not node.value:
         got = "an empty list" if node.id == "sequence" else _describe(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
@@ -233,7 +237,7 @@ def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tupl
 
 
 def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> list[tuple[Key, Location, Any]]:
-    """Return each key of a mapping, its location, and the tree of its value; all are known and distinct."""
+    """Return key, location and syntax tree of the value per item of a mapping, after checks of the keys."""
     if node.id != "mapping":
         msg = f"expected a mapping of options, {_EXAMPLE}, got {_describe(node)}"
         raise location.error(msg)
@@ -248,6 +252,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 
 
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
+    """Return the key of a name's syntax tree, and its location. Raises ConfigError for an unknown key."""
     if name.id != "scalar":
         msg = f"expected the name of an option as key, got {_describe(name)}"
         raise location.error(msg)
@@ -259,16 +264,18 @@ def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[
 
 
 def _parse_entries(pairs: list[tuple[Key, Location, Any]], in_grid: bool = False) -> Entries:
+    """Return the entries of a mapping's items; in a grid every key takes a list."""
     return {key.field: _parse_entry(key, here, node, in_grid or key.takes_list) for key, here, node in pairs}
 
 
 def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> Entry:
+    """Return the entry of a key and the syntax tree of its value or list. Raises ConfigError for an invalid one."""
     nodes = node.value if node.id == "sequence" else [node]
     if not nodes:
         msg = f"expected {key.expected}, or a list of such, got an empty list"
         raise location.error(msg)
     if node.id == "sequence" and not takes_list:
-        msg = f"expected {key.expected}, got a list; {key.instead_of_list}"
+        msg = f"expected {key.expected}, got a list; {key.list_advice}"
         raise location.error(msg)
     with location.locate_errors():
         check_configurations(len(nodes))
@@ -284,6 +291,7 @@ def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> E
 
 
 def _parse_value(key: Key, node: Any, location: Location) -> Any:
+    """Return the value of a syntax tree. Raises ConfigError for an invalid one."""
     if node.id != "scalar" or node.tag not in _PLAIN:
         default = "; leave the key out for its default" if node.tag == _NULL else ""
         msg = f"expected {key.expected}, got {_describe(node)}{default}"
@@ -293,6 +301,7 @@ def _parse_value(key: Key, node: Any, location: Location) -> Any:
 
 
 def _line(node: Any) -> int:
+    """Return the line of a syntax tree in its file, from 1."""
     return int(node.start_mark.line) + 1
 
 

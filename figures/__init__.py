@@ -47,12 +47,12 @@ FIGURES = {
     "Stability": "stability",
     "Tokens": "tokens",
 }
-"""Class of a result, or its method where it has several figures -> the module that draws it, and its function, by
-default `draw`."""
+"""Class of a result, or "Class.method" for its further figures -> module that draws it, ":" and function (default:
+`draw`)."""
 
 
 def draw(name: str, result: Result, width_mm: float) -> Figure:
-    """Draw a result as the figure of a name in `FIGURES`, importing its module, and matplotlib with it, on use.
+    """Return a result's figure; `name` is a key of `FIGURES`, whose module, and matplotlib with it, is imported here.
 
     Raises UnknownNameError for a result that has no figure.
     """

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
-from perturbkv.analyses.heads.head_comparison import HeadKind
 from perturbkv.analyses.pairing import short_names
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.panels import draw_drift, draw_ratio, drift_entry, ratio_entries
+from perturbkv.figures.panels import (
+    draw_drift,
+    draw_ratio,
+    draw_sum_ratio,
+    drift_entry,
+    finish_ratio_panel,
+    marker_entries,
+    ratio_entries,
+)
 
 _WIDE, _LINE_MM, _AROUND_MM = 2, 4.2, 21
 
@@ -32,17 +37,17 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw a panel per setting; left of 1 an ingredient perturbs less than the baseline."""
     with style.use():
         ordered = sort_by_cache_share(result.settings, lambda one: one.cache_share)
-        names = _names(ordered)
+        names = _setting_names(ordered)
         columns = 1 if width_mm < style.WIDE_MM else min(_WIDE, len(ordered))
         chunks = [ordered[start : start + columns] for start in range(0, len(ordered), columns)]
-        titles = [_titles(chunk) for chunk in chunks]
+        titles = [_row_titles(chunk) for chunk in chunks]
         heights = [len(rows) * _LINE_MM + _AROUND_MM for rows in titles]
         figure = style.figure(width_mm, sum(heights) + 10)
         axes = figure.subplots(len(chunks), columns, squeeze=False, sharex=True, height_ratios=heights)
         for row, chunk, rows in zip(axes, chunks, titles, strict=True):
             for index, panel in enumerate(row):
                 if index < len(chunk):
-                    _panel(panel, chunk[index], names.pop(0), rows, named=index == 0)
+                    _draw_setting(panel, chunk[index], names.pop(0), rows, label_rows=index == 0)
                 else:
                     panel.set_axis_off()
         figure.legend(handles=ratio_entries(), loc="outside upper left", ncols=2 if columns < _WIDE else 3)
@@ -50,21 +55,22 @@ def draw_ablation(result: Ablation, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _names(results: Sequence[Setting]) -> list[str]:
-    """Return distinct names of settings; the whole name of a single one."""
+def _setting_names(results: Sequence[Setting]) -> list[str]:
+    """Return distinct names of settings; the full name of a single setting."""
     if len(results) == 1:
         return [results[0].setting]
     return [name or "alike" for name in short_names([result.baseline for result in results], "alpha")]
 
 
-def _titles(results: Sequence[Setting]) -> dict[str, str]:
-    """Return the common rows of all panels, with their ingredients: the baseline, then each ingredient at each α."""
+def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
+    """Return the rows of all panels as title -> ingredient: the baseline, then each ingredient at each α."""
     named = {row.title: row.name for result in results for row in result.rows}
     order = list(INGREDIENTS)
     return {BASELINE: BASELINE} | dict(sorted(named.items(), key=lambda item: order.index(item[1])))
 
 
-def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, named: bool) -> None:
+def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, label_rows: bool) -> None:
+    """Draw an ingredient per row of one setting; "no group" or "not measured" where it has no ratio."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row for row in result.rows}
     for index, title in enumerate(titles):
@@ -74,18 +80,14 @@ def _panel(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, na
         elif title != BASELINE:
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, index, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
-    shown = [f"{title} (= 1)" if title == BASELINE else title for title in titles]
-    axes.set_yticks(range(len(titles)), shown if named else [""] * len(titles))
-    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel=f"Σ L1 over {BASELINE}'s (log axis)")
-    style.log_axes(axes, x=True)
-    axes.tick_params(labelbottom=True)
-    axes.grid(visible=True, axis="x")
-    axes.set_title(f"{name}\nheld / full {_cache_shares(result)}", loc="left")
+    names = [f"{title} (= 1)" if title == BASELINE else title for title in titles] if label_rows else [""] * len(titles)
+    finish_ratio_panel(axes, names, f"{name}\nheld / full {_cache_share_range(result)}",
+                       f"Σ L1 over {BASELINE}'s (log axis)", ylim=(len(titles) - 0.5, -0.5))  # fmt: skip
 
 
-def _cache_shares(result: Setting) -> str:
-    """Return the cache share of the rows, once where all have the same."""
-    shares = [text.decimal(share) for row in result.rows for share in row.held]
+def _cache_share_range(result: Setting) -> str:
+    """Return the cache shares of the setting's rows as 'least to most', once where they are equal."""
+    shares = [text.decimal(share) for row in result.rows for share in row.cache_shares]
     return " to ".join(dict.fromkeys((min(shares), max(shares))))
 
 
@@ -103,44 +105,24 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
         figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for panel, one in zip(panels, ordered, strict=False):
-            _methods_panel(panel, one)
+            _draw_methods_setting(panel, one)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
-        figure.legend(handles=_legend(), loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 2)
+        handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 2)
         style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
-def _methods_panel(axes: Axes, result: MethodSetting) -> None:
+def _draw_methods_setting(axes: Axes, result: MethodSetting) -> None:
+    """Draw a method per row: its ratio to SnapKV and to random entries with the same protection."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     for index, row in enumerate(result.rows):
-        random = row.controls.get("random")
-        for name, comparison in zip(_MARKS, (row, random), strict=True):
+        for name, comparison in zip(_MARKS, (row, row.controls.get("random")), strict=True):
             if comparison is not None:
-                _point(axes, index, name, comparison.propagated)
-    axes.set_yticks(range(len(result.rows)), [row.name for row in result.rows])
-    axes.set(ylim=(len(result.rows) - 0.5, -0.5), xlabel="propagated Σ L1: ratio (log axis)")
-    style.log_axes(axes, x=True)
-    axes.tick_params(labelbottom=True)
-    axes.grid(visible=True, axis="x")
-    axes.set_title(result.setting, loc="left")
-
-
-def _point(axes: Axes, index: int, name: str, measured: HeadKind) -> None:
-    ratio, (marker, offset) = measured.sum_ratio, _MARKS[name]
-    if np.isnan(ratio) or ratio <= 0:
-        return
-    colour = style.category_colours(2)[list(_MARKS).index(name)]
-    axes.errorbar([ratio], [index + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
-                  marker=marker, markersize=3, linewidth=0.9, gid=name)  # fmt: skip
-
-
-def _legend() -> list[Line2D]:
-    colours = style.category_colours(2)
-    return [
-        Line2D([], [], linestyle="", marker=marker, markersize=3.5, color=colour, label=name)
-        for (name, (marker, _)), colour in zip(_MARKS.items(), colours, strict=True)
-    ]
+                draw_sum_ratio(axes, index, name, comparison.propagated, _MARKS)
+    finish_ratio_panel(axes, [row.name for row in result.rows], result.setting, "propagated Σ L1: ratio (log axis)",
+                       ylim=(len(result.rows) - 0.5, -0.5))  # fmt: skip
 
 
 _RESTRICTION_WIDE, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19
@@ -156,7 +138,7 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
         figure = style.figure(width_mm, rows * ((longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM) + 10)
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=False):
-            _restriction_panel(panel, one, name)
+            _draw_restriction_setting(panel, one, name)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
         entries = [*ratio_entries(), drift_entry()]
@@ -166,12 +148,13 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
 
 
 def _restriction_names(results: Sequence[RestrictionSetting]) -> list[str]:
-    """Return distinct names of settings; the whole name of a single one."""
+    """Return distinct names of settings; the full name of a single setting."""
     names = short_names([result.baseline for result in results])
     return [result.setting if len(results) == 1 else name for result, name in zip(results, names, strict=True)]
 
 
-def _restriction_panel(axes: Axes, result: RestrictionSetting, name: str) -> None:
+def _draw_restriction_setting(axes: Axes, result: RestrictionSetting, name: str) -> None:
+    """Draw a restriction per row: its ratios to the baseline, and its cache share in the row's name."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     for index, row in enumerate(result.rows, start=1):
         for kind in ("isolated", "propagated"):
@@ -180,9 +163,4 @@ def _restriction_panel(axes: Axes, result: RestrictionSetting, name: str) -> Non
     shares = [result.cache_share, *(row.cache_share for row in result.rows)]
     names = [f"{RESTRICTION_BASELINE} (= 1)", *(row.name for row in result.rows)]
     shown = [f"{name}, held {text.decimal(share)}" for name, share in zip(names, shares, strict=True)]
-    axes.set_yticks(range(len(shown)), shown)
-    axes.set(ylim=(len(shown) - 0.4, -0.5), xlabel=f"over {RESTRICTION_BASELINE}'s (log axis)")
-    style.log_axes(axes, x=True)
-    axes.tick_params(labelbottom=True)
-    axes.grid(visible=True, axis="x")
-    axes.set_title(name, loc="left")
+    finish_ratio_panel(axes, shown, name, f"over {RESTRICTION_BASELINE}'s (log axis)", ylim=(len(shown) - 0.4, -0.5))

@@ -22,21 +22,21 @@ _OF = {HEAD: "heads", LAYER: "layers"}
 
 
 def draw(result: Alpha, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw curve and map, side by side or in one column; lines are choices judged on other samples."""
+    """Draw perturbation over α and a map of α by head, side by side or in one column."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, (2 if narrow else 1) * _HEIGHT_MM + _AROUND_MM)
         curve, shown = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, width_ratios=(1.15, 1))
-        handles = [_curve(curve, result), *_lines(curve, result)]
-        _map(figure, shown, result)
+        handles = [_draw_curve(curve, result), *_draw_choice_levels(curve, result)]
+        _draw_alpha_map(figure, shown, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 2)
         note = f"lines: what was chosen, judged on other samples · {style.interval_legend(result.identity.samples)}"
         style.draw_foot(figure, result.identity, note)
     return figure
 
 
-def _curve(axes: Axes, result: Alpha) -> Line2D:
-    """Draw the curve of one α for all heads, with its interval over samples."""
+def _draw_curve(axes: Axes, result: Alpha) -> Line2D:
+    """Draw the curve of one α for all heads with its interval over samples; return it for the legend."""
     alphas, ratios = result.sweep.alphas, np.array([one.ratio for one in result.curve])
     colour = style.category_colours(1)[0]
     bounds = [one.interval for one in result.curve]
@@ -51,8 +51,8 @@ def _curve(axes: Axes, result: Alpha) -> Line2D:
     return line
 
 
-def _lines(axes: Axes, result: Alpha) -> list[Line2D]:
-    """Draw the level of every choice, judged on other samples."""
+def _draw_choice_levels(axes: Axes, result: Alpha) -> list[Line2D]:
+    """Draw the level of each choice of α (global, by layer, by head), judged on other samples; return the lines."""
     lines = []
     for by in result.chosen:
         kind = result.row(by, OTHERS).over_paper
@@ -64,8 +64,8 @@ def _lines(axes: Axes, result: Alpha) -> list[Line2D]:
     return lines
 
 
-def _map(figure: Figure, axes: Axes, result: Alpha) -> None:
-    """Draw the α (layer, head) chosen on all samples."""
+def _draw_alpha_map(figure: Figure, axes: Axes, result: Alpha) -> None:
+    """Draw the map (layer, head) of the α chosen on all samples, with its colour bar."""
     chosen = result.sweep.alphas[result.chosen[result.finest]]
     panels.draw_heatmap(axes, chosen, 0, 1, mpl.colormaps["viridis"])
     axes.set_yticklabels([str(result.identity.layer(int(tick.get_text()))) for tick in axes.get_yticklabels()])

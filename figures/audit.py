@@ -15,19 +15,19 @@ from perturbkv.figures import style
 
 _BINS, _PANEL_MM, _AROUND_MM = 64, 52, 18
 _LEAST = 0.05
-"""Distances below this many floors are drawn here: a log axis has no 0."""
+"""Least number of noise floors on the log axis; smaller distances are drawn there."""
 _COLOURS = "cividis"
 
 
 def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw two panels, side by side or one above the other: the kept share, and noise floors by layer."""
+    """Draw kept shares by layer and position, and distances by layer in noise floors, as two panels."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
         shape = (2, 1) if narrow else (1, 2)
         kept, far = figure.subplots(*shape)
-        _kept_share(figure, kept, result)
-        _distance(far, result)
+        _draw_kept_share(figure, kept, result)
+        _draw_distance(far, result)
         style.set_title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
         style.draw_foot(
             figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head"
@@ -35,7 +35,8 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
+def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
+    """Draw kept share (layer, position) as an image with a colour bar; a note where no kept sets were found."""
     shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
         style.draw_note(axes, "no kept sets were found", middle=True)
@@ -51,7 +52,8 @@ def _kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     bar.outline.set_visible(False)
 
 
-def _distance(axes: Axes, result: Audit) -> None:
+def _draw_distance(axes: Axes, result: Audit) -> None:
+    """Draw the distance from the masked reference by layer, a line per situation, with the limit of a difference."""
     by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
     if not by_situation:
         style.draw_note(axes, "no layer was seen while it decoded", middle=True)

@@ -24,53 +24,53 @@ from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, panels, style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.style import symbols
+from perturbkv.figures.style import symbols_to_tex
 
 _ROW_MM, _NARROW_MM = 72, 120
 _MEDIAN = OVER_SAMPLES.index(0.5)
 _LEAST_IN_BIN = 10
 """A bin with fewer values is not drawn."""
 _BANDS = 2
-"""More curves than this have no bands, which would hide each other."""
+"""Most curves that have bands; of more, the bands would hide each other."""
 _WIDE, _LETTERS, _ACROSS = 5, 16, 34
 """Maps per row, letters above one, and letters under a panel."""
 
 
 def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw three panels, by budget, of the configurations of one selection. One column is 120 mm tall."""
+    """Draw by budget: ratios of bounds, tightness over retained mass, and rank agreement of selections."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-        ranked = _in_order([one for one in result.agreements if one.correlations], configs)
-        named, settings = _named(configs, ranked)
-        about = f"{_cache_shares(configs)} · {_bars(len(configs), result.identity.samples)}"
-        further = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, about, width_mm)
-        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (further if named.key else 0))
+        ranked = _sort_agreements([one for one in result.agreements if one.correlations], configs)
+        named, settings = _axis_names(configs, ranked)
+        note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
+        extra_mm = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, note, width_mm)
+        figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (extra_mm if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
             panel.yaxis.label.set_size(6.5)
         legend = style.draw_legend_right if narrow else style.draw_legend_below
-        legend(axes[0], _ratios(axes[0], configs, named.ticks), 2)
-        curves = _against_mass(axes[1], configs, named.ticks)
+        legend(axes[0], _draw_ratios(axes[0], configs, named.ticks), 2)
+        curves = _draw_by_mass(axes[1], configs, named.ticks)
         legend(axes[1], [] if named.key else curves, 3)
-        legend(axes[2], _agreement(axes[2], ranked, settings), 2)
+        legend(axes[2], _draw_agreement(axes[2], ranked, settings), 2)
         for panel in (axes[0], axes[2]) if named.key else ():
             panel.set_xlabel("configuration, named below", size="medium")
-        style.draw_foot(figure, result.identity, about)
-        below = style.foot_mm(result.identity, about, width_mm)
+        style.draw_foot(figure, result.identity, note)
+        below = style.foot_mm(result.identity, note, width_mm)
         labels.draw_key(figure, named.key, style.ordered_colours(len(configs)), width_mm, below)
     return figure
 
 
-def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
-    """Return the names under the first panel with their key, and those under the last one.
+def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
+    """Return the tick names of the first panel with their key, and the tick names of the last panel.
 
     A setting under the last panel has its configuration's name.
     """
     shown = [config.config for config in configs]
     firsts = budget_names([agreement.most_specific for agreement in ranked], "selection")
     own = budget_names(shown)
-    if labels.key_fits(own) and labels.key_fits(firsts):
+    if labels.names_fit(own) and labels.names_fit(firsts):
         return labels.key_names(own, False), labels.key_names(firsts, False).ticks
     indices = [next((shown.index(one) for one in agreement.configs if one in shown), None) for agreement in ranked]
     others = [name for name, index in zip(firsts, indices, strict=True) if index is None]
@@ -79,27 +79,27 @@ def _named(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tup
     return labels.KeyNames(named.ticks[: len(own)], named.key), settings
 
 
-def _in_order(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
-    """Return the agreements in the order of the shown configurations; unchanged where one has none."""
+def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
+    """Return the agreements sorted by their configurations' cache shares; unchanged where one has no shown one."""
     shares = {shown.config: shown.cache_share for shown in configs}
     return sort_by_cache_share(
         agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
     )
 
 
-def _bars(configs: int, samples: int) -> str:
-    """Return the legend of bars: in the first two panels spreads over samples and heads, in the last intervals."""
+def _bars_text(configs: int, samples: int) -> str:
+    """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
     band = ", quartiles" if configs <= _BANDS else ""
     spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
     return f"{spreads} · third: {style.interval_legend(samples)}; below: heads ranked, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw L/θ, median over samples, layer × head, a panel per budget; heads flagged in most samples have a dot."""
+    """Draw maps of L/θ by head, the median over samples, a panel per budget; a dot where most samples are flagged."""
     with style.use():
         wide = 2 if width_mm < style.WIDE_MM else _WIDE
         configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-        maps = [_map(name, config) for name, config in zip(_names(configs), configs, strict=True)]
+        maps = [_tightness_map(name, config) for name, config in zip(_map_names(configs), configs, strict=True)]
         largest = max(float(shown.values[~np.isnan(shown.values)].max(initial=0)) for shown in maps)
         figure = panels.draw_maps(
             [maps[start : start + wide] for start in range(0, len(maps), wide)],
@@ -108,80 +108,83 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
             "Tightness of Theorem 2 by head",
             result.identity.layer,
         )
-        style.draw_foot(figure, result.identity, f"{_cache_shares(configs)} · n = {result.identity.samples} samples")
+        style.draw_foot(
+            figure, result.identity, f"{_cache_shares_text(configs)} · n = {result.identity.samples} samples"
+        )
     return figure
 
 
-def _cache_shares(configs: Sequence[Tightness]) -> str:
-    """Return the cache share by budget, in words."""
+def _cache_shares_text(configs: Sequence[Tightness]) -> str:
+    """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
     return f"held / full of b={', '.join(shares)}"
 
 
-def _map(name: str, config: Tightness) -> panels.Map:
+def _tightness_map(name: str, config: Tightness) -> panels.Map:
+    """Return the map of L/θ by head of one configuration, titled by its budget and the median."""
     spread = config.spreads[RATIOS[0]]
     median = f"median {text.decimal(float(spread.evidence[2]))}"
     return panels.Map(f"b={name}\n{median}", spread.by_head[_MEDIAN], config.flagged_heads > 0.5)
 
 
-def _names(configs: Sequence[Tightness]) -> list[str]:
-    """Return names of budgets, each part on lines of its own, as maps are narrow."""
+def _map_names(configs: Sequence[Tightness]) -> list[str]:
+    """Return the budgets' names as titles of narrow maps, folded onto several lines."""
     names = budget_names([shown.config for shown in configs])
     return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
 
-def _budget_axis(configs: Sequence[EvictionConfig]) -> str:
-    """Return the budgets' unit: fractions are shares of the prompt, whole numbers are entries."""
+def _budget_label(configs: Sequence[EvictionConfig]) -> str:
+    """Return the axis label of budgets with their unit: a share of the prompt, or entries."""
     units = dict.fromkeys(config.budget.unit for config in configs)
     return f"budget b ({' or '.join(units)})" if units else "budget b"
 
 
-def _name_budgets(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
-    """Set the axis label, in a smaller font where it would exceed a panel of a third of a page."""
-    axes.set_xlabel(_budget_axis(configs))
+def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
+    """Set the label of the axis of budgets, in a smaller font where it is wider than a third of a page."""
+    axes.set_xlabel(_budget_label(configs))
     if len(axes.get_xlabel()) > _ACROSS:
         axes.xaxis.label.set_fontsize(6.2)
 
 
-def _ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
-    """Draw median and quartiles of each ratio; where σ ≤ 0.5 the median alone, hollow. Return the legend."""
+def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
+    """Draw median and quartiles of each ratio by configuration; hollow medians where σ ≤ 0.5. Return the legend."""
     colours = style.category_colours(len(RATIOS))
     for index, config in enumerate(configs):
         for number, (name, colour) in enumerate(zip(RATIOS, colours, strict=True)):
             x = index + (number - (len(RATIOS) - 1) / 2) * 0.2
             spread = config.spreads[name]
-            _bar(axes, x, spread.evidence, colour, name)
+            _draw_quartiles(axes, x, spread.evidence, colour, name)
             flagged = style.positive(spread.flagged)[2]
             if np.isfinite(flagged):
                 axes.plot([x + 0.08], [flagged], color="0.6", marker="o", markersize=2.4, markerfacecolor="white",
                           markeredgewidth=0.7, gid=f"flagged {name}")  # fmt: skip
     axes.axhline(1, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(configs)), names)
-    _name_budgets(axes, [shown.config for shown in configs])
+    _set_budget_label(axes, [shown.config for shown in configs])
     axes.set_ylabel("ratio (1 = tight)")
     style.log_axes(axes, y=True)
     axes.set_title("Ratios over samples and heads", loc="left")
     if len(axes.get_lines()) == 1:
         style.draw_note(axes, "no ratio: nothing went, or the bounds are 0")
     handles = [
-        Line2D([], [], color=colour, marker="o", markersize=3, label=symbols(name))
+        Line2D([], [], color=colour, marker="o", markersize=3, label=symbols_to_tex(name))
         for name, colour in zip(RATIOS, colours, strict=True)
     ]
-    return [*handles, _dot("0.6", "white", "σ ≤ 0.5: no evidence")]
+    return [*handles, _dot_entry("0.6", "white", "σ ≤ 0.5: no evidence")]
 
 
-def _bar(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
-    """Draw the quartiles as a bar and the median as a dot; nothing where no value is positive."""
+def _draw_quartiles(axes: Axes, x: float, quantiles: np.ndarray, colour: object, gid: str) -> None:
+    """Draw the quartiles as a bar and the median as a dot; nothing where the median is not positive."""
     shown = style.positive(quantiles)
     if np.isnan(shown[2]):
         return
-    first, middle, third = np.where(np.isnan(shown), shown[2], shown)[1:4]
-    axes.plot([x, x], [first, third], color=colour, linewidth=1.6, solid_capstyle="butt")
-    axes.plot([x], [middle], color=colour, marker="o", markersize=3.2, gid=gid)
+    low, median, high = np.where(np.isnan(shown), shown[2], shown)[1:4]
+    axes.plot([x, x], [low, high], color=colour, linewidth=1.6, solid_capstyle="butt")
+    axes.plot([x], [median], color=colour, marker="o", markersize=3.2, gid=gid)
 
 
-def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Artist]:
-    """Draw L/θ by retained mass, a curve per budget, with bands where these are few. Return the legend."""
+def _draw_by_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Artist]:
+    """Draw L/θ by retained mass, a curve per budget, with bands where they are few. Return the legend."""
     centres = (MASS_EDGES[:-1] + MASS_EDGES[1:]) / 2
     colours, top = style.ordered_colours(len(configs)), 0.0
     for name, config, colour in zip(names, configs, colours, strict=True):
@@ -200,18 +203,18 @@ def _against_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     return list(axes.get_legend_handles_labels()[0])
 
 
-def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
-    """Draw Spearman's ρ of each bound with L where σ > 0.5: the contenders filled, all selections hollow.
+def _draw_agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
+    """Draw Spearman's ρ of each bound with L where σ > 0.5: contenders filled, all selections hollow.
 
     No point where fewer than five samples have such heads. Return the legend.
     """
     for index, agreement in enumerate(ranked):
         for correlation in agreement.correlations:
             if correlation.evidence_samples >= MIN_SAMPLES:
-                _correlation(axes, index, correlation)
+                _draw_correlation(axes, index, correlation)
     axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.set_xticks(range(len(ranked)), names)
-    _name_budgets(axes, [agreement.most_specific for agreement in ranked])
+    _set_budget_label(axes, [agreement.most_specific for agreement in ranked])
     axes.set_ylabel("Spearman's ρ with L")
     bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
     low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
@@ -227,19 +230,20 @@ def _agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]
     for index, agreement in enumerate(ranked):
         axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
                   fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
-    handles = [_dot(colour, colour, symbols(name)) for name, colour in _colours().items()]
-    return [*handles, _dot("0.3", "white", "controls included")]
+    handles = [_dot_entry(colour, colour, symbols_to_tex(name)) for name, colour in _bound_colours().items()]
+    return [*handles, _dot_entry("0.3", "white", "controls included")]
 
 
 def _counts_text(agreement: RankAgreement) -> str:
-    """Return the number of heads and of samples behind the first bound's (θ's) ρ among the contenders."""
+    """Return the numbers of heads and of samples that were ranked, for the first bound (θ) among the contenders."""
     one = agreement.correlations[0]
     return f"{one.evidence_values:,}\nin {one.evidence_samples}"
 
 
-def _correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
+def _draw_correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
+    """Draw one bound's ρ with its interval, filled where all ranked selections are contenders."""
     filled = set(correlation.selections) <= set(CONTENDERS)
-    colour = _colours()[correlation.bound]
+    colour = _bound_colours()[correlation.bound]
     axes.errorbar(
         [index + (BOUNDS.index(correlation.bound) - 1) * 0.2],
         [correlation.evidence_mean],
@@ -253,11 +257,13 @@ def _correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
     )
 
 
-def _colours() -> dict[str, Any]:
+def _bound_colours() -> dict[str, Any]:
+    """Return the colour per bound."""
     return dict(zip(BOUNDS, style.category_colours(len(BOUNDS)), strict=True))
 
 
-def _dot(edge: Any, face: Any, label: str) -> Line2D:
+def _dot_entry(edge: Any, face: Any, label: str) -> Line2D:
+    """Return a legend entry that is a dot."""
     return Line2D([], [], linestyle="", marker="o", markersize=3.6, color=edge, markerfacecolor=face, label=label)
 
 
@@ -266,11 +272,11 @@ _Named = tuple[str, ConfigAssumption]
 
 
 def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw σ from 0 to 1 on a colour map with its centre at 0.5; heads whose mean σ is at most 0.5 have a dot."""
+    """Draw maps of σ from 0 to 1, the colours centred at 0.5; heads whose mean σ is at most 0.5 have a dot."""
     with style.use():
         label = "σ or S (attention mass), mean over samples\norange, with a dot: ≤ 0.5"
         figure = panels.draw_maps(
-            _rows(result, width_mm < style.WIDE_MM),
+            _assumption_rows(result, width_mm < style.WIDE_MM),
             width_mm,
             panels.Scale(0.0, 1.0, label, style.signed_colours()),
             "Assumption 1: share of heads with σ (or S) > 0.5, mean of samples",
@@ -280,13 +286,14 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
     return figure
 
 
-def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
-    """Return rows of maps. One column: the readings side by side, a row per configuration; two: the other way round.
+def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
+    """Return rows of maps: in one column a row per configuration, in two a row per reading of σ.
 
     Configurations are sorted by cache share; a name that a row or a column shares is written once.
     """
     configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-    names = [_name(name, config) for name, config in zip(_assumption_names(configs), configs, strict=True)]
+    budgets = budget_names([shown.config for shown in configs])
+    names = [_config_title(" ".join(parts), config) for parts, config in zip(budgets, configs, strict=True)]
     named = list(zip(names, configs, strict=True))
     if narrow:
         return [
@@ -296,27 +303,25 @@ def _rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
     return [
         row
         for start in range(0, len(named), _ASSUMPTION_WIDE)
-        for row in _chunk(named[start : start + _ASSUMPTION_WIDE])
+        for row in _reading_rows(named[start : start + _ASSUMPTION_WIDE])
     ]
 
 
-def _chunk(named: Sequence[_Named]) -> list[list[panels.Map]]:
-    """Return a row per reading, with the configurations' names above the first."""
+def _reading_rows(named: Sequence[_Named]) -> list[list[panels.Map]]:
+    """Return a row of maps per reading of σ, with the configurations' names above the first row."""
     return [
         [_assumption_map(name if index == 0 else "", config, reading, READINGS[reading]) for name, config in named]
         for index, reading in enumerate(READINGS)
     ]
 
 
-def _assumption_names(configs: Sequence[ConfigAssumption]) -> list[str]:
-    return [" ".join(parts) for parts in budget_names([shown.config for shown in configs])]
-
-
-def _name(name: str, config: ConfigAssumption) -> str:
+def _config_title(name: str, config: ConfigAssumption) -> str:
+    """Return the title of a configuration's map: its budget, folded, and its cache share."""
     return f"{fold(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
 
 
-def _assumption_map(above: str, config: ConfigAssumption, variable: str, row: str) -> panels.Map:
-    reading = config.readings[variable]
+def _assumption_map(heading: str, config: ConfigAssumption, reading_name: str, row_label: str) -> panels.Map:
+    """Return a configuration's map of one reading of σ, titled with the share of heads that meet the assumption."""
+    reading = config.readings[reading_name]
     share = text.percent(reading.share, reading.share_interval)
-    return panels.Map("\n".join(filter(None, (above, share))), reading.mean, reading.failing, row)
+    return panels.Map("\n".join(filter(None, (heading, share))), reading.mean, reading.failing, row_label)

@@ -37,54 +37,61 @@ _TITLES = {
     "kl": "Next token's distribution",
 }
 _LOOKS = (("0.45", "s", "--"), (None, "o", "-"))
-"""Colour, marker and line of baseline and treatment."""
+"""Colour (None: the first category's), marker and line of baseline and treatment."""
 
 
 def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per measure."""
+    """Draw a panel per measure: both methods over budgets, and the saving of each of the treatment's budgets."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result.measures)
         figure = style.figure(width_mm, _ROW_MM * (count if narrow else 1) + 6)
         shape = (count, 1) if narrow else (1, count)
         panels = list(zip(figure.subplots(*shape, squeeze=False).flat, result.measures, strict=True))
         for axes, one in panels:
-            _panel(axes, one, result.along)
-        figure.legend(handles=_legend(result.measures[0]), loc="outside upper left", ncols=1 if narrow else 3)
+            _draw_measure(axes, one, result.along)
+        figure.legend(handles=_savings_legend(result.measures[0]), loc="outside upper left", ncols=1 if narrow else 3)
         kl = any(one.measure == "kl" for one in result.measures)
         note = style.interval_legend(result.identity.samples, medians=kl)
         style.draw_foot(figure, result.identity, f"bars on arrows: intervals of b* · {note}")
         for axes, one in panels:  # when all else has its place
-            place_labels(axes, [_label(axes, point, one) for point in one.points if point.equivalent.known])
+            place_labels(axes, [_saving_label(axes, point, one) for point in one.points if point.equivalent.known])
     return figure
 
 
-def _panel(axes: Axes, one: MeasuredSavings, along: str) -> None:
-    for levels, look, name in ((one.baseline, _looks(0), "baseline"), (one.points, _looks(1), "treatment")):
-        _curve(axes, levels, one.measure, look, name)
-    if one.measure == "score":
-        axes.axhline(_PERCENT * one.full, color="0.7", linewidth=0.8, zorder=1, gid="full cache")
-    axes.set_title(_TITLES[one.measure], loc="left")
-    axes.set(xlabel=_about_budget(one, along), ylabel=MEASURES[one.measure])
-    style.log_axes(axes, x=True, y=one.measure != "score")
+def _draw_measure(axes: Axes, savings: MeasuredSavings, along: str) -> None:
+    """Draw one measure over budgets: baseline, treatment, and an arrow per budget of the treatment."""
+    for levels, look, name in (
+        (savings.baseline, _side_look(0), "baseline"),
+        (savings.points, _side_look(1), "treatment"),
+    ):
+        _draw_levels(axes, levels, savings.measure, look, name)
+    if savings.measure == "score":
+        axes.axhline(_PERCENT * savings.full, color="0.7", linewidth=0.8, zorder=1, gid="full cache")
+    axes.set_title(_TITLES[savings.measure], loc="left")
+    axes.set(xlabel=_budget_label(savings, along), ylabel=MEASURES[savings.measure])
+    style.log_axes(axes, x=True, y=savings.measure != "score")
     low, high = axes.get_xlim()
-    for point in one.points:
+    for point in savings.points:
         if not point.equivalent.flat:
-            _arrow(axes, point, one, (low, high))
+            _draw_arrow(axes, point, savings, (low, high))
     axes.set_xlim(low, high)
 
 
-def _looks(side: int) -> dict[str, Any]:
+def _side_look(side: int) -> dict[str, Any]:
+    """Return the plot options of baseline (0) or treatment (1)."""
     colour, marker, line = _LOOKS[side]
     return {"color": colour or style.category_colours(1)[0], "marker": marker, "linestyle": line}
 
 
-def _about_budget(one: MeasuredSavings, along: str) -> str:
+def _budget_label(savings: MeasuredSavings, along: str) -> str:
+    """Return the x label: cache share, or budget with its unit."""
     if along == "held":
         return "held / full cache"
-    return f"budget, {one.points[0].config.budget.unit}"
+    return f"budget, {savings.points[0].config.budget.unit}"
 
 
-def _curve(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, Any], name: str) -> None:
+def _draw_levels(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, Any], name: str) -> None:
+    """Draw one side's levels over its budgets, with a band where every level has an interval."""
     budgets = [level.at for level in levels]
     values = _scaled(np.array([level.level for level in levels]), measure)
     axes.plot(budgets, values, markersize=3, markerfacecolor="none", linewidth=0.9, gid=f"{name} {measure}", **look)
@@ -95,105 +102,109 @@ def _curve(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, An
 
 
 def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
+    """Return scores in per cent, other measures with NaN where a log axis cannot show them."""
     return _PERCENT * values if measure == "score" else style.positive(values)
 
 
-def _arrow(axes: Axes, point: Point, one: MeasuredSavings, limits: tuple[float, float]) -> None:
+def _draw_arrow(axes: Axes, point: Point, savings: MeasuredSavings, limits: tuple[float, float]) -> None:
     """Draw an arrow from the treatment's budget to the baseline's equal one, or to the edge where that is beyond."""
-    level = float(_scaled(np.array([point.level]), one.measure)[0])
+    level = float(_scaled(np.array([point.level]), savings.measure)[0])
     end = point.equivalent.value if point.equivalent.known else limits[point.equivalent.value > 0]
-    colour, interval = _looks(1)["color"], point.equivalent.interval
+    colour, interval = _side_look(1)["color"], point.equivalent.interval
     style_of = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 0, "mutation_scale": 6}
     annotation = axes.annotate("", (end, level), (point.at, level), arrowprops=style_of)
-    annotation.set_gid(f"arrow {one.measure}")
+    annotation.set_gid(f"arrow {savings.measure}")
     if interval is not None and point.equivalent.known:
         ends = np.clip([interval.low, interval.high], *limits)
         axes.plot(ends, [level, level], color=colour, linewidth=2.4, alpha=0.3, solid_capstyle="butt", zorder=1,
-                  gid=f"interval {one.measure}")  # fmt: skip
+                  gid=f"interval {savings.measure}")  # fmt: skip
 
 
-def _label(axes: Axes, point: Point, one: MeasuredSavings) -> Label:
-    """Return the label of the saving, beside the arrow's head and its interval."""
+def _saving_label(axes: Axes, point: Point, savings: MeasuredSavings) -> Label:
+    """Return the label of a saving, to be placed beside the arrow's head and its interval."""
     interval, limits = point.equivalent.interval, axes.get_xlim()
     ends = [point.equivalent.value] if interval is None else [point.equivalent.value, interval.low, interval.high]
     left, right = np.clip([min(ends), max(ends)], *limits)
-    height = float(_scaled(np.array([point.level]), one.measure)[0])
+    height = float(_scaled(np.array([point.level]), savings.measure)[0])
     return Label(
         text.percent(point.saving), float(left), float(right), height, forward=point.equivalent.value >= point.at
     )
 
 
-def _legend(one: MeasuredSavings) -> list[Line2D]:
-    names = side_names(one.baseline[0].config, one.points[0].config)
-    sides = [Line2D([], [], markersize=3.5, markerfacecolor="none", label=name, **_looks(side))
+def _savings_legend(savings: MeasuredSavings) -> list[Line2D]:
+    """Return the legend entries of both sides and of the arrows."""
+    names = side_names(savings.baseline[0].config, savings.points[0].config)
+    sides = [Line2D([], [], markersize=3.5, markerfacecolor="none", label=name, **_side_look(side))
              for side, name in enumerate(names)]  # fmt: skip
-    arrow = Line2D([], [], color=_looks(1)["color"], marker=">", markersize=3.5, label="budget saved: 1 − b / b*")
+    arrow = Line2D([], [], color=_side_look(1)["color"], marker=">", markersize=3.5, label="budget saved: 1 − b / b*")
     return [*sides, arrow]
 
 
 _WIDE_MM, _NARROW_MM = 84, 92
 _APART, _TOGETHER = 0.022, 0.09
-"""Shares of the panel's height: distance of neighbouring methods' marks, and the largest of all marks, which would
-otherwise hide each other on the threshold."""
+"""Shares of the panel's height: the distance of neighbouring methods' marks on a threshold, and the most that all marks
+take together."""
 _BANDS = 4
-"""More bands than these hide one another: of more methods the medians alone are drawn."""
+"""Most methods that have bands; of more, the medians alone are drawn, as bands would hide each other."""
 
 
 def draw_cliff(result: Cliffs, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw medians, with bands for few methods, and each crossing of a threshold's dashed line with its interval."""
+    """Draw each method's median KL over budgets, and where it crosses each threshold, with its interval."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _NARROW_MM if narrow else _WIDE_MM)
         axes = figure.subplots()
         handles = [
-            _cliff_curve(axes, one, colour, marker, band=len(result) <= _BANDS)
+            _draw_median(axes, one, colour, marker, band=len(result) <= _BANDS)
             for one, colour, marker in zip(result, style.category_colours(len(result)), cycle("os^Dv"), strict=False)
         ]
         style.log_axes(axes, x=True, y=True)
-        _thresholds(axes, result)
+        _draw_thresholds(axes, result)
         unit = result[0].configs[0].budget.unit
         axes.set(xlabel=f"budget, {unit}", ylabel="KL of the next token, nat")
         ticks = sorted({float(budget) for one in result for budget in one.budgets})
         axes.xaxis.set_major_locator(FixedLocator(ticks))
-        beside = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
+        legend_columns = labels.legend_columns([one.name for one in result], width_mm, 2 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
         note = style.interval_legend(result.identity.samples, medians=True)
         style.draw_foot(figure, result.identity, f"medians over samples; on dashed lines: where each passes · {note}")
     return figure
 
 
-def _cliff_curve(axes: Axes, one: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
-    (line,) = axes.plot(one.budgets, style.positive(one.median), color=colour, marker=marker, markersize=3,
-                        markerfacecolor="none", label=one.name, gid=f"median {one.name}")  # fmt: skip
-    if band and one.median_interval is not None:
-        low, high = (style.positive(end) for end in (one.median_interval.low, one.median_interval.high))
-        axes.fill_between(one.budgets, low, high, color=colour, alpha=0.13, linewidth=0, gid=f"band {one.name}")
+def _draw_median(axes: Axes, cliff: Cliff, colour: Any, marker: str, *, band: bool) -> Line2D:
+    """Draw one method's median KL over budgets, with its band where `band`; return the line."""
+    (line,) = axes.plot(cliff.budgets, style.positive(cliff.median), color=colour, marker=marker, markersize=3,
+                        markerfacecolor="none", label=cliff.name, gid=f"median {cliff.name}")  # fmt: skip
+    if band and cliff.median_interval is not None:
+        low, high = (style.positive(end) for end in (cliff.median_interval.low, cliff.median_interval.high))
+        axes.fill_between(cliff.budgets, low, high, color=colour, alpha=0.13, linewidth=0, gid=f"band {cliff.name}")
     return line
 
 
-def _thresholds(axes: Axes, result: Cliffs) -> None:
-    """Draw lines and crossings; one beyond the measured budgets ends at the panel's edge, without a mark."""
+def _draw_thresholds(axes: Axes, result: Cliffs) -> None:
+    """Draw the thresholds as dashed lines, with each method's crossing at its own height near the line."""
     colours, limits = style.category_colours(len(result)), axes.get_xlim()
     low, high = axes.get_ylim()
-    apart = min(_APART, _TOGETHER / len(result))
-    step = (high / low) ** apart if axes.get_yscale() == "log" else 1.0
+    distance = min(_APART, _TOGETHER / len(result))
+    step = (high / low) ** distance if axes.get_yscale() == "log" else 1.0
     for index, threshold in enumerate(result.thresholds):
         axes.axhline(threshold, color="0.55", linewidth=0.7, linestyle="--", zorder=1, gid="threshold")
         for shift, (one, colour) in enumerate(zip(result, colours, strict=True)):
             height = threshold * step ** ((len(result) - 1) / 2 - shift)
-            _crossing(axes, one, index, (height, colour), limits)
+            _draw_crossing(axes, one, index, (height, colour), limits)
     axes.set(xlim=limits, ylim=(min(low, min(result.thresholds) / 2), max(high, max(result.thresholds) * 2)))
 
 
-def _crossing(axes: Axes, one: Cliff, index: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
-    crossing, (height, colour) = one.crossings[index], look
+def _draw_crossing(axes: Axes, cliff: Cliff, index: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
+    """Draw a crossing's interval and mark; an interval ends at the panel's edge, a crossing beyond it has no mark."""
+    crossing, (height, colour) = cliff.crossings[index], look
     if crossing.interval is not None:
         ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
         axes.plot(ends, [height] * 2, color=colour, linewidth=1.8, alpha=0.6, solid_capstyle="butt",
-                  gid=f"interval {one.name}")  # fmt: skip
+                  gid=f"interval {cliff.name}")  # fmt: skip
     if crossing.known:
         axes.plot([crossing.value], [height], color=colour, marker="d", markersize=3.8, linestyle="", zorder=4,
-                  gid=f"crossing {one.name}")  # fmt: skip
+                  gid=f"crossing {cliff.name}")  # fmt: skip
 
 
 _SAFE_BUDGET_ROW_MM, _LINE_MM = 66, 4
@@ -205,7 +216,7 @@ _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
 def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per criterion, one line per selection; filled marks are safe, the ringed one is the smallest."""
+    """Draw a panel per criterion, a line per selection; filled marks are safe, the ringed one is the smallest."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result[0].verdicts)
         handles = _safe_budget_legend(result)
@@ -214,23 +225,26 @@ def draw_safe_budget(result: SafeBudgets, width_mm: float = style.WIDE_MM) -> Fi
         figure = style.figure(width_mm, _SAFE_BUDGET_ROW_MM * (count if narrow else 1) + legend)
         panels = figure.subplots(*((count, 1) if narrow else (1, count)), squeeze=False).flat
         for index, axes in enumerate(panels):
-            _safe_budget_panel(axes, result, index)
+            _draw_criterion(axes, result, index)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
-        over = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
+        bounds_text = f"whiskers: one-sided 95 % bounds over n = {result.identity.samples} samples"
         style.draw_foot(
-            figure, result.identity, f"full marks: safe, ringed the smallest; side by side at one budget · {over}"
+            figure,
+            result.identity,
+            f"full marks: safe, ringed the smallest; side by side at one budget · {bounds_text}",
         )
     return figure
 
 
-def _safe_budget_panel(axes: Axes, result: SafeBudgets, index: int) -> None:
+def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
+    """Draw one criterion's means and bounds over budgets, a line per selection, and its limit."""
     criterion = result[0].verdicts[index].criterion
     scale = 100 if criterion.name == "drop" else 1
     axes.axhline(scale * criterion.limit, color="#b00020", linewidth=0.9, zorder=1, gid="limit")
     looks = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     for number, (one, colour, marker, dash) in enumerate(looks):
-        _line(axes, one.verdicts[index], {"color": colour, "marker": marker, "linestyle": dash}, scale,
-              _shift(number, len(result)))  # fmt: skip
+        _draw_verdict(axes, one.verdicts[index], {"color": colour, "marker": marker, "linestyle": dash}, scale,
+              _shift_factor(number, len(result)))  # fmt: skip
     axes.set_title(_SAFE_BUDGET_TITLES[criterion.name], loc="left")
     unit = result[0].verdicts[index].budgets[0].config.budget.unit
     axes.set(xlabel=f"budget, {unit}", ylabel=_LABELS[criterion.name])
@@ -240,21 +254,21 @@ def _safe_budget_panel(axes: Axes, result: SafeBudgets, index: int) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _shift(number: int, count: int) -> float:
-    """Return the factor that shifts one of several equal budgets on the logarithmic axis."""
+def _shift_factor(number: int, count: int) -> float:
+    """Return the factor that moves line `number` of `count` aside on the logarithmic axis."""
     return float(_ASIDE ** (number - (count - 1) / 2))
 
 
-def _line(axes: Axes, limited: Verdict, look: dict[str, Any], scale: float, aside: float) -> None:
-    """Draw means with whiskers to their bounds; hollow where safety is not shown."""
-    budgets = aside * np.array([one.config.budget.value for one in limited.budgets], dtype=float)
-    means, bounds = (scale * np.array([getattr(one, name) for one in limited.budgets]) for name in ("mean", "bound"))
+def _draw_verdict(axes: Axes, verdict: Verdict, look: dict[str, Any], scale: float, shift: float) -> None:
+    """Draw means with whiskers to their bounds; hollow where safety is not shown, the smallest safe one ringed."""
+    budgets = shift * np.array([one.config.budget.value for one in verdict.budgets], dtype=float)
+    means, bounds = (scale * np.array([getattr(one, name) for one in verdict.budgets]) for name in ("mean", "bound"))
     known, colour = np.isfinite(bounds), look["color"]
-    axes.plot(budgets, means, linewidth=0.9, gid=f"means {limited.criterion.name}", **{**look, "marker": ""})
+    axes.plot(budgets, means, linewidth=0.9, gid=f"means {verdict.criterion.name}", **{**look, "marker": ""})
     axes.vlines(budgets[known], means[known], bounds[known], color=colour, linewidth=0.7)
     axes.plot(budgets[known], bounds[known], color=colour, linestyle="", marker="_", markersize=4,
-              gid=f"bounds {limited.criterion.name}")  # fmt: skip
-    safe = np.array([one.tested and one.holds for one in limited.budgets])
+              gid=f"bounds {verdict.criterion.name}")  # fmt: skip
+    safe = np.array([one.tested and one.holds for one in verdict.budgets])
     for mask, fill in ((safe, colour), (~safe, "white")):
         axes.plot(budgets[mask], means[mask], color=colour, linestyle="", marker=look["marker"], markersize=3,
                   markerfacecolor=fill, gid="safe" if fill is colour else "not safe")  # fmt: skip
@@ -265,6 +279,7 @@ def _line(axes: Axes, limited: Verdict, look: dict[str, Any], scale: float, asid
 
 
 def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
+    """Return a legend entry per selection, and one of the limit."""
     named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
              for one, colour, marker, dash in named]  # fmt: skip
@@ -274,21 +289,21 @@ def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
 _PANEL_MM, _AROUND_MM = 52, 24
 _LETTERS = 34
 _EQUAL_BYTES_APART = 0.012
-"""Share of a decade of the x axis between lines of one budget."""
+"""Share of a decade of the x axis between lines of different bits at one budget."""
 _ALL = "everything"
 
 
 def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a column per method; the rows are perturbation and, below it, the answers' scores."""
+    """Draw a column per method over cache bytes; the rows are perturbation and, where scored, the answers' scores."""
     with style.use():
-        columns = _columns(result.settings)
+        columns = _settings_by_method(result.settings)
         readings = [("last layer's L1 / ‖o‖₁", "perturbation")]
         readings += [("score × 100", "score")] if result.full_score is not None else []
         figure = style.figure(width_mm, len(readings) * _PANEL_MM + _AROUND_MM)
         panels = figure.subplots(len(readings), len(columns), squeeze=False, sharey="row", sharex=True)
         for line, (name, reading) in zip(panels, readings, strict=True):
             for column, (axes, some) in enumerate(zip(line, columns.values(), strict=True)):
-                _equal_bytes_panel(axes, some, result, reading, scored=reading == "score")
+                _draw_bits(axes, some, result, reading, scored=reading == "score")
                 axes.set_ylabel("" if column else name)
         for axes, name in zip(panels[0], columns, strict=True):
             axes.set_title(fold(name, _LETTERS), loc="left")
@@ -301,8 +316,8 @@ def draw_equal_bytes(result: EqualBytes, width_mm: float = style.WIDE_MM) -> Fig
     return figure
 
 
-def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
-    """Return the settings that differ in budget alone, by a distinct name."""
+def _settings_by_method(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
+    """Return column title -> settings that differ in the budget alone."""
     names = short_names([one.baseline for one in settings], "budget")
     columns: dict[str, list[Setting]] = {}
     for one, name in zip(settings, names, strict=True):
@@ -310,42 +325,44 @@ def _columns(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
     return columns
 
 
-def _equal_bytes_panel(axes: Axes, some: Sequence[Setting], result: EqualBytes, reading: str, scored: bool) -> None:
-    looks, factor = _equal_bytes_looks(result), 100 if scored else 1
+def _draw_bits(axes: Axes, settings: Sequence[Setting], result: EqualBytes, reading: str, scored: bool) -> None:
+    """Draw one reading ("perturbation" or "score") of a method over bytes, a line per number of bits."""
+    looks, factor = _looks_by_bits(result), 100 if scored else 1
     for index, bits in enumerate(looks):
-        rows = [row for one in some for row in one.rows if row.config.bits == bits]
+        rows = [row for one in settings for row in one.rows if row.config.bits == bits]
         rows.sort(key=lambda row: row.byte_share)
         aside = 10 ** (_EQUAL_BYTES_APART * (index - (len(looks) - 1) / 2))
-        _equal_bytes_line(axes, rows, reading, factor, aside, gid=f"{bits} bits", **looks[bits])
+        _draw_rows(axes, rows, reading, factor, aside, gid=f"{bits} bits", **looks[bits])
         alone = [row for row in result.everything if row.config.bits == bits]
-        _equal_bytes_line(axes, alone, reading, factor, aside, gid=f"{bits} bits, {_ALL}",
+        _draw_rows(axes, alone, reading, factor, aside, gid=f"{bits} bits, {_ALL}",
               **{**looks[bits], "marker": "*", "markersize": 6, "linestyle": ""})  # fmt: skip
     if scored and result.full_score is not None:
         axes.axhline(factor * result.full_score, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid="full")
     style.log_axes(axes, x=True, y=not scored)
     if scored:
         axes.set_ylim(bottom=0)
-    shares = sorted({round(100 * one.rows[0].byte_share, 1) for one in some})
+    shares = sorted({round(100 * one.rows[0].byte_share, 1) for one in settings})
     axes.set_xticks(shares, [f"{share:g}" for share in shares])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=True, axis="y")
 
 
-def _equal_bytes_line(axes: Axes, rows: Sequence[Row], reading: str, factor: float, aside: float, **look: Any) -> None:
-    shown = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
-    if not shown:
+def _draw_rows(axes: Axes, rows: Sequence[Row], reading: str, factor: float, shift: float, **look: Any) -> None:
+    """Draw rows over their bytes with their intervals; rows without a value of `reading` are left out."""
+    valued_rows = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
+    if not valued_rows:
         return
-    ends = [style.error_bars(value, getattr(row, f"{reading}_interval")) for row, value in shown]
+    ends = [style.error_bars(value, getattr(row, f"{reading}_interval")) for row, value in valued_rows]
     bars = [bar for bar in ends if bar is not None]
     axes.errorbar(
-        [100 * row.byte_share * aside for row, _ in shown], [factor * value for _, value in shown],
-        yerr=factor * np.hstack(bars) if len(bars) == len(shown) else None, linewidth=0.9, elinewidth=0.6,
+        [100 * row.byte_share * shift for row, _ in valued_rows], [factor * value for _, value in valued_rows],
+        yerr=factor * np.hstack(bars) if len(bars) == len(valued_rows) else None, linewidth=0.9, elinewidth=0.6,
         markerfacecolor="none", **{"markersize": 3.2, **look},
     )  # fmt: skip
 
 
-def _equal_bytes_looks(result: EqualBytes) -> dict[int, dict[str, Any]]:
-    """Return colour and marker of each number of bits, most bits first."""
+def _looks_by_bits(result: EqualBytes) -> dict[int, dict[str, Any]]:
+    """Return the plot options per number of bits, most bits first."""
     bits = sorted({row.config.bits for row in result.rows}, reverse=True)
     colours = style.ordered_colours(len(bits))
     return {
@@ -355,9 +372,10 @@ def _equal_bytes_looks(result: EqualBytes) -> dict[int, dict[str, Any]]:
 
 
 def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
+    """Return the legend entries: numbers of bits, everything kept, and the full cache, as far as drawn."""
     marks = [
-        Line2D([], [], markersize=3.2, markerfacecolor="none", label=_named(count), **look)
-        for count, look in _equal_bytes_looks(result).items()
+        Line2D([], [], markersize=3.2, markerfacecolor="none", label=_bits_label(count), **look)
+        for count, look in _looks_by_bits(result).items()
     ]
     if result.everything:
         marks.append(Line2D([], [], linestyle="", marker="*", markersize=6, markerfacecolor="none", color="0.3",
@@ -367,5 +385,6 @@ def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
     return marks
 
 
-def _named(bits: int) -> str:
+def _bits_label(bits: int) -> str:
+    """Return '4 bits', or '16 bits: evicting alone'."""
     return f"{bits} bits" + (": evicting alone" if bits == FULL_BITS else "")

@@ -20,19 +20,24 @@ from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.style import symbols, typeset
+from perturbkv.figures.style import symbols_to_tex, typeset
 
 _ROW_MM, _CURVES_MM, _AROUND_MM, _LINE_MM = 70, 58, 16, 3.6
 _SPREAD = 0.56
-"""Share of a row that the points of one measure take."""
+"""Share of a row's height over which the settings' points of one measure are spread."""
 _GAP = 0.9
 """Height, in rows, of the words above the circular measures."""
 _HEIGHTS = {name: row + (_GAP if name in CIRCULAR_MEASURES else 0) for row, name in enumerate(NAMES)}
 _NULL_COLOUR = "0.82"
+_FRAMES = {
+    "rho": (0, (-1.05, 1.05), "Spearman’s ρ with the score"),
+    "auc": (0.5, (-0.025, 1.025), "share of pairs (AUC)"),
+}
+"""Statistic of a panel -> value without association, limits and label of its x axis."""
 
 
 def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw above a point per measure and setting, below the curves of the headline and of the attention given up."""
+    """Draw a point per measure and setting, and below it the share of lost answers over two measures."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         settings = sort_by_cache_share(result.settings, lambda one: float(one.cache_shares.mean()))
@@ -42,11 +47,14 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
         ratios = [_ROW_MM] * (2 if narrow else 1) + [_CURVES_MM] * (2 if narrow else 1)
         axes = figure.subplots(4 if narrow else 2, 1 if narrow else 2, height_ratios=ratios).flat
         colours = style.ordered_colours(len(settings))
-        _ranks(axes[0], settings, colours)
-        _areas(axes[1], settings, colours)
+        _draw_measures(axes[0], settings, colours, "rho")
+        axes[0].set_xticks([-1, -0.5, 0, 0.5, 1])
+        axes[0].set_title("Ranks within a prompt", loc="left")
+        _draw_measures(axes[1], settings, colours, "auc")
+        axes[1].set_title("Lost above kept within a prompt", loc="left")
         axes[1].tick_params(labelleft=narrow)
         for panel, measure in zip(axes[2:], (HEADLINE, AGAINST), strict=True):
-            _curves(panel, settings, colours, measure)
+            _draw_lost_shares(panel, settings, colours, measure)
         figure.legend(handles=_legend(settings, colours), loc="outside upper left", ncols=1 if narrow else 2)
         for panel in axes[:2]:
             typeset(panel.get_yticklabels())
@@ -55,7 +63,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _foot_text(result: Correlation) -> str:
-    """Return the legend of n and of the bars: each point has an n of its own."""
+    """Return the foot's text on n and bars: each point has an n of its own."""
     answered = sum(part.answered for part in result.parts)
     return (
         f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
@@ -65,64 +73,52 @@ def _foot_text(result: Correlation) -> str:
     )
 
 
-def _ranks(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
-    for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
+def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], statistic: str) -> None:
+    """Draw a statistic ("rho" or "auc") per measure and setting; into an empty panel, why no prompt decides."""
+    for shift, colour, setting in zip(_shifts(len(settings)), colours, settings, strict=True):
         for name in NAMES:
-            rho, null = one.strength(name).rho, one.identity_baselines(name).rho.exchanged
-            _point(axes, _HEIGHTS[name] + shift, rho.value, rho.interval, colour, f"rho {one.name} {name}")
-            _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
-    _frame(axes, 0, (-1.05, 1.05), "Spearman’s ρ with the score")
-    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
-    axes.set_title("Ranks within a prompt", loc="left")
-    if all(np.isnan(one.strength(name).rho.value) for one in settings for name in NAMES):
-        _note_silence(axes, settings)
-
-
-def _areas(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any]) -> None:
-    for shift, colour, one in zip(_shifts(len(settings)), colours, settings, strict=True):
-        for name in NAMES:
-            area, null = one.strength(name).auc, one.identity_baselines(name).auc.exchanged
-            _point(axes, _HEIGHTS[name] + shift, area.value, area.interval, colour, f"auc {one.name} {name}")
-            _band(axes, _HEIGHTS[name] + shift, null.low, null.high)
-    _frame(axes, 0.5, (-0.025, 1.025), "share of pairs (AUC)")
-    axes.set_title("Lost above kept within a prompt", loc="left")
-    if all(np.isnan(one.strength(name).auc.value) for one in settings for name in NAMES):
-        _note_silence(axes, settings)
-
-
-def _note_silence(axes: Axes, settings: Sequence[Setting]) -> None:
-    """Write into an empty panel why no prompt decides."""
-    reasons = dict.fromkeys(one.undecided_reason for one in settings)
-    style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
+            measured = getattr(setting.strength(name), statistic)
+            null = getattr(setting.identity_baselines(name), statistic).exchanged
+            height, gid = _HEIGHTS[name] + shift, f"{statistic} {setting.name} {name}"
+            _draw_point(axes, height, measured.value, measured.interval, colour, gid)
+            _draw_null_band(axes, height, null.low, null.high)
+    _frame(axes, *_FRAMES[statistic])
+    values = [getattr(setting.strength(name), statistic).value for setting in settings for name in NAMES]
+    if np.isnan(values).all():
+        reasons = dict.fromkeys(setting.undecided_reason for setting in settings)
+        style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
 
 
 def _shifts(count: int) -> list[float]:
-    """Return the offsets of one measure's points from its row, the first setting's on top."""
+    """Return the offsets of `count` settings' points from a measure's row, the first on top."""
     return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
 
 
-def _point(axes: Axes, height: float, value: float, interval: Any, colour: Any, gid: str) -> None:
+def _draw_point(axes: Axes, height: float, value: float, interval: Any, colour: Any, gid: str) -> None:
+    """Draw a value with its interval at a height; nothing where it is NaN."""
     if not np.isnan(value):
         axes.errorbar([value], [height], xerr=style.error_bars(value, interval), color=colour, marker="o",
                       markersize=2.8, linewidth=0.9, gid=gid)  # fmt: skip
 
 
-def _band(axes: Axes, height: float, low: float, high: float) -> None:
-    """Draw the band of the method identity baseline, behind the point."""
+def _draw_null_band(axes: Axes, height: float, low: float, high: float) -> None:
+    """Draw the middle 95 % of the method identity baseline, behind the point; nothing where it is NaN."""
     if not np.isnan(low):
         axes.plot([low, high], [height, height], color=_NULL_COLOUR, linewidth=4.2, solid_capstyle="butt", zorder=0.5)
 
 
 def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
+    """Draw the line without association and the border of circular measures; label the measures and the x axis."""
     axes.axvline(middle, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
               ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
-    axes.set_yticks(list(_HEIGHTS.values()), list(map(symbols, NAMES.values())))
+    axes.set_yticks(list(_HEIGHTS.values()), list(map(symbols_to_tex, NAMES.values())))
     axes.set(xlim=limits, ylim=(max(_HEIGHTS.values()) + 0.5, -0.5), xlabel=label)
 
 
-def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], measure: str) -> None:
+def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], measure: str) -> None:
+    """Draw the share of lost answers per bin of a measure, a colour per setting."""
     for colour, one in zip(colours, settings, strict=True):
         bins = one.curves[measure]
         if bins:
@@ -139,8 +135,9 @@ def _curves(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], mea
 
 
 def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
+    """Return a legend entry per setting, and one of the band of the method identity baseline."""
     named = [
-        Line2D([], [], color=colour, marker="o", markersize=3, label=_label(one))
+        Line2D([], [], color=colour, marker="o", markersize=3, label=_setting_label(one))
         for colour, one in zip(colours, settings, strict=True)
     ]
     return [
@@ -149,7 +146,7 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
     ]
 
 
-def _label(one: Setting) -> str:
+def _setting_label(one: Setting) -> str:
     """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)

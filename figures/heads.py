@@ -22,16 +22,17 @@ from perturbkv.analyses.heads.heads import HeadComparisons
 from perturbkv.analyses.pairing import common, fold, plural, short_names, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
-from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
+from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 
 FLAG_COLOUR = "#c1272d"
 _DECADES_BELOW = 1000.0
 _FEW, _EMPTY = 0.01, 0.15
-"""Heads at one end are left outside where at most this share of them, or one, would take this share of the axes."""
+"""Heads at one end are left outside the axes where at most this share of all heads, or one, would take this share of
+the axes."""
 _MARGIN = 0.04
 
 
-def scatter(
+def draw_scatter(
     axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], ends: tuple[float, float], scale: float = 1.0
 ) -> None:
     """Draw a point per head: ties as crosses, flagged heads ringed, heads outside the axes as triangles on their edge.
@@ -45,7 +46,7 @@ def scatter(
     }
     low, high = ends
     x, y = (np.clip(mean, low, high) for mean in (kind.baseline_mean, kind.treatment_mean))
-    beyond, tied, size = outside(kind, ends), kind.verdict == 0, scale * _size(x.size)
+    beyond, tied, size = outside_axes(kind, ends), kind.verdict == 0, scale * (14.0 if x.size <= 400 else 7.0)
     axes.plot([low, high], [low, high], color="0.55", linewidth=0.8, zorder=1, gid="diagonal")
     crossed, shown = tied & ~beyond, ~tied & ~beyond
     axes.scatter(x[crossed], y[crossed], s=9 * scale, marker="x", color="0.5", linewidths=0.6, zorder=2, gid="ties")
@@ -60,23 +61,23 @@ def scatter(
     axes.grid(visible=True, which="major")
 
 
-def outside(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]:
-    """Return (layer, head) True where a mean is beyond the axes."""
+def outside_axes(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]:
+    """Return (layer, head) True where the baseline's or the treatment's mean is outside the axes."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean])
     return np.asarray(((both < ends[0]) | (both > ends[1])).any(axis=0))
 
 
 def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
-    """Return triangle -> (layer, head) True for means beyond the axes on the side that it points to."""
+    """Return triangle -> (layer, head) True where the mean is outside the axes on the side that it points to."""
     x, y = kind.baseline_mean, kind.treatment_mean
     sides = {"v": y < ends[0], "^": y > ends[1]}
     sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
     return {marker: there for marker, there in sides.items() if there.any()}
 
 
-def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
-    """Return axis ends that include all heads of all panels but the few of each that would leave the axes empty."""
-    inside = [ends for ends in map(_ends, kinds) if ends]
+def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
+    """Return axis ends that include all heads of all panels, but the few that would leave the axes empty."""
+    inside = [ends for ends in map(_log_ends, kinds) if ends]
     if not inside:
         return 0.1, 10.0
     low, high = min(low for low, _ in inside), max(high for _, high in inside)
@@ -84,7 +85,7 @@ def limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
     return float(10 ** (low - margin)), float(10 ** (high + margin))
 
 
-def _ends(kind: HeadKind) -> tuple[float, float] | None:
+def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
     """Return the logarithms of the least and the largest mean inside the axes; None where all are 0."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)
     positive = both[both > 0]
@@ -100,15 +101,10 @@ def _ends(kind: HeadKind) -> tuple[float, float] | None:
 
 
 def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
-    """Return how many heads at one end are outside, by their distance from it: those before the last wide gap."""
+    """Return how many heads at one end lie before the last wide gap; `inwards`: sorted distances from the end."""
     gaps = np.diff(inwards[: most + 1])
     wide = np.flatnonzero(gaps > _EMPTY * span)
     return int(wide[-1]) + 1 if wide.size else 0
-
-
-def _size(heads: int) -> float:
-    """Return the points' area, smaller for many heads."""
-    return 14.0 if heads <= 400 else 7.0
 
 
 _HEIGHT_MM, _NARROW_MM, _LINE_MM = 103, 92, 3.2
@@ -117,22 +113,23 @@ _LETTERS, _TITLE_LINES = 40, 4
 
 
 def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw two log-log panels, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
+    """Draw one pair of configurations, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
     with style.use():
-        narrow, height = width_mm < style.WIDE_MM, _LINE_MM * _further_lines(result)
-        figure = style.figure(width_mm, (_NARROW_MM + height) * 2 if narrow else _HEIGHT_MM + height)
+        narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
+        figure = style.figure(width_mm, (_NARROW_MM + extra_mm) * 2 if narrow else _HEIGHT_MM + extra_mm)
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
-            _panel(panel, result, name)
+            _draw_kind(panel, result, name)
         style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
-        axes[1].legend(handles=legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        style.draw_foot(figure, result.identity, f"held / full {cache_share_sides(result.held)} · {foot_text(result)}")
+        axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
+        shares = f"held / full {cache_shares_text(result.cache_shares)}"
+        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
     return figure
 
 
 def foot_text(result: HeadComparison) -> str:
-    """Return the legend of shares, counts, ties and brackets."""
+    """Return the foot's text on shares, counts, ties and brackets."""
     flips = result.propagated.sign_flips.flips
     return (
         "share: mean of samples; counts: by heads' means; Σ: over heads and samples · tied: within 2 noise floors, or "
@@ -141,43 +138,46 @@ def foot_text(result: HeadComparison) -> str:
     )
 
 
-def _panel(axes: Axes, result: HeadComparison, name: str) -> None:
+def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
+    """Draw the heads of one kind, "isolated" or "propagated", with title and axis labels."""
     kind: HeadKind = getattr(result, name)
     unit = DISTANCES[result.distance].unit
     baseline, treatment = side_names(result.baseline, result.treatment)
-    ends = limits([kind])
-    scatter(axes, kind, result.flagged, ends)
-    axes.set_xlabel(_axis(baseline, name, unit))
-    axes.set_ylabel(_axis(treatment, name, unit))
-    axes.set_title(_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
-    beyond = int(outside(kind, ends).sum())
+    ends = axis_limits([kind])
+    draw_scatter(axes, kind, result.flagged, ends)
+    axes.set_xlabel(_axis_label(baseline, name, unit))
+    axes.set_ylabel(_axis_label(treatment, name, unit))
+    axes.set_title(_kind_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
+    beyond = int(outside_axes(kind, ends).sum())
     if beyond:
         style.draw_note(axes, f"{plural(beyond, 'head')} outside (▼)")
 
 
-def _title(kind: HeadKind, name: str, over: str) -> str:
+def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
+    """Return a panel's title: share of better heads, ratio of sums, counts, and heads beyond chance."""
     share = text.percent(kind.better_share, kind.better_share_interval)
     counts = f"{kind.improved} better, {kind.worsened} worse, {kind.tied} tied"
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
-    lines = [f"{name}: {share} of heads better", f"{over}: {ratio}", counts, beyond]
+    lines = [f"{name}: {share} of heads better", f"{ratio_name}: {ratio}", counts, beyond]
     return "\n".join(fold(line, _LETTERS) for line in lines)
 
 
-def _axis(side: str, name: str, unit: str) -> str:
+def _axis_label(side: str, name: str, unit: str) -> str:
+    """Return '<side>, <kind> perturbation (<unit>)', folded."""
     return fold(f"{side}, {name} perturbation ({unit})", _LETTERS)
 
 
-def _further_lines(result: HeadComparison) -> int:
-    """Return the number of lines of title and axis label beyond those of short names."""
+def _extra_lines(result: HeadComparison) -> int:
+    """Return by how many lines title and axis label exceed those of short names."""
     baseline, _ = side_names(result.baseline, result.treatment)
     unit = DISTANCES[result.distance].unit
-    title = _title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
-    return title.count("\n") + 1 - _TITLE_LINES + _axis(baseline, "propagated", unit).count("\n")
+    title = _kind_title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
+    return title.count("\n") + 1 - _TITLE_LINES + _axis_label(baseline, "propagated", unit).count("\n")
 
 
-def legend(result: HeadComparison) -> list[Line2D]:
-    """Return the diagonal, rings, and crosses where there are ties."""
+def pair_legend(result: HeadComparison) -> list[Line2D]:
+    """Return the legend entries: the diagonal, rings, and crosses where there are ties."""
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
@@ -191,14 +191,15 @@ def legend(result: HeadComparison) -> list[Line2D]:
 _HEAD_PANELS_LINE_MM, _AROUND_MM, _BAR_MM, _AXIS_MM = 2.9, 28.0, 12.0, 8.0
 """Heights: a title's line, all margins, the colour bar, an axis label where the last row is not full."""
 _MANY, _WIDE_MANY = 6, 9
-"""Numbers of pairs, in one column and in two, above which panels are smaller, so that the figure fits its page."""
+"""Most pairs with large panels, in one column and in two; of more, panels are smaller, so that the figure fits its
+page."""
 
 _NOTE = "in the titles: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """A layout of panels.
+    """The layout of panels.
 
     Attributes:
         columns: panels per row.
@@ -218,6 +219,7 @@ class _Grid:
 
 
 def _grid(pairs: int, width_mm: float) -> _Grid:
+    """Return the layout for a number of pairs at a figure's width."""
     if width_mm < style.WIDE_MM:
         return _Grid(2, 42.0, 5.8, 28, 0.5, split=True) if pairs <= _MANY else _Grid(3, 29.0, 5.0, 22, 0.3, split=True)
     if pairs <= _WIDE_MANY:
@@ -226,7 +228,7 @@ def _grid(pairs: int, width_mm: float) -> _Grid:
 
 
 def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw the pairs of one baseline together, smallest caches first; each title holds both kinds' numbers.
+    """Draw all pairs together, propagated, smallest caches first; each title has both kinds' numbers.
 
     A single pair has the figure of `heads`, a panel per kind.
     """
@@ -235,47 +237,49 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
     with style.use():
         narrow = width_mm < style.WIDE_MM
         grid, ordered = _grid(len(result), width_mm), _sort_pairs(result.members)
-        titles = _titles(ordered, grid)
+        titles = _panel_titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        shared, note = _shared(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
-        further = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(shared, width_mm)
-        further += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
-        figure = style.figure(width_mm, rows * height + _AROUND_MM + further + (_BAR_MM if narrow else 0))
+        title_text, note = _figure_title(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
+        extra_mm = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(title_text, width_mm)
+        extra_mm += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
+        figure = style.figure(width_mm, rows * height + _AROUND_MM + extra_mm + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
-        ends = limits([one.propagated for one in ordered])
+        ends = axis_limits([one.propagated for one in ordered])
         for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
-            _head_panels_panel(panel, one, ends, grid.scale)
+            _draw_small_panel(panel, one, ends, grid.scale)
             panel.set_title(title, loc="left", fontsize=grid.font)
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
-        axes[0, 0].legend(handles=_legend(ordered), loc="upper left", fontsize=0.95 * grid.font, handletextpad=0.3,
-                          handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
+        axes[0, 0].legend(handles=_panels_legend(ordered), loc="upper left", fontsize=0.95 * grid.font,
+                          handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
-        style.set_title(figure, shared)
+        style.set_title(figure, title_text)
         style.draw_foot(figure, result.identity, note)
     return figure
 
 
 def _sort_pairs(results: Sequence[HeadComparison]) -> list[HeadComparison]:
+    """Return the pairs sorted by the baseline's cache share, or by baseline where a share is unknown."""
     baselines = list(dict.fromkeys(result.baseline for result in results))
     by_baseline = sorted(results, key=lambda result: baselines.index(result.baseline))
-    return sort_by_cache_share(by_baseline, lambda result: result.held[0])
+    return sort_by_cache_share(by_baseline, lambda result: result.cache_shares[0])
 
 
-def _head_panels_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
-    scatter(axes, result.propagated, result.flagged, ends, scale)
-    beyond = int(outside(result.propagated, ends).sum())
+def _draw_small_panel(axes: Axes, result: HeadComparison, ends: tuple[float, float], scale: float) -> None:
+    """Draw the propagated perturbation of one pair's heads, noting how many are outside the axes."""
+    draw_scatter(axes, result.propagated, result.flagged, ends, scale)
+    beyond = int(outside_axes(result.propagated, ends).sum())
     if beyond:
         style.draw_note(axes, f"{beyond} ▼")
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:
-    """Label the axes on the left and below alone."""
+    """Label the axes of the left column and of the lowest panel of each column."""
     unit = DISTANCES[results[0].distance].unit
-    baselines, treatments = _sides(results)
+    baselines, treatments = _side_names(results)
     named = treatments[0] if len(treatments) == 1 else "the second named" if len(baselines) > 1 else "named above"
     for index, panel in enumerate(axes[: len(results)]):
         last, first = index + columns >= len(results), index % columns == 0
@@ -284,44 +288,44 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns:
         panel.set_ylabel(f"{named} ({unit})" if first else "")
 
 
-def _sides(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
-    """Return the names of all baselines and of all treatments."""
+def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
+    """Return the distinct names of all baselines and of all treatments."""
     names = [side_names(result.baseline, result.treatment) for result in results]
     return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
 
 
-def _shared(results: Sequence[HeadComparison]) -> str:
-    """Return the compared sides, and the choices that all configurations share."""
-    baselines, treatments = _sides(results)
+def _figure_title(results: Sequence[HeadComparison]) -> str:
+    """Return the figure's title: the compared sides, and the choices that all configurations share."""
+    baselines, treatments = _side_names(results)
     shared = common([side for result in results for side in (result.baseline, result.treatment)])
     return f"Propagated, {' or '.join(baselines)} → {', '.join(treatments)}: {shared}"
 
 
-def _legend(results: Sequence[HeadComparison]) -> list[object]:
-    """Return the legend of the panel with most entries; the number of flagged heads differs by panel."""
-    handles = max((legend(result) for result in results), key=len)
+def _panels_legend(results: Sequence[HeadComparison]) -> list[object]:
+    """Return the legend of the panel with most entries, without its number of flagged heads."""
+    handles = max((pair_legend(result) for result in results), key=len)
     handles[1].set_label("σ ≤ 0.5")
     return list(handles)
 
 
-def _side_text(result: HeadComparison, baselines: bool, treatments: bool) -> str:
-    """Return the sides that are not the same in all panels."""
+def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:
+    """Return the names of a pair's sides, as far as they differ between panels."""
     first, second = side_names(result.baseline, result.treatment)
-    return f"{first} → {second}" if baselines else second if treatments else ""
+    return f"{first} → {second}" if several_baselines else second if several_treatments else ""
 
 
-def _titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
-    """Return a distinct name of each pair with, for both kinds, the share of better heads and Σ over the baseline's."""
-    apart = short_names([result.baseline for result in results], "selection")
-    baselines, treatments = _sides(results)
+def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
+    """Return a title per pair: a distinct name, cache shares, share of better heads, and ratio of sums."""
+    names = short_names([result.baseline for result in results], "selection")
+    baselines, treatments = _side_names(results)
     titles = []
-    for result, words in zip(results, apart, strict=True):
+    for result, setting in zip(results, names, strict=True):
         kinds = (result.isolated, result.propagated)
         shares = [text.percent(kind.better_share, kind.better_share_interval) for kind in kinds]
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
-        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), words) if part)
+        name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [fold(name, grid.letters), f"held / full {cache_share_sides(result.held)}",
+        lines = [fold(name, grid.letters), f"held / full {cache_shares_text(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

@@ -17,23 +17,23 @@ from perturbkv.analyses.pairing import SIDE, budget_names, distinct_choices, set
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.style import symbols, typeset
+from perturbkv.figures.style import symbols_to_tex, typeset
 
 _PANEL_MM, _NARROW_MM, _AROUND_MM = 46, 42, 22
 _DASHES: tuple[Any, ...] = ("-", "--", ":")
-"""More budgets than these get a row of panels each."""
+"""Dashes of budgets; where there are more budgets, each has a row of panels."""
 _TITLES = {"propagated": "Propagated", "isolated": "Isolated", "kl": "Next token's distribution"}
 _MOST = 2.0
 
 
 def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw relative L1 of all heads per step, propagated and isolated, and KL, with bands.
+    """Draw the relative L1 of all heads per decode step, propagated and isolated, and KL, with bands.
 
     A colour per selection; a dash per budget, or, for many budgets, a row of panels each.
     """
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
-        groups = _groups(configs)
+        groups = _by_setting(configs)
         narrow = width_mm < style.WIDE_MM
         rows = [configs] if len(groups) <= len(_DASHES) else list(groups.values())
         stacked = narrow and len(rows) == 1
@@ -41,38 +41,40 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
         figure = style.figure(width_mm, height + _AROUND_MM)
         shape = (3, 1) if stacked else (len(rows), 3)
         axes = figure.subplots(*shape, squeeze=False, sharex=True).reshape(len(rows), 3)
-        colours, dashes = _colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
+        colours, dashes = _selection_colours(configs), dict(zip(groups, _DASHES * len(groups), strict=False))
         for panels, shown in zip(axes, rows, strict=True):
             for config in shown:
                 line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
-                _curves(panels, config, colours[_selection(config, configs)], line)
-        _finish(axes, result, rows, every=stacked)
+                _draw_config(panels, config, colours[_selection_name(config, configs)], line)
+        _finish(axes, result, rows, stacked=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
-        style.draw_foot(figure, result.identity, f"{_samples(result)}{_cache_shares(configs)}")
+        style.draw_foot(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
     return figure
 
 
-def _groups(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
-    """Return the configurations by everything but the selection, in the order given."""
+def _by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
+    """Return the configurations by their setting, that is everything but the selection, in their order."""
     groups: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
         groups.setdefault(setting_name(config.config), []).append(config)
     return groups
 
 
-def _selection(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
-    """Return policy and selection, as far as they are distinct among the configurations."""
+def _selection_name(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
+    """Return policy and selection, as far as they differ among the configurations."""
     words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
 
-def _colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
-    names = list(dict.fromkeys(_selection(config, configs) for config in configs))
+def _selection_colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
+    """Return the colour per name of a selection."""
+    names = list(dict.fromkeys(_selection_name(config, configs) for config in configs))
     return dict(zip(names, style.category_colours(len(names)), strict=True))
 
 
-def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
+def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
+    """Draw one configuration's curves over decode steps: propagated, isolated, and KL, a panel each."""
     curves = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
     for axes, (kind, (values, band)) in zip(panels, {**curves, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip
@@ -82,14 +84,14 @@ def _curves(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
             axes.fill_between(steps, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{kind} band")
 
 
-def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], every: bool) -> None:
-    """Set titles, units, whole steps, and each quantity's range from 0 to the same end in all rows."""
+def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], stacked: bool) -> None:
+    """Set titles, units, whole steps, and per quantity the same range from 0 in all rows."""
     names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            panel.set_xlabel("decode step" if row == len(axes) - 1 and (not every or kind == "kl") else "")
-            typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols("Σ L / Σ ‖o_h‖₁"))])
+            panel.set_xlabel("decode step" if row == len(axes) - 1 and (not stacked or kind == "kl") else "")
+            typeset([panel.set_ylabel("KL, nat" if kind == "kl" else symbols_to_tex("Σ L / Σ ‖o_h‖₁"))])
             named = f"b={names[row]}: {title}" if len(rows) > 1 else title
             panel.set_title(named, loc="left")
     for column in axes.T:
@@ -100,45 +102,45 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
 
 
 def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
-    """Return a colour per selection, and a dash per budget where there are several."""
+    """Return a legend entry per selection, and one per budget where there are several dashes."""
     handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
         return handles
-    firsts = [group[0].config for group in _groups(configs).values()]
+    firsts = [group[0].config for group in _by_setting(configs).values()]
     names = [" ".join(parts) for parts in budget_names(firsts, *SIDE)]
     return [*handles, *(Line2D([], [], color="0.3", linestyle=dash, label=f"b={name}")
                       for name, dash in zip(names, dashes.values(), strict=True))]  # fmt: skip
 
 
-def _cache_shares(configs: Sequence[ConfigHorizon]) -> str:
-    """Return the cache share by budget."""
+def _cache_shares_text(configs: Sequence[ConfigHorizon]) -> str:
+    """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
     return f" · held / full of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw growth per head as a power of two, propagated; a dot where it grows beyond chance."""
+    """Draw maps of growth by head in powers of two, propagated; a dot where a head grows beyond chance."""
     with style.use():
         columns = 2 if width_mm < style.WIDE_MM else 4
         configs = sort_by_cache_share(result.configs, lambda config: config.cache_share)
         names = short_names([one.config for one in configs])
-        maps = [_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
+        maps = [_growth_map(name or "evicted", config) for name, config in zip(names, configs, strict=True)]
         rows = [maps[start : start + columns] for start in range(0, len(maps), columns)]
         figure = heatmaps.draw_maps(
             rows,
             width_mm,
-            _scale(result),
+            _growth_scale(result),
             f"Growth of the propagated perturbation, {result.configs[0].curves['propagated'].head_growth.size} heads",
             result.identity.layer,
         )
         flips = result.configs[0].curves["propagated"].sign_flips.flips
-        style.draw_foot(figure, result.identity, f"{_samples(result)} · decided by {flips:,} flips of samples' signs, "
-                   "Benjamini–Hochberg at 5 %")  # fmt: skip
+        note = f"decided by {flips:,} flips of samples' signs, Benjamini–Hochberg at 5 %"
+        style.draw_foot(figure, result.identity, f"{_samples_text(result)} · {note}")
     return figure
 
 
-def _scale(result: Horizon) -> heatmaps.Scale:
-    """Return the colour scale around no growth, with arrows where heads grow or shrink beyond it."""
+def _growth_scale(result: Horizon) -> heatmaps.Scale:
+    """Return the colour scale centred at no growth, with arrows where growth exceeds it."""
     grown = np.concatenate([config.curves["propagated"].head_growth.ravel() for config in result.configs])
     ends = ((grown < 2.0**-_MOST).any(), (grown > 2.0**_MOST).any())
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[ends]
@@ -146,8 +148,8 @@ def _scale(result: Horizon) -> heatmaps.Scale:
     return heatmaps.Scale(-_MOST, _MOST, label, style.signed_colours(), extend)
 
 
-def _samples(result: Horizon) -> str:
-    """Return the numbers of samples at the first and the last step, and the legend of the band."""
+def _samples_text(result: Horizon) -> str:
+    """Return the foot's text on bands, the samples at the first and last step, and those too short for growth."""
     first, last = int(result.samples_at_step[0]), int(result.samples_at_step[-1])
     ending = "" if first == last else f" at the first step, {last} at the last"
     short = (
@@ -158,7 +160,8 @@ def _samples(result: Horizon) -> str:
     return f"{style.interval_legend(first)}{ending}{short}"
 
 
-def _map(name: str, config: ConfigHorizon) -> heatmaps.Map:
+def _growth_map(name: str, config: ConfigHorizon) -> heatmaps.Map:
+    """Return a configuration's map of log₂ growth by head, titled with the numbers that grow and shrink."""
     curve = config.curves["propagated"]
     grows, shrinks = int((curve.head_verdict == 1).sum()), int((curve.head_verdict == -1).sum())
     with np.errstate(divide="ignore"):

@@ -36,8 +36,8 @@ def sort_by_cache_share(results: Sequence[Result], cache_share: Callable[[Result
     return [results[index] for index in np.argsort(shares, kind="stable")]
 
 
-def cache_share_sides(shares: tuple[float, float]) -> str:
-    """Return both sides' cache shares as text, once where they are equal."""
+def cache_shares_text(shares: tuple[float, float]) -> str:
+    """Return baseline's and treatment's cache shares as text, '0.1 → 0.2', or once where they are equal."""
     return " → ".join(dict.fromkeys(map(text.decimal, shares)))
 
 
@@ -52,21 +52,21 @@ def legend_columns(names: Iterable[str], width_mm: float, most: int) -> int:
         (rcParams["legend.handlelength"] + rcParams["legend.handletextpad"]),
         rcParams["legend.columnspacing"],
     )
-    room = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
-    return max(1, min(most, int((room + size * between) // (widest + size * (handle + between)))))
+    available = width_mm * _POINTS_MM - 2 * size * (rcParams["legend.borderpad"] + rcParams["legend.borderaxespad"])
+    return max(1, min(most, int((available + size * between) // (widest + size * (handle + between)))))
 
 
 _LINE_MM, _ABOVE_MM = 3.0, 4.0
 """Height of a line of the key, and its distance from the panels' own legends."""
 _ROOM, _LINES = 34, 2
-"""Letters and lines under a panel of a third of a page, above which numbers replace names."""
+"""Letters per line and lines that fit under a panel of a third of a page; longer names are replaced by numbers."""
 _GAP = 1.5
 _LETTER_MM, _HANDLE_LETTERS = 1.15, 8
 
 
 @dataclass(frozen=True)
 class KeyNames:
-    """Tick labels of an axis and their key.
+    """Tick labels of an axis, and their key where the labels are numbers.
 
     Attributes:
         ticks: one per configuration, its parts on a line each, or its number.
@@ -77,25 +77,25 @@ class KeyNames:
     key: list[str]
 
 
-def key_fits(names: Sequence[Sequence[str]]) -> bool:
-    """Return whether names, in parts, fit under one panel."""
+def names_fit(names: Sequence[Sequence[str]]) -> bool:
+    """Return whether names, each given as its lines, fit under one panel."""
     widths = [max(map(len, parts), default=0) + _GAP for parts in names]
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _LINES
 
 
 def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
-    """Return the names themselves, or numbers from 1 and a key."""
+    """Return the names as tick labels, or, where `numbered`, numbers from 1 with the names as their key."""
     if not numbered:
         return KeyNames(["\n".join(one) for one in parts], [])
     return KeyNames([str(number) for number in range(1, len(parts) + 1)], [" ".join(one) for one in parts])
 
 
 def key_height_mm(key: Sequence[str], width_mm: float) -> float:
-    """Return an upper bound of the key's height."""
+    """Return an upper bound of the height of the key of numbers, in mm."""
     if not key:
         return 0.0
-    entries = _entries(key, width_mm)
-    rows = -(-len(key) // _columns(entries, width_mm))
+    entries = _key_entries(key, width_mm)
+    rows = -(-len(key) // _key_columns(entries, width_mm))
     return _ABOVE_MM + _LINE_MM * rows * max(entry.count("\n") + 1 for entry in entries)
 
 
@@ -103,35 +103,35 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
     """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
     if not key:
         return
-    entries, line_colours = _entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
+    entries, line_colours = _key_entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
         for entry, colour in zip(entries, line_colours, strict=True)
     ]
     style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
     figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
-                  ncols=_columns(entries, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
+                  ncols=_key_columns(entries, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
                   borderaxespad=0.2).set_in_layout(False)  # fmt: skip
 
 
-def _entries(key: Sequence[str], width_mm: float) -> list[str]:
-    """Return number and name, folded to the figure's width."""
-    room = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
-    return [fold(f"{number}  {name}", room) for number, name in enumerate(key, 1)]
+def _key_entries(key: Sequence[str], width_mm: float) -> list[str]:
+    """Return 'number  name' per entry of the key, folded to the figure's width."""
+    letters = int(width_mm / _LETTER_MM) - _HANDLE_LETTERS
+    return [fold(f"{number}  {name}", letters) for number, name in enumerate(key, 1)]
 
 
-def _columns(entries: Sequence[str], width_mm: float) -> int:
-    """Return the number of the key's columns."""
+def _key_columns(entries: Sequence[str], width_mm: float) -> int:
+    """Return the number of columns in which the key's entries fit the width; at least 1."""
     longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)
 
 
 _OUTSIDE, _ON_ANOTHER = 1000, 100
-"""Costs of a label's position, in points of curves under it."""
+"""Costs of a label outside the panel and of one on another label; a point of a curve under it costs 1."""
 _APART, _POINTS = 3, 60
-"""Distance between a label and its point in points of print; points that represent a line between two."""
+"""Distance between a label and its point, in points of print; points by which a line between two ends is sampled."""
 _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
-"""Positions of a label, the best first: right, left, above, below, and the corners."""
+"""Directions from its interval in which a label may be, the best first: right, left, above, below, and the corners."""
 
 _ACROSS: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
 _UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
@@ -139,7 +139,7 @@ _UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", 
 
 @dataclass(frozen=True)
 class Label:
-    """A label of an interval at one height.
+    """A label to place beside a horizontal interval.
 
     Attributes:
         text: the words.
@@ -156,23 +156,23 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label at the side of its point with the least cost; a label that finds no room is left out."""
+    """Write each label on the cheapest side of its interval; leave out a label that would cover another."""
     figure = axes.get_figure()
     assert figure is not None
     figure.draw_without_rendering()  # type: ignore[union-attr]
-    curves, taken = _curves(axes), list[Bbox]()
+    curves, taken = _curve_points(axes), list[Bbox]()
     for label in labels:
         written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
                                 color="0.2", in_layout=False)  # fmt: skip
-        costs = [_move(axes, written, label, side, curves, taken) for side in _SIDES]
+        costs = [_move_label(axes, written, label, side, curves, taken) for side in _SIDES]
         best = int(np.argmin(costs))
-        if _move(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
+        if _move_label(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
             written.remove()
         else:
             taken.append(written.get_window_extent())
 
 
-def _move(
+def _move_label(
     axes: Axes, written: Annotation, label: Label, side: tuple[int, int], curves: NDArray[np.float64],
     taken: Sequence[Bbox],
 ) -> int:  # fmt: skip
@@ -191,8 +191,8 @@ def _move(
     return int(on_curves) + _OUTSIDE * (not inside) + _ON_ANOTHER * sum(box.overlaps(other) for other in taken)
 
 
-def _curves(axes: Axes) -> NDArray[np.float64]:
-    """Return the panel's lines as points (point, 2) in screen coordinates."""
+def _curve_points(axes: Axes) -> NDArray[np.float64]:
+    """Return points (point, 2) along the panel's lines, in screen coordinates."""
     shares, segments = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
     for line in axes.get_lines():
         ends = line.get_transform().transform(np.column_stack(line.get_data()))

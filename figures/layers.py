@@ -23,49 +23,46 @@ from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import plural, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
-from perturbkv.figures.labels import cache_share_sides, sort_by_cache_share
+from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
 
 _ROW_MM, _SMALL_MM, _AROUND_MM = 74, 38, 22
 _MOST_IN_A_PANEL = 2
-"""More budgets than this in one panel hide each other: each gets a column of its own."""
+"""Most budgets in one panel; of more, which would hide each other, each has a column of its own."""
 _COLUMNS, _NARROW_COLUMNS = 6, 3
 _LINES: tuple[Any, Any] = ("--", "-")
 """Line styles of the two sides."""
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw drift after each layer, and the second side's in percent of the first's; small multiples of many budgets."""
+    """Draw drift after each layer, and the treatment's in per cent of the baseline's; columns for many budgets."""
     with style.use():
         ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
         narrow = width_mm < style.WIDE_MM
         figure = (
-            _shared_panels(ordered, width_mm)
+            _draw_shared_panels(ordered, width_mm)
             if len(ordered) <= _MOST_IN_A_PANEL
-            else _budget_columns(ordered, width_mm, narrow)
+            else _draw_budget_columns(ordered, width_mm, narrow)
         )
-        tie = (
-            "within 2 noise floors, or the same entries kept"
-            if ordered[0].noise_floor_known
-            else "equal (no floor in this trace)"
-        )
-        shares = ", ".join(f"b={one.baseline.budget}: {cache_share_sides(one.cache_shares)}" for one in ordered)
-        about = style.interval_legend(result.identity.samples, medians=True)
-        note = (
-            f"drift: medians; percent: of the means over samples · {about} · ×: tied, {tie} · held / full of {shares}"
-        )
+        tied = "within 2 noise floors, or the same entries kept"
+        if not ordered[0].noise_floor_known:
+            tied = "equal (no floor in this trace)"
+        shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
+        interval_text = style.interval_legend(result.identity.samples, medians=True)
+        drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
+        note = f"{drifts} · ×: tied, {tied} · held / full of {shares}"
         style.draw_foot(figure, result.identity, note)
     return figure
 
 
-def _shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
+def _draw_shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
     """Draw one or two budgets in one pair of panels, a colour each."""
     narrow = width_mm < style.WIDE_MM
     figure = style.figure(width_mm, _ROW_MM * (2 if narrow else 1))
     absolute, relative = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
     colours = style.ordered_colours(len(results))
     for result, colour in zip(results, colours, strict=True):
-        _drift(absolute, result, colour)
-        _percent(relative, result, colour)
+        _draw_drift(absolute, result, colour)
+        _draw_percent(relative, result, colour)
     for axes in (absolute, relative):
         _finish(axes, percent=axes is relative)
         axes.set_xlabel("decoder layer")
@@ -78,13 +75,13 @@ def _shared_panels(results: Sequence[LayerDrift], width_mm: float) -> Figure:
         Line2D([], [], color=colour, label=f"b={result.baseline.budget}")
         for result, colour in zip(results, colours, strict=True)
     ]
-    style.draw_legend_below(absolute, _sides(results[0]), 2)
+    style.draw_legend_below(absolute, _side_entries(results[0]), 2)
     style.draw_legend_below(relative, budgets, 3)
     return figure
 
 
-def _budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figure:
-    """Draw a column per budget, drift above and percent below, each kind on one scale."""
+def _draw_budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow: bool) -> Figure:
+    """Draw a column per budget, drift above and per cent below, each kind on one scale."""
     columns = min(_NARROW_COLUMNS if narrow else _COLUMNS, len(results))
     chunks = -(-len(results) // columns)
     figure = style.figure(width_mm, 2 * chunks * _SMALL_MM + _AROUND_MM)
@@ -93,8 +90,8 @@ def _budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow: bool
     for index, result in enumerate(results):
         row, column = 2 * (index // columns), index % columns
         pair = (axes[row, column], axes[row + 1, column])
-        _drift(pair[0], result, colour)
-        _percent(pair[1], result, colour)
+        _draw_drift(pair[0], result, colour)
+        _draw_percent(pair[1], result, colour)
         pair[0].set_title(f"b={result.baseline.budget}", loc="left")
         pair[1].set_xlabel("layer" if index + columns >= len(results) else "")
         for panel, label in zip(
@@ -105,14 +102,14 @@ def _budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow: bool
     for index in range(len(results), chunks * columns):
         for row in (0, 1):
             axes[2 * (index // columns) + row, index % columns].set_axis_off()
-    _one_scale(axes, len(results))
+    _share_scales(axes, len(results))
     _note_zeros(axes[0, 0], results)
-    figure.legend(handles=_sides(results[0], colour), loc="outside upper left", ncols=2)
+    figure.legend(handles=_side_entries(results[0], colour), loc="outside upper left", ncols=2)
     return figure
 
 
-def _one_scale(axes: np.ndarray, count: int) -> None:
-    """Give all panels of a kind the same range."""
+def _share_scales(axes: np.ndarray, count: int) -> None:
+    """Give all panels of drift the same range, and all panels of per cent theirs; `count`: panels of a kind in use."""
     for first in (0, 1):
         panels = list(axes[first::2].flat)[:count]
         for panel in panels:
@@ -123,29 +120,32 @@ def _one_scale(axes: np.ndarray, count: int) -> None:
             panel.xaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
-def _sides(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
-    """Return the legend of dashed and solid lines."""
+def _side_entries(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
+    """Return the legend entries of the baseline (dashed) and the treatment (solid)."""
     names = side_names(result.baseline, result.treatment)
     return [Line2D([], [], color=colour, linestyle=line, label=name)
             for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
 
 
 def _drift_label(result: LayerDrift, short: bool = False) -> str:
+    """Return the y label of drift with its distance."""
     return f"{'drift' if short else 'drift of the residual stream'} ({DISTANCES[result.distance]})"
 
 
 def _percent_label(result: LayerDrift, short: bool = False) -> str:
-    """Return the label of the second side's drift over the first's, on a logarithmic axis."""
+    """Return the y label of the treatment's drift in per cent of the baseline's."""
     first, _ = side_names(result.baseline, result.treatment)
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
-def _layers(result: LayerDrift) -> np.ndarray:
+def _layer_numbers(result: LayerDrift) -> np.ndarray:
+    """Return the number of each decoder layer (layer,)."""
     return np.array([result.identity.layer(index) for index in range(len(result.ratio))])
 
 
-def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
-    layers = _layers(result)
+def _draw_drift(axes: Axes, result: LayerDrift, colour: object) -> None:
+    """Draw both sides' median drift by layer, with bands."""
+    layers = _layer_numbers(result)
     both = (
         ("baseline", "--", result.baseline_median_drift, result.baseline_median_drift_interval),
         ("treatment", "-", result.treatment_median_drift, result.treatment_median_drift_interval),
@@ -164,9 +164,9 @@ def _drift(axes: Axes, result: LayerDrift, colour: object) -> None:
             )
 
 
-def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
-    """Draw the ratio on a logarithmic axis, where halving and doubling are equally far from 100 %."""
-    layers, percent = _layers(result), 100 * style.positive(result.ratio)
+def _draw_percent(axes: Axes, result: LayerDrift, colour: object) -> None:
+    """Draw the ratio by layer on a logarithmic axis, where halving and doubling are equally far from 100 %."""
+    layers, percent = _layer_numbers(result), 100 * style.positive(result.ratio)
     axes.plot(layers, percent, color=colour, marker="o" if len(layers) == 1 else None, markersize=3,
               gid=f"percent {result.baseline.label()}")  # fmt: skip
     ends = result.ratio_interval
@@ -178,7 +178,7 @@ def _percent(axes: Axes, result: LayerDrift, colour: object) -> None:
 
 
 def _finish(axes: Axes, percent: bool) -> None:
-    """Set a logarithmic axis where it has anything to show, and draw the line of equality."""
+    """Make the y axis logarithmic where it has positive values; draw the line of equality where `percent`."""
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     style.log_axes(axes, y=True)
     if percent:
@@ -186,7 +186,7 @@ def _finish(axes: Axes, percent: bool) -> None:
 
 
 def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
-    """Note how many drifts a log axis cannot show."""
+    """Note how many drifts of 0 the log axis does not show."""
     hidden = sum(
         int((side == 0).sum())
         for result in results
@@ -201,7 +201,7 @@ _BETTER, _WORSE, _TIED = "#0173b2", "#de8f05", "0.5"
 
 
 def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per budget on one scale; each sample is a line from the baseline (hollow) to the treatment (filled).
+    """Draw a panel per budget on one scale, each sample a line from the baseline's to the treatment's drift.
 
     The first side is hollow, the second filled; a tie is a grey cross.
     """
@@ -213,17 +213,17 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
         figure = style.figure(width_mm, rows * _LAST_LAYER_ROW_MM + _LAST_LAYER_AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
         for panel, one in zip(axes.flat, ordered, strict=False):
-            _panel(panel, one, 6.5 if narrow else 7.5)
+            _draw_samples(panel, one, 6.5 if narrow else 7.5)
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
         _name_axes(list(axes.flat), ordered, columns)
-        figure.legend(handles=_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
+        figure.legend(handles=_last_layer_legend(ordered), loc="outside upper left", ncols=2 if narrow else 5)
         style.draw_foot(figure, result.identity, _foot_text(ordered[0]))
     return figure
 
 
 def _foot_text(result: LastLayer) -> str:
-    """Return the legend of brackets and ties."""
+    """Return the foot's text on brackets and ties."""
     first, _ = side_names(result.baseline, result.treatment)
     return (
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
@@ -232,7 +232,7 @@ def _foot_text(result: LastLayer) -> str:
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int) -> None:
-    """Label the axes on the left and below alone."""
+    """Label the axes of the left column and of the lowest panel of each column."""
     first, _ = side_names(results[0].baseline, results[0].treatment)
     for index, panel in enumerate(axes[: len(results)]):
         panel.set_xlabel(f"sample, by {first}" if index + columns >= len(results) else "")
@@ -240,7 +240,8 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int)
         panel.tick_params(labelleft=index % columns == 0)
 
 
-def _panel(axes: Axes, result: LastLayer, font: float) -> None:
+def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
+    """Draw the samples of one budget, titled with the share that improves and the ratio of means."""
     positions, tied = np.arange(1, len(result.sample_ids) + 1), result.verdict == 0
     colours: Any = np.array([{1: _BETTER, 0: _TIED, -1: _WORSE}[int(verdict)] for verdict in result.verdict])
     first, second = style.positive(result.baseline_drift), style.positive(result.treatment_drift)
@@ -254,14 +255,15 @@ def _panel(axes: Axes, result: LastLayer, font: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
-    budget = f"b={result.baseline.budget}, held / full {cache_share_sides(result.cache_shares)}"
+    budget = f"b={result.baseline.budget}, held / full {cache_shares_text(result.cache_shares)}"
     axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
 
 
-def _legend(results: Sequence[LastLayer]) -> list[Line2D]:
+def _last_layer_legend(results: Sequence[LastLayer]) -> list[Line2D]:
+    """Return the legend entries of both sides and of less, more and tied drift."""
     hollow, filled = side_names(results[0].baseline, results[0].treatment)
     entries = [
         Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
@@ -278,28 +280,31 @@ _BUDGETS_ROW_MM = 66
 
 
 def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw three panels, one line per selection."""
+    """Draw drift, KL and top-1 agreement over cache shares, a panel each and a line per selection."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _BUDGETS_ROW_MM * (3 if narrow else 1))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
-        _budgets_panel(
+        _draw_quantity(
             axes[0], result, "drift", f"last layer's drift ({DISTANCES[result.distance]})", "Drift", log=True
         )
-        _budgets_panel(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
-        _budgets_panel(axes[2], result, "top1", "share of samples", "Same next token", log=False)
+        _draw_quantity(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
+        _draw_quantity(axes[2], result, "top1", "share of samples", "Same next token", log=False)
         axes[2].set_ylim(-0.03, 1.03)
         axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
                      color="0.35")  # fmt: skip
         handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
-        beside = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
-        figure.legend(handles=handles, loc="outside upper left", ncols=beside)
-        about = style.interval_legend(result.identity.samples, medians=True)
-        style.draw_foot(figure, result.identity, f"drift and KL: medians over samples · {about}{_budgets(result)}")
+        legend_columns = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
+        figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)
+        interval_text = style.interval_legend(result.identity.samples, medians=True)
+        style.draw_foot(
+            figure, result.identity, f"drift and KL: medians over samples · {interval_text}{_cache_shares_text(result)}"
+        )
     return figure
 
 
-def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
+def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, title: str, *, log: bool) -> None:
+    """Draw the medians of one quantity ("drift", "kl" or "top1") over cache shares, a line per selection."""
     hidden = 0
     colours = style.category_colours(len(result))
     for curve, colour, marker in zip(result, colours, cycle("os^Dv"), strict=False):
@@ -317,7 +322,7 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
     style.log_axes(axes, x=True, y=log)
     shares = np.concatenate([100 * _shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
-    marks = _ticks(least, most)
+    marks = _percent_ticks(least, most)
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.set_xlim(min(least, *marks) / 1.15, max(most, *marks) * 1.15)
     axes.set_title(title, loc="left")
@@ -325,16 +330,16 @@ def _budgets_panel(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
         style.draw_note(axes, f"{plural(hidden, 'value')} of 0 not drawn")
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round percentages, 1, 2.5 and 5 of each power of ten; finer ones where fewer than two are in range."""
+def _percent_ticks(low: float, high: float) -> list[float]:
+    """Return ticks at 1, 2.5 and 5 of each power of ten; at 1 to 9 where fewer than two are in range."""
     every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
     inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
     fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
     return inside if len(inside) >= 2 else [tick for tick in fine if low / 1.6 <= tick <= high * 1.6]
 
 
-def _budgets(result: BudgetCurves) -> str:
-    """Return the cache share of each budget, where all curves have the same; otherwise nothing."""
+def _cache_shares_text(result: BudgetCurves) -> str:
+    """Return the foot's text with the cache share per budget; empty where the curves' shares differ."""
     shares = {tuple(zip(curve.budgets, map(text.cache_share, _shares(result, curve)), strict=True))
              for curve in result}  # fmt: skip
     if len(shares) > 1:
@@ -348,4 +353,5 @@ def _cache_shares_known(result: BudgetCurves) -> bool:
 
 
 def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
+    """Return the curve's cache shares (budget,); its kept shares where the trace lacks cache shares."""
     return curve.cache_shares if _cache_shares_known(result) else curve.kept

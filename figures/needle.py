@@ -5,12 +5,9 @@ Correlations are ranks within a prompt, one budget at a time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
@@ -21,6 +18,7 @@ from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.panels import marker_entries
 
 _MOST, _FLOW, _NARROW = 7, 5, 3
 _ROW_MM, _AROUND_MM = 40, 18
@@ -29,17 +27,18 @@ TITLES = {"score": "share of numbers found", "digits": "share of leading digits 
 
 def draw_needle(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw the share of numbers found: the full cache, then every method. Cells without a prompt are blank."""
-    return _maps(result, width_mm, "score")
+    return _draw_maps(result, width_mm, "score")
 
 
 def draw_digits(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw the share of leading digits that are right: the full cache, then every method."""
-    return _maps(result, width_mm, "digits")
+    return _draw_maps(result, width_mm, "digits")
 
 
-def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
+def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
+    """Draw the maps of an outcome, "score" or "digits": depth by length, a panel per method."""
     with style.use():
-        rows = _rows(result, narrow=width_mm < style.WIDE_MM)
+        rows = _panel_rows(result, narrow=width_mm < style.WIDE_MM)
         figure = style.figure(width_mm, len(rows) * _ROW_MM + _AROUND_MM)
         axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
         for number, row in enumerate(rows):
@@ -47,7 +46,7 @@ def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
                 if method is None:
                     axes[number, index].set_axis_off()
                     continue
-                _panel(axes[number, index], result, method, outcome)
+                _draw_map(axes[number, index], result, method, outcome)
                 below = rows[number + 1][index] if number + 1 < len(rows) else None
                 axes[number, index].set_xlabel("tokens" if below is None else "")
                 first = index == 0 or row[index - 1] is None
@@ -67,7 +66,7 @@ def _maps(result: Needle, width_mm: float, outcome: str) -> Figure:
 
 
 def by_budget(result: Needle) -> list[list[Retrieval]]:
-    """Return the methods of each budget, in the run's order; the budget with the smallest caches first."""
+    """Return the methods grouped by budget, in the run's order, the budget with the smallest caches first."""
     groups: dict[Budget, list[Retrieval]] = {}
     for method in result.methods:
         if method.config is not None:
@@ -77,8 +76,8 @@ def by_budget(result: Needle) -> list[list[Retrieval]]:
     )
 
 
-def _rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
-    """Return a row per budget after the full cache, where that fits; otherwise panels one after the other."""
+def _panel_rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
+    """Return rows of panels, None for an empty one: the full cache and a row per budget, or all in sequence."""
     groups = by_budget(result)
     widest = max(map(len, groups))
     if not narrow and widest < _MOST:
@@ -90,10 +89,10 @@ def _rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
     return [padded[start : start + columns] for start in range(0, len(padded), columns)]
 
 
-def _panel(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> None:
+def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> None:
+    """Draw one method's map of an outcome, titled with its name and mean."""
     grid = method.grid if outcome == "score" else method.digits_grid
-    scored = (method.score, method.score_interval)
-    mean, interval = scored if outcome == "score" else (method.digits, method.digits_interval)
+    mean, interval = getattr(method, outcome), getattr(method, f"{outcome}_interval")
     import seaborn as sns
 
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
@@ -102,12 +101,12 @@ def _panel(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> None:
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title("\n".join([*_name(result, method), text.percent(mean, interval)]), loc="left", fontsize=6.5)
+    axes.set_title("\n".join([*_title_lines(result, method), text.percent(mean, interval)]), loc="left", fontsize=6.5)
     axes.tick_params(length=2, rotation=0)
 
 
-def _name(result: Needle, method: Retrieval) -> list[str]:
-    """Return a distinct name of a method: policy, selection, the rest, a line each."""
+def _title_lines(result: Needle, method: Retrieval) -> list[str]:
+    """Return a method's distinct name as lines: policy, selection, and its other choices."""
     if method.config is None:
         return ["full cache"]
     configs = result.identity.configs
@@ -117,10 +116,12 @@ def _name(result: Needle, method: Retrieval) -> list[str]:
 
 
 def _hundredths(share: float) -> str:
+    """Return '0.25', empty for NaN."""
     return "" if np.isnan(share) else f"{share:.2f}"
 
 
 def _thousands(length: int) -> str:
+    """Return '4k' for 4000 tokens, '500' for 500."""
     return f"{length / 1000:g}k" if length >= 1000 else str(length)
 
 
@@ -130,7 +131,7 @@ _MARKS = {"score": ("o", "whole number"), "digits": ("s", "leading digits")}
 
 
 def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per depth, a row per method: the share of numbers found, and of their leading digits."""
+    """Draw a panel per depth, a row per method: shares of numbers found and of leading digits that are right."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         columns = min(_NEEDLE_DEPTHS_NARROW if narrow else _WIDE, len(result.depths))
@@ -142,13 +143,13 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
             if index >= len(result.depths):
                 panel.set_axis_off()
                 continue
-            _needle_depths_panel(panel, methods, index)
+            _draw_depth(panel, methods, index)
             panel.set_title(f"depth {result.depths[index]:g}", loc="left", fontsize=6.5 if narrow else 7.5)
             panel.set_xlabel("share" if index + columns >= len(result.depths) else "")
             panel.tick_params(labelbottom=index + columns >= len(result.depths), labelleft=index % columns == 0)
             panel.tick_params(axis="y", labelsize=5.5 if narrow else 7)
-        axes[0, 0].set_yticks(range(len(methods)), _names(result, methods))
-        figure.legend(handles=_legend(), loc="outside upper left", ncols=2)
+        axes[0, 0].set_yticks(range(len(methods)), _method_names(result, methods))
+        figure.legend(handles=marker_entries(_MARKS.values(), 3.2), loc="outside upper left", ncols=2)
         shares = dict.fromkeys(
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
@@ -157,18 +158,18 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
     return figure
 
 
-def _names(result: Needle, methods: list[Retrieval]) -> list[str]:
-    """Return distinct names of the methods."""
+def _method_names(result: Needle, methods: list[Retrieval]) -> list[str]:
+    """Return the methods' distinct names, each on one line."""
     names = dict(zip(result.identity.configs, short_names(result.identity.configs), strict=True))
     return [names[method.config] or "evicted" if method.config else "full cache" for method in methods]
 
 
-def _needle_depths_panel(axes: Axes, methods: list[Retrieval], depth: int) -> None:
-    """Draw one depth, with the share found as a number at the right."""
+def _draw_depth(axes: Axes, methods: list[Retrieval], depth_index: int) -> None:
+    """Draw one depth, a row per method, with the share of numbers found as a number at the right."""
     colours = style.category_colours(2)
     for row, method in enumerate(methods):
-        ends = None if method.by_depth_interval is None else method.by_depth_interval.at(depth)
-        score, digits = float(method.by_depth[depth]), float(method.digits_by_depth[depth])
+        ends = None if method.by_depth_interval is None else method.by_depth_interval.at(depth_index)
+        score, digits = float(method.by_depth[depth_index]), float(method.digits_by_depth[depth_index])
         if np.isnan(score):
             continue
         bars = None if ends is None or np.isnan(ends.low) else style.error_bars(score, ends)
@@ -181,21 +182,14 @@ def _needle_depths_panel(axes: Axes, methods: list[Retrieval], depth: int) -> No
     axes.grid(visible=True, axis="x")
 
 
-def _legend() -> list[Line2D]:
-    return [
-        Line2D([], [], linestyle="", marker=marker, markersize=3.2, color=colour, label=label)
-        for (marker, label), colour in zip(_MARKS.values(), style.category_colours(2), strict=True)
-    ]
-
-
 _RETRIEVAL_ROW_MM, _RETRIEVAL_AROUND_MM = 66, 14
 _GAP = 0.9
-"""Height, in rows, of the words above the circular measures."""
+"""Height, in rows, of the heading above the circular measures."""
 _RETRIEVAL_MARKS = {"score": ("o", "whole number", -0.14), "digits": ("s", "leading digits", 0.14)}
 
 
 def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per budget: ρ of each measure with both outcomes; below the line those that nearly are the score."""
+    """Draw ρ of each measure with both outcomes, a panel per budget; measures close to the score at the bottom."""
     budgets = result.correlation.budgets
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else 2
@@ -203,7 +197,7 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
         figure = style.figure(width_mm, rows * _RETRIEVAL_ROW_MM + _RETRIEVAL_AROUND_MM)
         axes = figure.subplots(rows, columns, squeeze=False)
         for panel, budget in zip(axes.flat, budgets, strict=False):
-            _retrieval_panel(panel, budget)
+            _draw_budget(panel, budget)
         for panel in axes.flat[len(budgets) :]:
             panel.set_axis_off()
         for index, panel in enumerate(axes.flat[: len(budgets)]):
@@ -211,24 +205,26 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
         if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
             style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
-        figure.legend(handles=_retrieval_legend(), loc="outside upper left", ncols=2)
+        handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
+        figure.legend(handles=handles, loc="outside upper left", ncols=2)
         style.draw_foot(figure, result.identity, _foot_note(result.correlation.samples))
     return figure
 
 
 def _foot_note(answered: int) -> str:
-    """Return the legend of n and of the bars: each point has an n of its own."""
+    """Return the foot's text on n and bars: each point has an n of its own."""
     return (
         f"n: deciding ones of the {plural(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
         f"over them, ranges where they are fewer than {MIN_SAMPLES}"
     )
 
 
-def _retrieval_panel(axes: Axes, budget: RankedBudget) -> None:
+def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
+    """Draw one budget's ρ of each measure with both outcomes, or the reasons why there is none."""
     names = {**FIRST_STEP_MEASURES, **CIRCULAR}
     positions = {name: row + (_GAP if name in CIRCULAR else 0) for row, name in enumerate(names)}
     for one in (*budget.correlations, *budget.circular):
-        _point(axes, positions[one.measure], one)
+        _draw_correlation(axes, positions[one.measure], one)
     axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
@@ -248,7 +244,9 @@ def _retrieval_panel(axes: Axes, budget: RankedBudget) -> None:
         f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
     reasons = [
-        f"{label}: {_why(budget, name)}" for name, (_, label, _) in _RETRIEVAL_MARKS.items() if not deciding[name]
+        f"{label}: {_undecided_reason(budget, name)}"
+        for name, (_, label, _) in _RETRIEVAL_MARKS.items()
+        if not deciding[name]
     ]
     if len(reasons) == len(_RETRIEVAL_MARKS):
         axes.text(0, (len(FIRST_STEP_MEASURES) - 1) / 2, "\n".join(reasons), ha="center", va="center", fontsize=6.5,
@@ -258,8 +256,8 @@ def _retrieval_panel(axes: Axes, budget: RankedBudget) -> None:
     axes.set_title(title, loc="left", fontsize=6.5)
 
 
-def _why(budget: RankedBudget, outcome: str) -> str:
-    """Return why no prompt has ranks in an outcome: within a prompt all methods are equal."""
+def _undecided_reason(budget: RankedBudget, outcome: str) -> str:
+    """Return why no prompt ranks the methods in an outcome: within every prompt they are equal."""
     answers = getattr(budget, outcome)
     if not len(answers):
         return "the full cache finds none"
@@ -270,21 +268,12 @@ def _why(budget: RankedBudget, outcome: str) -> str:
     return "all methods alike"
 
 
-def _point(axes: Axes, y: float, one: RetrievalCorrelation) -> None:
+def _draw_correlation(axes: Axes, y: float, one: RetrievalCorrelation) -> None:
+    """Draw one measure's ρ with its interval; nothing where it is NaN."""
     if np.isnan(one.rho):
         return
     marker, _, offset = _RETRIEVAL_MARKS[one.outcome]
     bars = style.error_bars(one.rho, one.rho_interval)
-    axes.errorbar([one.rho], [y + offset], xerr=bars, color=_colours()[one.outcome], marker=marker,
+    colour = style.category_colours(2)[list(_RETRIEVAL_MARKS).index(one.outcome)]
+    axes.errorbar([one.rho], [y + offset], xerr=bars, color=colour, marker=marker,
                   markersize=3.2, linewidth=0.9, gid=f"{one.measure} {one.outcome}")  # fmt: skip
-
-
-def _colours() -> dict[str, Any]:
-    return dict(zip(_RETRIEVAL_MARKS, style.category_colours(2), strict=True))
-
-
-def _retrieval_legend() -> list[Line2D]:
-    return [
-        Line2D([], [], linestyle="", marker=marker, markersize=3.5, color=_colours()[outcome], label=label)
-        for outcome, (marker, label, _) in _RETRIEVAL_MARKS.items()
-    ]

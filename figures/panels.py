@@ -5,7 +5,7 @@ Maps mark the heads for which a claim fails. Ratios are of perturbation, summed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ _DARK = 0.5
 
 @dataclass(frozen=True)
 class Map:
-    """A panel: (layer, head) values, NaN left blank, and the heads that carry a mark.
+    """A panel of (layer, head) values, NaN left blank, and the heads that carry a mark.
 
     `row` is the label of the row of panels.
     """
@@ -42,7 +42,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Scale:
-    """Colours of the values from `low` to `high`; signed quantities take a diverging map.
+    """The colour scale of a map, from `low` to `high`.
 
     The bar ends in an arrow where values are beyond it: `extend` is neither, min, max or both.
     """
@@ -53,7 +53,7 @@ class Scale:
     colours: Colormap
     extend: str = "neither"
 
-    def shade(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def luminance(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the luminance (value,) of each value's colour, from 0 to 1."""
         rgb = self.colours(Normalize(self.low, self.high)(values))[:, :3]
         return np.asarray(rgb @ np.array([0.2126, 0.7152, 0.0722]))
@@ -62,7 +62,7 @@ class Scale:
 def draw_maps(
     rows: Sequence[Sequence[Map]], width_mm: float, scale: Scale, title: str, layer_name: Callable[[int], int]
 ) -> Figure:
-    """Draw rows of maps with one colour bar; `layer_name` maps an index to a layer. Call inside `style.use()`."""
+    """Draw rows of maps with one colour bar; `layer_name`: index -> layer's number. Call inside `style.use()`."""
     columns = max(len(row) for row in rows)
     panel = float(np.clip(rows[0][0].values.shape[0] * _LAYER_MM, _LEAST_MM, _MOST_MM))
     lines = [max(shown.title.count("\n") + 1 for shown in row) for row in rows]
@@ -75,7 +75,7 @@ def draw_maps(
             if index >= len(shown):
                 at.set_axis_off()
                 continue
-            _map_panel(at, shown[index], scale)
+            _draw_map(at, shown[index], scale)
             at.set_yticklabels([str(layer_name(int(tick.get_text()))) for tick in at.get_yticklabels()])
             at.set_title(shown[index].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
             at.tick_params(labelleft=index == 0)
@@ -95,8 +95,8 @@ def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: floa
     layers, heads = values.shape
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.pcolormesh(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap=colours, gid="map", linewidth=0,
-                    rasterized=layers * heads > 4000)  # fmt: skip
+    axes.pcolormesh(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap=colours, linewidth=0, edgecolor="white",
+                    gid="map", rasterized=layers * heads > 4000)  # fmt: skip
     axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="", ylabel="")
     for axis, count in ((axes.xaxis, heads), (axes.yaxis, layers)):
         shown = range(0, count, _tick_distance(count))
@@ -105,7 +105,8 @@ def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: floa
         label.set_verticalalignment("center")
 
 
-def _map_panel(axes: Axes, shown: Map, scale: Scale) -> None:
+def _draw_map(axes: Axes, shown: Map, scale: Scale) -> None:
+    """Draw one map with its marks."""
     draw_heatmap(axes, shown.values, scale.low, scale.high, scale.colours)
     _draw_marks(axes, shown, scale)
     axes.tick_params(length=2, rotation=0)
@@ -115,14 +116,14 @@ def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
     """Draw small dots on marked cells, black on light colours and white on dark ones."""
     layers, heads = shown.values.shape
     indices = np.argwhere(shown.marked)
-    dark = np.nan_to_num(scale.shade(shown.values[shown.marked]), nan=1.0) < _DARK
+    dark = np.nan_to_num(scale.luminance(shown.values[shown.marked]), nan=1.0) < _DARK
     colours: Any = np.where(dark, "white", "black")
     axes.scatter(indices[:, 1] + 0.5, indices[:, 0] + 0.5, s=0.5 if layers * heads > 400 else 1.0, color=colours,
                  linewidths=0, gid="marks")  # fmt: skip
 
 
 def _tick_distance(count: int) -> int:
-    """Return the distance between tick labels, for at most eight of them."""
+    """Return the distance between tick labels that leaves at most eight of `count`."""
     return max(1, -(-count // 8))
 
 
@@ -131,7 +132,7 @@ _MARKS = {"isolated": ("o", -0.16), "propagated": ("s", 0.16)}
 
 
 def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: str) -> None:
-    """Draw the ratio of one kind of perturbation in row `index`, or the reason why there is none."""
+    """Draw an isolated or propagated ratio, of sums and of the median head, in a row; `reason` where there is none."""
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
@@ -145,7 +146,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
 
 def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
-    """Draw the last layer's drift in row `index`, below the heads; nothing where there is none."""
+    """Draw the ratio of the last layer's drift in row `index`, below the heads'; nothing where there is none."""
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
     axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.error_bars(row.drift_ratio, row.drift_ratio_interval),
@@ -153,17 +154,43 @@ def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
 
 
 def drift_entry() -> Line2D:
-    """Return the legend entry of the drift."""
+    """Return the legend entry of what `draw_drift` draws."""
     return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
 
 
 def ratio_entries() -> list[Line2D]:
-    """Return the legend entries of the ratios."""
-    sums = [
-        Line2D(
-            [], [], linestyle="", marker=_MARKS[kind][0], markersize=3.5, color=colour, label=f"{kind}, sum of heads"
-        )
-        for kind, colour in zip(_MARKS, style.category_colours(2), strict=True)
+    """Return the legend entries of what `draw_ratio` draws: sums over heads by kind, and the median head."""
+    sums = marker_entries((marker, f"{kind}, sum of heads") for kind, (marker, _) in _MARKS.items())
+    return [*sums, Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")]
+
+
+def draw_sum_ratio(axes: Axes, row: int, name: str, measured: HeadKind, markers: dict[str, tuple[str, float]]) -> None:
+    """Draw a ratio of sums over heads with its interval in a row; nothing where the ratio is not positive.
+
+    `markers` maps each name of a ratio to its marker and its offset in the row.
+    """
+    ratio, (marker, offset) = measured.sum_ratio, markers[name]
+    if np.isnan(ratio) or ratio <= 0:
+        return
+    colour = style.category_colours(len(markers))[list(markers).index(name)]
+    axes.errorbar([ratio], [row + offset], xerr=style.error_bars(ratio, measured.sum_ratio_interval), color=colour,
+                  marker=marker, markersize=3, linewidth=0.9, gid=name)  # fmt: skip
+
+
+def marker_entries(labelled_markers: Iterable[tuple[str, str]], size: float = 3.5) -> list[Line2D]:
+    """Return a legend entry per (marker, label), in the colours of categories."""
+    pairs = list(labelled_markers)
+    return [
+        Line2D([], [], linestyle="", marker=marker, markersize=size, color=colour, label=label)
+        for (marker, label), colour in zip(pairs, style.category_colours(len(pairs)), strict=True)
     ]
-    middle = Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")
-    return [*sums, middle]
+
+
+def finish_ratio_panel(axes: Axes, names: Sequence[str], title: str, x_label: str, ylim: tuple[float, float]) -> None:
+    """Label the rows, the logarithmic x axis and the title of a panel of ratios."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set(ylim=ylim, xlabel=x_label)
+    style.log_axes(axes, x=True)
+    axes.tick_params(labelbottom=True)
+    axes.grid(visible=True, axis="x")
+    axes.set_title(title, loc="left")

@@ -29,7 +29,7 @@ _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
 
 def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw the result; below 0 (left of 1) the treatment's kept sets are better, for a score above 0."""
+    """Draw Shapley values, greedy curves, as far as measured, and named mixtures of kept sets."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         kinds = [kind for kind in ("shapley", "greedy") if getattr(result, kind) is not None]
@@ -37,24 +37,24 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
         named_mm = (len(result.named) + 1) * _LINE_MM + 8
         figure = style.figure(width_mm, sum(heights) + named_mm + _AROUND_MM)
         grid = figure.add_gridspec(len(heights) + 1, 1, height_ratios=[*heights, named_mm])
-        for kind, axes in zip(kinds, _panels(figure, grid, kinds, narrow), strict=True):
-            {"shapley": _values, "greedy": _curves}[kind](axes, result)
+        for kind, axes in zip(kinds, _outcome_panels(figure, grid, kinds, narrow), strict=True):
+            {"shapley": _draw_shapley, "greedy": _draw_greedy}[kind](axes, result)
         _draw_mixtures(figure.add_subplot(grid[-1, 0]), result, _NARROW if narrow else _WIDE)
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 3)
         style.draw_foot(figure, result.identity, style.interval_legend(len(result.sample_ids)))
     return figure
 
 
-def _panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
-    """Return a panel for each kind, under each other or side by side."""
+def _outcome_panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
+    """Return a panel per kind ("shapley", "greedy"), one above the other or side by side."""
     if narrow or len(kinds) < 2:
         return [figure.add_subplot(grid[index, 0]) for index in range(len(kinds))]
     inner = grid[0, 0].subgridspec(1, 2, width_ratios=[3, 2])
     return [figure.add_subplot(inner[0, index]) for index in range(2)]
 
 
-def _values(axes: Axes, result: Patching) -> None:
-    """Draw a point per player; thick: error of the permutations, thin: over samples."""
+def _draw_shapley(axes: Axes, result: Patching) -> None:
+    """Draw a Shapley value per player; thick: error of the sampled permutations, thin: interval over samples."""
     values = result.shapley
     if values is None:
         return
@@ -66,27 +66,29 @@ def _values(axes: Axes, result: Patching) -> None:
                 linewidth=_ORDERS, gid="orders")  # fmt: skip
     axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player(result.names, at)))
-    axes.set(xlabel=_players(result), ylabel=_SHORT[result.outcome])
-    _percent(axes)
-    axes.set_title(f"Shapley values, together {_signed(values.total)}", loc="left")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player_name(result.names, at)))
+    axes.set(xlabel=_players_label(result), ylabel=_SHORT[result.outcome])
+    _set_percent_ticks(axes)
+    axes.set_title(f"Shapley values, together {_signed_percent(values.total)}", loc="left")
 
 
-def _curves(axes: Axes, result: Patching) -> None:
+def _draw_greedy(axes: Axes, result: Patching) -> None:
+    """Draw the greedy curves over the number of switched players: as chosen, and judged on other samples."""
     curves = result.greedy
     if curves is None:
         return
     chosen, judged = style.category_colours(2)
     axes.axhline(0, **_ZERO)
-    _curve(axes, curves.chosen, None, chosen, "--", "chosen")
-    _curve(axes, curves.judged, curves.judged_interval, judged, "-", "judged")
+    _draw_curve(axes, curves.chosen, None, chosen, "--", "chosen")
+    _draw_curve(axes, curves.judged, curves.judged_interval, judged, "-", "judged")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel=f"{result.by} switched", ylabel=_SHORT[result.outcome])
-    _percent(axes)
+    _set_percent_ticks(axes)
     axes.set_title("best first (greedy)", loc="left")
 
 
-def _curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name: str) -> None:
+def _draw_curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name: str) -> None:
+    """Draw one greedy curve, with its band where it has one."""
     counts = np.arange(len(values))
     axes.plot(counts, values, line, color=colour, marker="o", markersize=2.4, gid=name)
     if band is not None:
@@ -105,18 +107,19 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
             axes.errorbar([value], [index + offset], xerr=style.error_bars(value, interval), color=colour,
                           marker=marker, markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
     axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
-    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline(result)}'s everywhere (log axis)")
+    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline_name(result)}'s everywhere (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")
 
 
 def _legend(result: Patching) -> list[Line2D]:
+    """Return the legend entries of what is drawn."""
     value, colours = style.category_colours(1)[0], style.category_colours(4)
     handles = []
     if result.shapley is not None:
         handles += [
             Line2D([], [], color=value, linewidth=_SAMPLES, marker="o", markersize=2.4, label="value, over samples"),
-            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_sampling_error(result.shapley)),
+            Line2D([], [], color=value, linewidth=_ORDERS, alpha=0.45, label=_sampling_error_text(result.shapley)),
         ]
     if result.greedy is not None:
         handles += [
@@ -131,29 +134,33 @@ def _legend(result: Patching) -> list[Line2D]:
     ]
 
 
-def _sampling_error(values: Shapley) -> str:
-    """Return the error from sampling permutations, which is mostly too small to be seen."""
+def _sampling_error_text(values: Shapley) -> str:
+    """Return the largest error from sampling permutations as text, or that all subsets were measured."""
     return f"orders: ± {100 * values.sampling.max():.1f} % at most" if values.permutations else "all subsets: no error"
 
 
-def _percent(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: _signed(share)))
+def _set_percent_ticks(axes: Axes) -> None:
+    """Label the y axis in signed per cent."""
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: _signed_percent(share)))
 
 
-def _signed(share: float) -> str:
-    """Return '+9 %', with a decimal where whole hundredths are too coarse."""
+def _signed_percent(share: float) -> str:
+    """Return '+9 %', with a decimal where whole per cents are too coarse."""
     size = abs(100 * share)
     digits = 0 if size >= 10 or abs(size - round(size)) < _ROUNDING else 1
     return f"{100 * share:+z.{digits}f} %".replace("-", "−").replace("+0 %", "0 %")
 
 
-def _player(names: list[str], at: float) -> str:
+def _player_name(names: list[str], at: float) -> str:
+    """Return the name of the player at a tick; empty between players."""
     return names[round(at)] if 0 <= round(at) < len(names) else ""
 
 
-def _players(result: Patching) -> str:
+def _players_label(result: Patching) -> str:
+    """Return the x label: "layer" or "layer-head"."""
     return "layer" if result.by == "layers" else "layer-head"
 
 
-def _baseline(result: Patching) -> str:
+def _baseline_name(result: Patching) -> str:
+    """Return the baseline's name."""
     return side_names(result.baseline, result.treatment)[0]

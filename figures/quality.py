@@ -32,54 +32,56 @@ from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
 
 _MOST = 6
-"""Largest number of panels of data sets; above it, kinds of tasks are drawn."""
+"""Most panels of data sets; of more data sets, kinds of tasks are drawn."""
 _WIDE, _NARROW = 3, 2
 _ROW_MM, _AROUND_MM, _LEGEND_MM = 46, 12, 4
-_TITLE = {style.COLUMN_MM: 44, style.WIDE_MM: 100}
-"""Letters per line of titles, by width."""
+_TITLE_NARROW, _TITLE_WIDE = 44, 100
+"""Letters per line of all titles in a row, in one column and in two."""
 Curves = dict[str, list[tuple[int, float]]]
 """Method -> index and budget of each of its configurations."""
 _APART, _SPREAD = 2.0, 12.0
-"""Points of print between methods of one budget, and between the first and the last of many."""
+"""Points of print between methods at one budget, and between the first and the last of many methods."""
 _MARGIN = 0.12
 """Margin of the x axis as a share, for points that are shifted."""
 _ALIKE = 1.25
-"""Largest cache over the smallest, below which a panel's caches count as equally large."""
+"""Ratio of the largest to the smallest cache below which a panel's caches count as equally large."""
 _MARKS, _WHOLE = 6, 5
-"""Largest number of cache sizes that are ticks; per cent above which they are rounded to whole numbers."""
+"""Most cache sizes that have ticks; per cent above which ticks are rounded to whole numbers."""
 
 
 def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per data set, or per kind of task where there are many, and one of the average."""
+    """Draw scores over cache shares, a panel per data set (per kind of task where there are many) and the average."""
     with style.use():
-        shown, curves, narrow = panels(result), _curves(result), width_mm < style.WIDE_MM
+        shown, curves, narrow = drawn_columns(result), _curves_by_method(result), width_mm < style.WIDE_MM
         columns = min(_NARROW if narrow else _WIDE, len(shown))
         rows = -(-len(shown) // columns)
-        beside = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
-        legend_mm = -(-(len(curves) + 1) // beside) * _LEGEND_MM
-        note = f"{scores_note(result.datasets)} {_bars(result)}"
+        legend_columns = labels.legend_columns([FULL, *curves], width_mm, 2 if narrow else 4)
+        legend_mm = -(-(len(curves) + 1) // legend_columns) * _LEGEND_MM
+        note = f"{scores_note(result.datasets)} {_bars_text(result)}"
         foot_mm = style.long_foot_mm(result.identity, note, width_mm)
         figure = style.figure(width_mm, rows * _ROW_MM + _AROUND_MM + legend_mm + foot_mm)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for index, panel in enumerate(axes[: len(shown)]):
-            _panel(panel, shown[index], curves, title=_TITLE[style.COLUMN_MM if narrow else style.WIDE_MM] // columns)
+            _draw_column(
+                panel, shown[index], curves, title_letters=(_TITLE_NARROW if narrow else _TITLE_WIDE) // columns
+            )
             panel.set_ylabel("score × 100" if index % columns == 0 else "")
-            panel.set_xlabel(_axis(result) if index + columns >= len(shown) else "")
+            panel.set_xlabel(_x_label(result) if index + columns >= len(shown) else "")
         for panel in axes[len(shown) :]:
             panel.set_axis_off()
-        figure.legend(handles=_legend(curves), loc="outside upper left", ncols=beside)
+        figure.legend(handles=_quality_legend(curves), loc="outside upper left", ncols=legend_columns)
         style.draw_foot(figure, result.identity, note)
     return figure
 
 
-def panels(result: Quality) -> list[ScoreColumn]:
-    """Return the columns to draw: the average last, where it is not the only one."""
+def drawn_columns(result: Quality) -> list[ScoreColumn]:
+    """Return the columns to draw, the average last where there are several."""
     first = result.datasets if len(result.datasets) <= _MOST else result.kinds
     return [*first, result.average] if len(first) > 1 else list(first)
 
 
-def _curves(result: Quality) -> Curves:
-    """Return method -> its configurations, the smallest cache first."""
+def _curves_by_method(result: Quality) -> Curves:
+    """Return method -> index and budget of its configurations, the smallest cache first."""
     curves: Curves = {}
     for row in rows(result.configs, [result.average]):
         if row.index is not None:
@@ -88,55 +90,56 @@ def _curves(result: Quality) -> Curves:
     return {name: sort_by_cache_share(some, lambda one: methods[one[0]].cache_share) for name, some in curves.items()}
 
 
-def _panel(axes: Axes, column: ScoreColumn, curves: Curves, title: int) -> None:
-    _full(axes, column)
+def _draw_column(axes: Axes, column: ScoreColumn, curves: Curves, title_letters: int) -> None:
+    """Draw one data set's scores over cache shares, a curve per method; `title_letters` per line of the title."""
+    _draw_full_score(axes, column)
     offsets = np.arange(len(curves)) - (len(curves) - 1) / 2
-    apart = min(_APART, _SPREAD / max(1, len(curves) - 1))
-    looks = zip(curves.items(), _looks(len(curves)), apart * offsets, strict=True)
-    for (name, some), (colour, marker), points in looks:
-        scores = [column.methods[index] for index, _ in some]
-        curve = axes.errorbar(100 * np.array([_share(column, *one) for one in some]),
+    distance = min(_APART, _SPREAD / max(1, len(curves) - 1))
+    looks = zip(curves.items(), _method_looks(len(curves)), distance * offsets, strict=True)
+    for (name, members), (colour, marker), points in looks:
+        scores = [column.methods[index] for index, _ in members]
+        curve = axes.errorbar(100 * np.array([_cache_share(column, *one) for one in members]),
                              np.array([100 * one.score for one in scores]),
-                             yerr=_reach(scores), color=colour, marker=marker, markersize=2.6, markerfacecolor="none",
-                             linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
-        _shift(axes, curve, points)
-    axes.set_title(fold(f"{column.name}, n\u00a0=\u00a0{column.samples}", title), loc="left")
-    _ends(axes, [_share(column, *one) for some in curves.values() for one in some])
+                             yerr=_score_bars(scores), color=colour, marker=marker, markersize=2.6,
+                             markerfacecolor="none", linewidth=0.9, elinewidth=0.6, gid=name)  # fmt: skip
+        _shift_curve(axes, curve, points)
+    axes.set_title(fold(f"{column.name}, n\u00a0=\u00a0{column.samples}", title_letters), loc="left")
+    _set_limits(axes, [_cache_share(column, *one) for members in curves.values() for one in members])
     axes.grid(visible=True, axis="y")
 
 
-def _shift(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
+def _shift_curve(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
     """Shift a drawn curve by points of print; its data stay unchanged."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
     for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
-def _ends(axes: Axes, shares: Sequence[float]) -> None:
+def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
     """Set a logarithmic x axis, wide where caches are equally large; scores from 0, to 100 where all are 0."""
     axes.margins(x=_MARGIN)
     style.log_axes(axes, x=True)
-    _marks(axes, sorted({round(100 * share, 1) for share in shares}))
+    _set_ticks(axes, sorted({round(100 * share, 1) for share in shares}))
     if max(shares) < _ALIKE * min(shares):
         axes.set_xlim(100 * min(shares) / 2, 100 * max(shares) * 2)
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low) if high > 1 else 0.0, high if high > 1 else 100.0)
 
 
-def _marks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Put ticks at the caches' sizes on the x axis where they are few and distinct enough."""
+def _set_ticks(axes: Axes, sizes: Sequence[float]) -> None:
+    """Put x ticks at the caches' sizes where they are few and distinct enough."""
     if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
         axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _share(column: ScoreColumn, index: int, budget: float) -> float:
+def _cache_share(column: ScoreColumn, index: int, budget: float) -> float:
     """Return a configuration's cache share in this data set; its budget where the trace lacks the share."""
     share = column.methods[index].cache_share
     return budget if np.isnan(share) else share
 
 
-def _full(axes: Axes, column: ScoreColumn) -> None:
+def _draw_full_score(axes: Axes, column: ScoreColumn) -> None:
     """Draw the full cache's score as a line, its interval as a band."""
     axes.axhline(100 * column.full, color="0.35", linestyle="--", linewidth=0.9, zorder=1, gid=FULL)
     ends = column.full_interval
@@ -144,33 +147,34 @@ def _full(axes: Axes, column: ScoreColumn) -> None:
         axes.axhspan(100 * ends.low, 100 * ends.high, color="0.5", alpha=0.12, linewidth=0, zorder=0)
 
 
-def _reach(scores: Sequence[MethodScore]) -> Any:
+def _score_bars(scores: Sequence[MethodScore]) -> Any:
     """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
     bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
     return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
-def _looks(count: int) -> list[tuple[Any, str]]:
-    """Return colour and marker of each method."""
+def _method_looks(count: int) -> list[tuple[Any, str]]:
+    """Return colour and marker per method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
 
 
-def _axis(result: Quality) -> str:
-    """Return the label of the x axis."""
+def _x_label(result: Quality) -> str:
+    """Return the x label: cache shares, or budgets where the trace lacks a cache share."""
     known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
     return "held / full cache (%)" if known else "budget × 100"
 
 
-def _legend(curves: Curves) -> list[Line2D]:
+def _quality_legend(curves: Curves) -> list[Line2D]:
+    """Return the legend entries of the full cache and of the methods."""
     full = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label=FULL)
-    looks = zip(curves, _looks(len(curves)), strict=True)
+    looks = zip(curves, _method_looks(len(curves)), strict=True)
     return [full, *(Line2D([], [], color=colour, marker=marker, markersize=3, markerfacecolor="none", label=name)
                     for name, (colour, marker) in looks)]  # fmt: skip
 
 
-def _bars(result: Quality) -> str:
-    """Return the legend of bars and bands."""
+def _bars_text(result: Quality) -> str:
+    """Return the foot's text on bars and bands."""
     sizes = [one.samples for one in result.datasets]
     kind = (
         "95 % intervals" if min(sizes) >= MIN_SAMPLES else f"95 % intervals, of fewer than {MIN_SAMPLES} samples ranges"
@@ -186,7 +190,7 @@ _WIDEST, _WIDTH = 2.6, 1.0
 
 
 def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw the share of answers that are still equal and, where it was measured, KL, with bands.
+    """Draw the share of answers still equal to the full cache's and, where measured, KL, by token, with bands.
 
     A colour per policy and selection, a dash per other difference between the configurations.
     """
@@ -198,8 +202,10 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
         figure = style.figure(width_mm, _PANEL_MM * (panels if narrow else 1) + _DIVERGENCE_AROUND_MM + legend)
         axes = list(figure.subplots(*((panels, 1) if narrow else (1, panels)), squeeze=False).flat)
         handles = [
-            _config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
-            for one, name, look in zip(configs, _names(result, configs), _divergence_looks(configs), strict=True)
+            _draw_divergence_config(axes, result, one, name, look, bands=len(configs) <= _BANDS)
+            for one, name, look in zip(
+                configs, _divergence_names(result, configs), _divergence_looks(configs), strict=True
+            )
         ]
         _finish(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
@@ -207,7 +213,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
     return figure
 
 
-def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
+def _divergence_names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
     """Return a distinct name of each configuration, with its cache share."""
     names = [name or "evicted" for name in short_names([one.config for one in configs])]
     start = " at the start" if result.compress_every else ""
@@ -217,7 +223,7 @@ def _names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
 
 
 def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]]:
-    """Return colour, dash and width of each line: the first drawn is the widest, to be visible under equal ones."""
+    """Return the plot options per configuration; the first drawn is the widest, visible under equal lines."""
     distinct = distinct_choices([one.config for one in configs])
     sides, others = (
         [" ".join(word for choice, word in words.items() if (choice in SIDE) == of_side) for words in distinct]
@@ -232,16 +238,17 @@ def _divergence_looks(configs: Sequence[DivergencePoint]) -> list[dict[str, Any]
     ]
 
 
-def _config(
-    axes: Sequence[Axes], result: Divergence, one: DivergencePoint, name: str, look: dict[str, Any], *, bands: bool
+def _draw_divergence_config(
+    axes: Sequence[Axes], result: Divergence, point: DivergencePoint, name: str, look: dict[str, Any], *, bands: bool
 ) -> Line2D:
-    alike, band = one.alike_after(max(result.lengths))
+    """Draw one configuration's curves with bands where `bands`; return its legend entry."""
+    alike, band = point.alike_after(max(result.lengths))
     curves: list[tuple[Axes, Any, Any, Band, str]] = [(axes[0], np.arange(len(alike)), alike, band, "alike")]
-    if one.forced is not None:
-        middles = (np.arange(len(one.forced.curve)) + 0.5) * result.span - 0.5
-        curves.append((axes[1], middles, one.forced.curve, one.forced.curve_interval, "kl"))
+    if point.forced is not None:
+        middles = (np.arange(len(point.forced.curve)) + 0.5) * result.span - 0.5
+        curves.append((axes[1], middles, point.forced.curve, point.forced.curve_interval, "kl"))
     for panel, positions, values, ends, kind in curves:
-        panel.plot(positions, values, gid=f"{kind} {one.config.label()}",
+        panel.plot(positions, values, gid=f"{kind} {point.config.label()}",
                    drawstyle="steps-post" if kind == "alike" else "default", **look)  # fmt: skip
         if ends is not None and bands:
             panel.fill_between(positions, ends.low, ends.high, color=look["color"], alpha=0.13, linewidth=0,
@@ -250,6 +257,7 @@ def _config(
 
 
 def _finish(axes: Sequence[Axes], result: Divergence) -> None:
+    """Set titles, labels and ranges of the panels of divergence."""
     axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
     axes[0].set_title("Own answers: no token differs yet", loc="left")
     if len(axes) > 1:
@@ -262,7 +270,7 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
 
 
 def _foot_text(result: Divergence, configs: int) -> str:
-    """Return n, the legend of the bands, and the steps per point."""
+    """Return the foot's text: n, the kind of bands, and the tokens that a point of KL averages."""
     samples = len(result.samples)
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""
@@ -278,11 +286,11 @@ _COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
 
 
 def draw_judged(result: JudgeScores, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a dot per configuration with its interval, and the full cache's as a line with its own."""
+    """Draw each configuration's mean score from a judge with its interval, and the full cache's as a line."""
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
         named = [(one.config, one.cache_share) for one in configs if one.config]
-        figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
+        figure, axes = _named_rows(_judged_names(named, result.compress_every, width_mm), width_mm)
         full = result.full.mean
         axes.axvline(full, color="0.35", linewidth=0.9, gid="full")
         if result.full.mean_interval is not None:
@@ -299,11 +307,11 @@ def draw_judged(result: JudgeScores, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a bar per configuration: shares of samples won, tied and lost; the exact interval of the losses."""
+    """Draw shares of samples won, tied and lost per configuration, with the exact interval of the losses."""
     with style.use():
         configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
         named = [(one.config, one.cache_share) for one in configs]
-        figure, axes = _rows(_judged_names(named, result.compress_every, width_mm), width_mm)
+        figure, axes = _named_rows(_judged_names(named, result.compress_every, width_mm), width_mm)
         for row, one in enumerate(configs):
             left = 0.0
             for outcome in reversed(OUTCOMES):
@@ -323,8 +331,8 @@ def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figu
     return figure
 
 
-def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
-    """Return one panel with a named row per configuration, the first one on top."""
+def _named_rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
+    """Return a new figure and its panel with a named row per configuration, the first one on top."""
     lines = np.array([name.count("\n") + 1 for name in names])
     figure = style.figure(width_mm, float(np.maximum(_JUDGED_ROW_MM, lines * _LETTERS_MM).sum()) + _JUDGED_AROUND_MM)
     axes = figure.subplots()
@@ -335,9 +343,9 @@ def _rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
 
 def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
     """Return distinct names with cache shares; `limit`: entries above which caches were compressed again."""
-    room, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
+    letters, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
     names = short_names([config for config, _ in configs])
     return [
-        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", room)
+        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", letters)
         for name, (_, share) in zip(names, configs, strict=True)
     ]

@@ -18,11 +18,11 @@ from perturbkv.optimum.chain import KNOWN_QUERY_SELECTIONS
 
 _PANEL_MM, _AROUND_MM, _LEGEND_MM = 48, 22, 3.6
 _FARTHEST = 1000.0
-"""Factors beyond this are drawn at the panel's edge."""
+"""Largest factor of the x axis; greater ones are drawn there."""
 
 
 def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per part; the further right a curve runs, the further its method is from the best known set."""
+    """Draw the share of heads within a factor of the best known set, a panel per part and a curve per method."""
     with style.use():
         columns = 1 if width_mm < style.WIDE_MM else min(2, len(result.parts))
         rows = -(-len(result.parts) // columns)
@@ -31,12 +31,12 @@ def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
         legend = _LEGEND_MM * -(-len(names) // entries)
         figure = style.figure(width_mm, rows * _PANEL_MM + _AROUND_MM + legend)
         panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
-        looks = _looks(result.parts[0])
+        looks = _method_looks(result.parts[0])
         for panel, part in zip(panels, result.parts, strict=False):
-            _panel(panel, part, looks)
+            _draw_part(panel, part, looks)
         for panel in panels[len(result.parts) :]:
             panel.set_axis_off()
-        for panel in panels[:: columns or 1]:
+        for panel in panels[::columns]:
             panel.set_ylabel("share of heads within")
         handles = [Line2D([], [], label=name, **look) for name, look in zip(names, looks, strict=True)]
         figure.legend(handles=handles, loc="outside upper left", ncols=entries)
@@ -46,8 +46,8 @@ def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _looks(part: SearchedPart) -> list[dict[str, Any]]:
-    """Return a colour per method; those that know the query are dashed, in two widths, as they overlap."""
+def _method_looks(part: SearchedPart) -> list[dict[str, Any]]:
+    """Return the plot options per method; those that know the query are dashed, in two widths, as they overlap."""
     colours = style.category_colours(len(part.configs))
     knowing = cycle((2.4, 1.0))
     return [
@@ -58,9 +58,10 @@ def _looks(part: SearchedPart) -> list[dict[str, Any]]:
     ]
 
 
-def _panel(axes: Axes, part: SearchedPart, looks: list[dict[str, Any]]) -> None:
+def _draw_part(axes: Axes, part: SearchedPart, looks: list[dict[str, Any]]) -> None:
+    """Draw one part's cumulative shares of heads over the factor to the best known set."""
     rows = [row for sample in part.rows for row in sample]
-    heads = Heads.of(rows, len(part.configs))
+    heads = Heads.from_rows(rows, len(part.configs))
     for config, values, look in zip(part.configs, heads.methods, looks, strict=True):
         factors = np.sort(np.minimum(values / heads.best, _FARTHEST))
         share = np.arange(1, len(factors) + 1) / max(1, len(factors))

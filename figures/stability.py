@@ -18,16 +18,16 @@ from perturbkv.figures import labels, style
 _KINDS = ("isolated", "propagated")
 _ROW_MM, _DEPTH_MM, _AROUND_MM, _CELL_MM = 58, 46, 20, 5.5
 _MOST_WRITTEN, _FEW = 10, 7
-"""Numbers of traces up to which cells have numbers, and up to which these are large and fit one column."""
+"""Most traces whose matrix has its numbers written in cells, and most whose numbers are large and fit one column."""
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 
 def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw, for isolated and propagated L1, a matrix over traces and a panel of profiles over relative depth."""
+    """Draw, for isolated and propagated L1, rank correlations between traces and profiles over relative depth."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
-        matrix = max(_ROW_MM if not narrow else 48, 0 if narrow else _CELL_MM * len(result.traces))
-        columns = labels.legend_columns(_names(result), width_mm, 1 if narrow else 3)
+        matrix = 48 if narrow else max(_ROW_MM, _CELL_MM * len(result.traces))
+        columns = labels.legend_columns(_trace_names(result), width_mm, 1 if narrow else 3)
         legend = 3.6 * -(-len(result.traces) // columns)
         height = (matrix + _DEPTH_MM) * (2 if narrow else 1) + _AROUND_MM + legend
         figure = style.figure(width_mm, height)
@@ -35,8 +35,8 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
         axes = (figure.subplots(4, 1, height_ratios=ratios * 2).reshape(2, 2) if narrow
                 else figure.subplots(2, 2, height_ratios=ratios).T)  # fmt: skip
         for (above, below), kind in zip(axes, _KINDS, strict=True):
-            _matrix(above, result, kind, not narrow)
-            lines = _profiles(below, result.traces, kind)
+            _draw_matrix(above, result, kind, not narrow)
+            lines = _draw_profiles(below, result.traces, kind)
         figure.legend(handles=lines, loc="outside upper left", ncols=columns)
         samples = sorted({one.samples for one in result.traces})
         note = (
@@ -48,17 +48,19 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
     return figure
 
 
-def _names(result: Stability) -> list[str]:
+def _trace_names(result: Stability) -> list[str]:
+    """Return a name per trace, with its model where the traces are of several."""
     several = len({one.model for one in result.traces}) > 1
-    return [_name(one, several) for one in result.traces]
+    return [_trace_name(one, several) for one in result.traces]
 
 
-def _name(one: StableTrace, of_models: bool) -> str:
+def _trace_name(one: StableTrace, of_models: bool) -> str:
+    """Return a trace's number, data set, length, seed and samples, and its model where `of_models`."""
     model = f"{one.model}, " if of_models else ""
     return f"{one.number}: {model}{one.dataset}, {one.tokens:,.0f} tokens, seed {one.seed}, n = {one.samples}"
 
 
-def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
+def _draw_matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
     """Draw ρ of every two traces of one model, blank between models."""
     values, numbers = correlations(result, kind), [one.number for one in result.traces]
     few = len(numbers) <= _FEW
@@ -77,7 +79,7 @@ def _matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
 
 
 def correlations(result: Stability, kind: str) -> Floats:
-    """Return ρ (trace, trace) as measured; the reliability on the diagonal; NaN between models."""
+    """Return ρ (trace, trace), the split-half reliability on the diagonal; NaN between models."""
     values = np.diag([one.perturbation[kind].split_half.value for one in result.traces])
     values[~np.eye(len(values), dtype=bool)] = np.nan
     for pair in result.pairs:
@@ -87,13 +89,14 @@ def correlations(result: Stability, kind: str) -> Floats:
     return np.asarray(values)
 
 
-def _profiles(axes: Axes, traces: tuple[StableTrace, ...], kind: str) -> list[Any]:
+def _draw_profiles(axes: Axes, traces: tuple[StableTrace, ...], kind: str) -> list[Any]:
+    """Draw each trace's relative perturbation over relative depth, with its band; return the lines."""
     colours, several = style.category_colours(len(traces)), len({one.model for one in traces}) > 1
     lines = []
     for index, (one, colour) in enumerate(zip(traces, colours, strict=True)):
         depth = one.depth[kind]
         dash = _LINES[index // 10 % len(_LINES)]  # colours come round again after ten
-        lines += axes.plot(GRID, depth.profile, dash, color=colour, linewidth=0.9, label=_name(one, several),
+        lines += axes.plot(GRID, depth.profile, dash, color=colour, linewidth=0.9, label=_trace_name(one, several),
                            gid=f"profile {kind} {one.number}")  # fmt: skip
         if depth.profile_interval is not None:
             band = depth.profile_interval

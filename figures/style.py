@@ -35,13 +35,13 @@ _STEPS: tuple[tuple[float, ...], ...] = (
     (1, 1.5, 2, 3, 5, 7),
     (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
 )
-"""Multiples of each power of ten, from coarse to fine."""
+"""Ticks per power of ten, as its multiples, from coarse to fine."""
 _LEAST, _MOST = 3, 8
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class PlainLog(Locator):
-    """A tick locator: the coarsest steps that give at least three ticks; on a short axis evenly spaced ones."""
+class PlainLogLocator(Locator):
+    """Ticks of a logarithmic axis: the coarsest steps that give at least three; evenly spaced on a short axis."""
 
     def __call__(self) -> list[float]:
         """Return the ticks of the axis's current view."""
@@ -49,7 +49,7 @@ class PlainLog(Locator):
         return self.tick_values(float(low), float(high))
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
-        """Return the ticks from one end to the other."""
+        """Return the ticks between two ends of a logarithmic axis; none where an end is not positive."""
         low, high = sorted((vmin, vmax))
         if low <= 0:
             return []
@@ -62,11 +62,11 @@ class PlainLog(Locator):
         return [float(tick) for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
 
 
-class Plain(Formatter):
-    """A tick formatter: '0.05', '2', '4,000'; powers of ten where a number would have many zeros."""
+class PlainFormatter(Formatter):
+    """Labels of ticks: '0.05', '2', '4,000'; powers of ten where a number would have many zeros."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return one tick's label; empty where a log axis has none."""
+        """Return a tick's label; empty where the value is not positive."""
         if x <= 0:
             return ""
         if 1e-3 <= x < 1e5:
@@ -77,10 +77,10 @@ class Plain(Formatter):
         return f"10{raised}" if times == "1" else f"{times}×10{raised}"
 
 
-def plain_ticks(axis: Axis) -> None:
-    """Give a logarithmic axis plain ticks."""
-    axis.set_major_locator(PlainLog())
-    axis.set_major_formatter(Plain())
+def set_plain_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis with plain numbers instead of powers of ten."""
+    axis.set_major_locator(PlainLogLocator())
+    axis.set_major_formatter(PlainFormatter())
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -91,15 +91,15 @@ _SYMBOLS = {
 }
 
 
-def symbols(text: str) -> str:
-    """Return the text with its symbols in TeX notation, for `typeset`."""
+def symbols_to_tex(text: str) -> str:
+    """Return the text with the package's symbols (θ̂, ‖o_h‖₁) in TeX notation, for `typeset`."""
     for written, tex in _SYMBOLS.items():
         text = text.replace(written, tex)
     return text
 
 
 def typeset(texts: Iterable[Text]) -> None:
-    """Let matplotlib parse texts as TeX only where they hold our symbols and no other dollar sign."""
+    """Let matplotlib parse as TeX those texts whose only dollar signs are around the package's symbols."""
     for text in texts:
         rest = text.get_text()
         for tex in _SYMBOLS.values():
@@ -121,7 +121,7 @@ _RANDOM, _WARNING_MM = "random weights", 4
 
 @contextmanager
 def use() -> Iterator[None]:
-    """Apply the style inside the block."""
+    """Apply the style of the package's figures within a `with` block."""
     with as_file(files("perturbkv.figures") / "perturbkv.mplstyle") as path, mpl.rc_context(fname=path):
         yield
 
@@ -130,6 +130,7 @@ class NotebookFigure(Figure):
     """A figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
+        """Return the figure as a PNG file for a notebook."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=_SCREEN_DPI)
         return buffer.getvalue()
@@ -141,27 +142,27 @@ def figure(width_mm: float, height_mm: float) -> Figure:
 
 
 def layer_colours() -> Colormap:
-    """Return a map from dark to light, first to last layer, for every kind of colour vision."""
+    """Return the colour map of layers, dark for the first to light for the last, safe for colour-blind readers."""
     return mpl.colormaps["cividis"]
 
 
 def signed_colours() -> Colormap:
-    """Return a map of orange below the centre and purple above it: σ about 0.5, growth about none."""
+    """Return the colour map of signed quantities: orange below the centre, purple above it."""
     return mpl.colormaps["PuOr"]
 
 
 def ordered_colours(count: int) -> list[Any]:
-    """Return colours for ordered categories, such as budgets: dark to light, all readable on white."""
+    """Return `count` colours for ordered categories, such as budgets: dark to light, all readable on white."""
     return [mpl.colormaps["viridis"](shade) for shade in np.linspace(0.0, 0.82, count)]
 
 
 def category_colours(count: int) -> list[Any]:
-    """Return colours for unordered categories, distinct for every kind of colour vision: seaborn's "colorblind"."""
+    """Return `count` colours for unordered categories, safe for colour-blind readers (seaborn's "colorblind")."""
     return [to_rgb(_COLOURBLIND[index % len(_COLOURBLIND)]) for index in range(count)]
 
 
 def interval_legend(samples: int, medians: bool = False) -> str:
-    """Return the legend of bars, bands and brackets; `medians` where some are of medians over samples."""
+    """Return the foot's text on bars, bands and brackets; `medians`: some of them are intervals of medians."""
     if samples < 2:
         return "1 sample: no intervals"
     median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
@@ -170,29 +171,29 @@ def interval_legend(samples: int, medians: bool = False) -> str:
 
 
 def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | None:
-    """Return an interval as matplotlib's error bars; None where there is none."""
+    """Return an interval as matplotlib's error bars, the distances from `value` to its ends; None without one."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
 
 def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the values as a log axis can show them: NaN where they are not positive."""
+    """Return the values for a log axis: NaN where they are not positive."""
     return np.where(values > 0, values, np.nan)
 
 
 def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Set logarithmic axes with plain numbers; an axis without positive values stays linear."""
+    """Make x, y or both axes logarithmic with plain numbers; an axis without positive values stays linear."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
-        plain_ticks(axes.xaxis)
+        set_plain_ticks(axes.xaxis)
     if y and np.isfinite(axes.dataLim.minposy):
         axes.set_yscale("log")
-        plain_ticks(axes.yaxis)
+        set_plain_ticks(axes.yaxis)
 
 
 def draw_layer_bar(
     figure: Figure, axes: Sequence[Axes], layers: int, location: str, layer_name: Callable[[int], int]
 ) -> None:
-    """Draw the colour bar of points that are coloured by layer, with a tick at whole layers."""
+    """Draw the colour bar of points that are coloured by layer, with a tick at up to seven layers."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
     scale = ScalarMappable(norm, layer_colours())
     bar = figure.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
@@ -209,11 +210,12 @@ def set_title(figure: Figure, text: str) -> None:
 
 
 def long_title_mm(text: str, width_mm: float) -> float:
-    """Return the height of a title beyond two lines."""
+    """Return the height that a title needs beyond two lines, in mm."""
     return max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
 def _fold_title(text: str, width_mm: float) -> str:
+    """Return the title broken into lines that fit the figure's width."""
     return fold(text, int(width_mm / _TITLE_LETTER_MM))
 
 
@@ -225,7 +227,7 @@ def draw_note(axes: Axes, text: str, middle: bool = False) -> None:
 
 
 def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
-    """Draw a legend under the panel, where it hides nothing."""
+    """Draw a legend with `columns` columns under the panel, where it hides nothing."""
     if handles:
         legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
                            handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
@@ -241,7 +243,7 @@ def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
 
 
 def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
-    """Write a note and the run's identity at the figure's foot, and at its top a warning of random weights.
+    """Write a note and the run's identity at the figure's foot; warn at the top where weights are random.
 
     Args:
         figure: the figure with its panels.
@@ -270,38 +272,40 @@ def _warn_random_weights(figure: Figure) -> None:
 
 
 def lay_out_above(figure: Figure, foot_mm: float) -> None:
-    """Lay out the panels above the lowest part of the figure, its foot."""
+    """Lay out the panels above the lowest `foot_mm` of the figure."""
     share, engine = foot_mm / height_mm(figure), figure.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0, share, 1, 1 - share))  # type: ignore[call-arg]
 
 
 def height_mm(figure: Figure) -> float:
-    """Return the printed height of a figure."""
+    """Return the printed height of a figure, in mm."""
     return float(figure.get_figheight() * _INCH_MM)
 
 
 def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of a foot beyond the usual lines, for which figures have space."""
+    """Return the height, in mm, by which the foot exceeds its usual five lines, for which figures have space."""
     return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
 
 
 def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of the foot that `draw_foot` writes."""
+    """Return the height of the foot that `draw_foot` writes, in mm."""
     return _lines_mm(_foot_lines(identity, note, width_mm))
 
 
 def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:
+    """Return the lines of the foot, note first, broken to the figure's width."""
     notes = [note] if note else []
     return [part for line in [*notes, *identity.lines()] for part in _wrap(line, width_mm / _INCH_MM)]
 
 
 def _lines_mm(lines: Sequence[str]) -> float:
+    """Return the height of the foot's lines with its margin, in mm."""
     return len(lines) * _LINE_MM + 1.5
 
 
 def _wrap(line: str, width_inches: float) -> list[str]:
-    """Return a long line broken between its parts, and long parts broken between their words."""
+    """Return a line broken at its separators, a dot or a bar, and parts that are still too long between words."""
     width = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
     if len(line) <= width:
         return [line]
@@ -317,7 +321,7 @@ def _wrap(line: str, width_inches: float) -> list[str]:
 
 
 def metadata(identity: RunIdentity, suffix: str) -> dict[str, str]:
-    """Return the identity under keys that matplotlib's backend for `suffix` (png, svg, pdf) accepts."""
+    """Return the run's identity as file metadata, under keys that matplotlib accepts for png, svg or pdf."""
     description = escape_line("; ".join([identity.lines()[0], *(config.label() for config in identity.configs)]))
     title, made_with = escape_line(f"{identity.model} on {identity.dataset}"), escape_line(identity.made_with)
     if suffix == "pdf":

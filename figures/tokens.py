@@ -16,31 +16,34 @@ from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, T
 from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
-from perturbkv.figures.labels import cache_share_sides
+from perturbkv.figures.labels import cache_shares_text
 
 _COLOURS = {BOTH: "0.3", BASELINE: "#de8f05", TREATMENT: "#0173b2", NEITHER: "0.9", QUESTION: "#cde8d5"}
 _ROW_MM, _AROUND_MM, _LOWEST_MM = 3.2, 32, 45
 _PER_ROW = {True: 50, False: 100}
+_LOSSES = (("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7))
+"""Marker, colour and offset in the cell per side's losses; those of both sides are one above the other."""
 
 
 def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw rows of tokens; triangles mark the ten largest losses of the baseline (▼) and of the treatment (▲)."""
+    """Draw the prompt's tokens in rows, coloured by who keeps them; ▼ and ▲ mark baseline's and treatment's losses."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         per_row = max(_PER_ROW[narrow], ceil(sqrt(len(result.fates))))
         rows = -(-len(result.fates) // per_row)
         figure = style.figure(width_mm, max(_LOWEST_MM, _AROUND_MM + rows * _ROW_MM))
         axes = figure.subplots()
-        _strip(axes, result, per_row, rows)
-        _marks(axes, result, per_row)
+        _draw_cells(axes, result, per_row, rows)
+        _draw_losses(axes, result, per_row)
         axes.set_title(_title(result), loc="left")
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
-        shares = cache_share_sides(result.cache_shares)
+        shares = cache_shares_text(result.cache_shares)
         style.draw_foot(figure, result.identity, f"held / full {shares} · ▼ ▲: evicted, the largest A ν")
     return figure
 
 
-def _strip(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
+def _draw_cells(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
+    """Draw a coloured cell per token, in rows of `per_row`."""
     names = list(_COLOURS)
     cells = np.full(rows * per_row, np.nan)
     cells[: len(result.fates)] = [names.index(fate) for fate in result.fates]
@@ -55,25 +58,23 @@ def _strip(axes: Axes, result: Tokens, per_row: int, rows: int) -> None:
     axes.tick_params(length=0)
 
 
-def _marks(axes: Axes, result: Tokens, per_row: int) -> None:
-    for lost, (marker, colour, lift) in zip(result.losses or (), _losses(), strict=False):
+def _draw_losses(axes: Axes, result: Tokens, per_row: int) -> None:
+    """Draw a triangle on each side's evicted tokens with the largest losses."""
+    for lost, (marker, colour, lift) in zip(result.losses or (), _LOSSES, strict=False):
         for loss in lost:
             x, y = loss.position % per_row + 0.5, loss.position // per_row + lift
             axes.plot(x, y, marker=marker, color=colour, markersize=2.6, markeredgecolor="white", markeredgewidth=0.3)
 
 
-def _losses() -> list[tuple[str, str, float]]:
-    """Return marker, colour and offset in the cell of each side's losses; those of both are one above the other."""
-    return [("v", "#b35c00", 0.3), ("^", "#003f6b", 0.7)]
-
-
 def _title(result: Tokens) -> str:
+    """Return sample, head, budget and both sides' names."""
     first, second = side_names(result.baseline, result.treatment)
     head, budget = result.shown, result.baseline.budget
     return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(result: Tokens) -> list[Patch | Line2D]:
+    """Return the legend entries of the fates that occur, with their counts, and of both sides' losses."""
     first, second = side_names(result.baseline, result.treatment)
     words = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip
@@ -85,6 +86,6 @@ def _legend(result: Tokens) -> list[Patch | Line2D]:
     if result.losses is not None:
         handles += [
             Line2D([], [], linestyle="", marker=marker, color=colour, markersize=4, label=f"lost by {name}")
-            for name, (marker, colour, _) in zip((first, second), _losses(), strict=True)
+            for name, (marker, colour, _) in zip((first, second), _LOSSES, strict=True)
         ]
     return handles

@@ -65,7 +65,7 @@ class CacheEntries:
 
 @dataclass(frozen=True)
 class DecodeDistances:
-    """The distances of decoding with the evicted cache from the masked reference.
+    """The distances between decoding from the evicted cache and the masked reference.
 
     Attributes:
         head: (forward, layer, head) distance of the head's output before the output projection, over the larger of
@@ -144,7 +144,7 @@ class PlainUse:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss that a kept set causes, as METHOD measures it, mean over the prompts.
+    """The loss that an eviction or a control causes, in METHOD's measures, mean over the prompts.
 
     Attributes:
         name: the eviction, or one of our controls with the same cache share and the same protected entries.

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 _CACHE_BYTES = 8 * 2**20
-"""Working memory on a CPU: data that fits in the processor's cache is not fetched from memory again."""
+"""Working memory on a CPU, in bytes: as much as fits in the processor's cache."""
 
 
 def working_bytes(device: torch.device, most: int) -> int:
-    """Return the bytes of working memory to use at once on a device, at most `most`."""
+    """Return the bytes of working memory to use at once on a device: `most`, less on a CPU."""
     return min(most, _CACHE_BYTES) if device.type == "cpu" else most
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on `device`."""
+    """Return numbers as a tensor on a device, without waiting for the copy to finish."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
-    """Stack tensors of several devices on `device`."""
+    """Return tensors of several devices, stacked along `dim` on one, without waiting for the copies to finish."""
     return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)

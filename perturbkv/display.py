@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """A title and rows of text; columns whose heading begins with '#' hold numbers and are right-aligned."""
+    """A table of text; columns whose heading begins with '#' hold numbers and are right-aligned."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def as_html(self) -> str:
-        """Return the table for a notebook; its text is escaped."""
+        """Return the table as HTML for a notebook; its text is escaped."""
         sides = ["right" if heading.startswith("#") else "left" for heading in self.columns]
         head = "".join(map(_cell_html, ["th"] * len(sides), [name.removeprefix("#") for name in self.columns], sides))
         body = "".join(f"<tr>{''.join(map(_cell_html, ['td'] * len(sides), row, sides))}</tr>" for row in self.rows)
@@ -31,7 +31,7 @@ class Table:
         return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_rich(self) -> RenderableType:
-        """Return the table for a terminal, as a rich table; its text is not interpreted as markup."""
+        """Return the table as a rich table for a terminal; its text is not interpreted as markup."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -55,23 +55,23 @@ Part = Table | HighlightedText | str
 
 
 def as_text(parts: Sequence[Part], width: int = 80) -> str:
-    """Return parts as a terminal of this width shows them, without colours."""
+    """Return the parts of a result as a terminal of `width` columns shows them, without colours."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     for part in parts:
-        show(console, part)
+        print_part(console, part)
     console.file.seek(0)
     return "\n".join(line.rstrip() for line in console.file.read().splitlines())
 
 
 def as_html(parts: Sequence[Part]) -> str:
-    """Return parts as HTML for a notebook."""
+    """Return the parts of a result as HTML for a notebook."""
     return "".join(f"<p>{_escape_html(part)}</p>" if isinstance(part, str) else part.as_html() for part in parts)
 
 
-def show(console: Console, part: Part) -> None:
-    """Print a table, highlighted text, or a line whose text is not interpreted as markup."""
+def print_part(console: Console, part: Part) -> None:
+    """Print a table, highlighted text, or a line whose text is not interpreted as markup, to a console."""
     if isinstance(part, HighlightedText):
         console.print(part.to_rich(console.color_system is not None and not console.no_color), soft_wrap=False)
         console.print()
@@ -86,15 +86,17 @@ def show(console: Console, part: Part) -> None:
 
 
 def _cell_html(tag: str, text: str, side: str) -> str:
+    """Return a table cell as HTML, its text escaped and aligned to `side`."""
     return f'<{tag} style="text-align:{side}">{_escape_html(text)}</{tag}>'
 
 
 def _escape_html(text: str) -> str:
+    """Return the text escaped for HTML, newlines as line breaks."""
     return html.escape(escape_control_characters(text.strip("\n"))).replace("\n", "<br>")
 
 
 def shorten_middle(text: str, width: int = 30) -> str:
-    """Return the text's beginning and end in one line, whole words of at most `width` characters each."""
+    """Return the text on one line, cut in its middle to about `width` characters at either end, in whole words."""
     line = " ".join(text.split())
     if len(line) <= 2 * width:
         return line

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _COMPARED = 100
-"""Characters of a name that are compared with the known ones."""
+"""Most characters of a name that are compared with the known names."""
 
 
 class PerturbkvError(Exception):
@@ -27,7 +27,7 @@ class ConfigError(PerturbkvError):
 
 
 class BudgetError(ConfigError):
-    """A budget that is not positive, is a fraction above 1, or leaves nothing beside the window."""
+    """A budget that is not positive, is a fraction above 1, or leaves nothing besides the window."""
 
 
 class UnknownNameError(PerturbkvError):
@@ -61,7 +61,7 @@ class TraceError(PerturbkvError):
 
 
 class MissingShardError(TraceError):
-    """A merge of shards some of which are not measured yet."""
+    """A merge of shards of which some are not measured yet."""
 
 
 class TraceUnavailableError(TraceError):
@@ -159,7 +159,7 @@ class BoundError(PerturbkvError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, the most similar to `name` first, the others in their original order."""
+    """Return the known names, those similar to `name` first, then the rest in their original order."""
     names = list(known)
     close = difflib.get_close_matches(name[:_COMPARED], names, n=max(1, len(names)), cutoff=0.4)
     return close + [other for other in names if other not in close]

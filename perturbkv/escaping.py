@@ -41,13 +41,13 @@ STYLES: Mapping[str, TextStyle] = {
     "plain": TextStyle("", "", "", ""),
     "aside": TextStyle("italic", "", "", "font-style:italic"),
 }
-"""Tokens kept by both sides of a comparison, by the first alone, by the second alone, by neither; plain text; a remark.
-"""
+"""Styles of tokens that both sides of a comparison keep, the first alone, the second alone, neither; of plain text; of
+a remark."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Text in one style, a key of `STYLES`; an aside is on a line of its own."""
+    """Text in one style, a key of `STYLES`; a span of style "aside" is on a line of its own."""
 
     text: str
     style: str
@@ -60,7 +60,7 @@ class HighlightedText:
     spans: Sequence[Span]
 
     def to_rich(self, coloured: bool) -> Text:
-        """Return the text for a terminal."""
+        """Return the text for a terminal, with colours where `coloured`, else with brackets."""
         from rich.text import Text
 
         result = Text()
@@ -86,6 +86,7 @@ def show_control_characters(text: str) -> str:
 
 
 def _visible_sign(character: str) -> str:
+    """Return a visible sign for a control or invisible character, other characters unchanged."""
     code = ord(character)
     if character in "\n\t":
         return f"{_NEWLINE}\n" if character == "\n" else _TAB
@@ -95,7 +96,7 @@ def _visible_sign(character: str) -> str:
 
 
 def _bracket(text: str, style: TextStyle) -> str:
-    """Put the text in brackets that exclude outer whitespace; spaces alone become visible signs."""
+    """Return the text in its style's brackets, outer whitespace outside; spaces alone become visible signs."""
     inner = text.strip(" \n")
     if not inner:
         return f"{style.opens}{text.replace(' ', _SPACE)}{style.closes}"
@@ -104,6 +105,7 @@ def _bracket(text: str, style: TextStyle) -> str:
 
 
 def _span_html(span: Span) -> str:
+    """Return a span as an HTML element in its style."""
     text = html.escape(show_control_characters(span.text)).replace("\n", "<br>")
     line_break = "<br>" if span.style == "aside" else ""
     return f'{line_break}<span style="{STYLES[span.style].css}">{text}</span>{line_break}'
@@ -122,18 +124,19 @@ def escape_control_characters(text: str) -> str:
 
     Joiners (U+200C, U+200D) stay too: scripts and emoji need them.
     """
-    return _INTERPRETED.sub(_escape, text)
+    return _INTERPRETED.sub(_escape_match, text)
 
 
 def escape_line(text: str) -> str:
     r"""Escape as `escape_control_characters` does, and newlines and tabs too, so that the text is one line."""
-    return _LINE_BREAKS.sub(_escape, escape_control_characters(text))
+    return _LINE_BREAKS.sub(_escape_match, escape_control_characters(text))
 
 
 def escape_json(document: str) -> str:
-    r"""Return an equivalent JSON document with escapes such as `\u202e` for these characters."""
+    r"""Return an equivalent JSON document with control and invisible characters as escapes such as `\u202e`."""
     return _INTERPRETED.sub(lambda match: json.dumps(match[0])[1:-1], document)
 
 
-def _escape(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
+    r"""Return the escape of a matched character, such as `\x1b`."""
     return match[0].encode("unicode_escape").decode()

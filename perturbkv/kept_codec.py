@@ -18,22 +18,22 @@ Counts = NDArray[np.int64]
 _STEP_BYTES = 4 * 2**20
 """Bytes of masks that are processed at once."""
 _WIDEST = 5
-"""Bytes of a gap below 2³⁵; positions are 32-bit numbers."""
+"""Most bytes of a gap: 5 hold numbers below 2³⁵, and positions are 32-bit numbers."""
 
 
 def mask_bytes(tokens: int) -> int:
-    """Return the bytes of a mask over `tokens` entries; a code of this length is a mask, a shorter one gaps."""
+    """Return the bytes of a mask over `tokens` entries; a code of this length is a mask, a shorter code holds gaps."""
     return -(-tokens // 8)
 
 
 def encode_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
-    """Return the concatenated codes of kept sets, and the bytes of each.
+    """Return the concatenated codes of kept sets, and the number of bytes of each code.
 
     Args:
         masks: (set, byte) bit masks; bits after the last entry are 0.
         counts: (set,) number of entries of each.
     """
-    encoded = [_encode(masks[step], counts[step]) for step in _steps(*masks.shape)]
+    encoded = [_encode_step(masks[step], counts[step]) for step in _step_slices(*masks.shape)]
     codes, lengths = zip(*encoded, strict=True)
     return np.concatenate(codes), np.concatenate(lengths)
 
@@ -42,19 +42,16 @@ def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
     """Return the ascending positions (kept_entry,) of one kept set."""
     if len(code) == mask_bytes(tokens):
         return np.flatnonzero(np.unpackbits(code, count=tokens)).astype(np.int32)
-    return np.cumsum(_decode(code), dtype=np.int32)
+    return np.cumsum(_decode_leb128(code), dtype=np.int32)
 
 
 def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
     """Return the masks (set, key) of several kept sets of one prompt, whose codes begin at `offsets`."""
-    return np.unpackbits(_bits(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
+    return np.unpackbits(_bit_masks(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
 
 
 def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> Counts:
-    """Return 64 bits of BLAKE2b of each code; 0 where a set's code is missing.
-
-    Equal sets of one prompt have equal digests.
-    """
+    """Return 64 bits of BLAKE2b of each code, 0 where a code is missing; equal sets of a prompt have equal digests."""
     slices, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
     raw = [
         blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in slices.T.tolist()
@@ -64,10 +61,10 @@ def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> C
 
 
 def are_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether every code, each within `codes`, decodes to `counts` positions within the prompt."""
+    """Return whether every code lies within `codes` and decodes to `counts` positions within the prompt."""
     return all(
         _are_step_codes_valid(codes, offsets[step], lengths[step], counts[step], tokens)
-        for step in _steps(len(lengths), mask_bytes(tokens))
+        for step in _step_slices(len(lengths), mask_bytes(tokens))
     )
 
 
@@ -77,19 +74,19 @@ def byte_indices(offsets: Counts, lengths: Counts) -> Counts:
     return np.repeat(offsets - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _steps(sets: int, size: int) -> Iterator[slice]:
-    """Yield slices over the sets, at least one, whose masks take at most `_STEP_BYTES` each."""
+def _step_slices(sets: int, size: int) -> Iterator[slice]:
+    """Return slices over the sets, at least one, whose masks take at most `_STEP_BYTES` each."""
     step = max(1, _STEP_BYTES // max(1, size))
     return (slice(begin, begin + step) for begin in range(0, max(1, sets), step))
 
 
-def _encode(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
-    """Return the concatenated codes of one step's masks, and the bytes of each."""
+def _encode_step(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
+    """Return the concatenated codes of one step's masks, and the number of bytes of each code."""
     sets, size = masks.shape
     rows, lengths = masks.copy(), np.full(sets, size, dtype=np.int64)
     few = np.flatnonzero(counts < size)  # a gap takes a byte at least
-    of_set, gaps = _gaps(masks, few)
-    widths = _widths(gaps)
+    of_set, gaps = _position_gaps(masks, few)
+    widths = _leb128_bytes(gaps)
     needed = np.bincount(of_set, widths, minlength=sets).astype(np.int64)
     lengths[few] = np.minimum(needed[few], size)
     shorter = needed[of_set] < size
@@ -97,10 +94,10 @@ def _encode(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
     return rows[np.arange(size) < lengths[:, np.newaxis]], lengths
 
 
-def _gaps(masks: Bytes, few: Counts) -> tuple[Counts, Counts]:
-    """Return, for each entry of the sets `few`, its set and the gap before it."""
+def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
+    """Return, per entry of the sets `chosen`, the index of its set and the gap to the entry before it."""
     size = masks.shape[1]
-    content = masks[few].reshape(-1)
+    content = masks[chosen].reshape(-1)
     filled = np.flatnonzero(content)
     bit = np.flatnonzero(np.unpackbits(content[filled]))
     index = filled[bit >> 3] * 8 + (bit & 7)
@@ -108,11 +105,11 @@ def _gaps(masks: Bytes, few: Counts) -> tuple[Counts, Counts]:
     gaps = np.diff(index, prepend=0)
     first = np.flatnonzero(np.diff(row, prepend=-1))
     gaps[first] = index[first] % (8 * size)
-    return few[row], gaps
+    return chosen[row], gaps
 
 
-def _widths(gaps: Counts) -> Counts:
-    """Return the bytes of each number as LEB128."""
+def _leb128_bytes(gaps: Counts) -> Counts:
+    """Return the number of bytes of each number as LEB128."""
     widths = np.ones(len(gaps), dtype=np.int64)
     for byte in range(1, _WIDEST):
         widths += gaps >= 1 << 7 * byte
@@ -120,7 +117,7 @@ def _widths(gaps: Counts) -> Counts:
 
 
 def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
-    """Write gaps as LEB128 to the beginning of their set's row."""
+    """Write gaps as LEB128 to the beginning of the row of their set; `of_set`: the set of each gap, ascending."""
     ends = np.cumsum(widths)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     begins = ends - widths
@@ -130,7 +127,7 @@ def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> No
         rows[of_set[has], at[has] + byte] = ((gaps >> 7 * byte) & 127 | more << 7)[has]
 
 
-def _decode(code: Bytes) -> Counts:
+def _decode_leb128(code: Bytes) -> Counts:
     """Return the LEB128 numbers of a code; a truncated last one is left out."""
     last = np.flatnonzero(code < 128)
     begins = np.concatenate([[0], last[:-1] + 1])[: len(last)]
@@ -141,7 +138,7 @@ def _decode(code: Bytes) -> Counts:
     return numbers
 
 
-def _bits(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
+def _bit_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
     """Return the bit masks (set, byte) of codes; positions beyond the prompt are left out."""
     size = mask_bytes(tokens)
     bits, is_mask = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
@@ -149,7 +146,7 @@ def _bits(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
     content = codes[byte_indices(offsets[~is_mask], lengths[~is_mask])]
     sets = int(np.count_nonzero(~is_mask))
     of_set = np.repeat(np.arange(sets), lengths[~is_mask])[content < 128]
-    position = _cumulative(_decode(content), of_set)
+    position = _positions_from_gaps(_decode_leb128(content), of_set)
     inside = position < tokens
     flags = np.zeros((sets, 8 * size), dtype=bool)
     flags[of_set[inside], position[inside]] = True
@@ -157,19 +154,20 @@ def _bits(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
     return bits
 
 
-def _cumulative(gaps: Counts, of_set: Counts) -> Counts:
-    """Return positions from gaps: cumulative sums within each set."""
+def _positions_from_gaps(gaps: Counts, of_set: Counts) -> Counts:
+    """Return positions as cumulative sums of gaps within each set; `of_set`: the set of each gap, ascending."""
     sums = np.cumsum(gaps)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     return sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))
 
 
 def _are_step_codes_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
+    """Return whether one step's codes are valid, and are what encoding their sets gives."""
     if (lengths > mask_bytes(tokens)).any():
         return False
-    bits = _bits(codes, offsets, lengths, tokens)
+    bits = _bit_masks(codes, offsets, lengths, tokens)
     beyond = bits[:, -1] & ((1 << 8 * mask_bytes(tokens) - tokens) - 1)
     if beyond.any() or (np.bitwise_count(bits).sum(axis=1) != counts).any():
         return False
-    encoded, expected = _encode(bits, counts)
+    encoded, expected = _encode_step(bits, counts)
     return np.array_equal(expected, lengths) and np.array_equal(encoded, codes[byte_indices(offsets, lengths)])

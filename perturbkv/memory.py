@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""A container's memory limit, in both versions of Linux' control groups."""
+"""Files with a container's memory limit, in both versions of Linux' control groups."""
 _MESSAGES = re.compile(
     r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]?i?B)"
     r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
     re.IGNORECASE,
 )
-"""Messages of a failed allocation: of torch on a CPU and on a GPU, of NumPy and of the system."""
+"""Messages of failed allocations: of torch on a CPU and on a GPU, of NumPy and of the system."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 ADVICE = (
     "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
@@ -35,7 +35,7 @@ ADVICE = (
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a process may still allocate on a GPU, or on this machine.
+    """Return the bytes that a process may still allocate on a GPU, or on this machine for another device.
 
     On the machine swap counts, and the limits of process and container apply. A GPU that shares the machine's memory
     gets what the machine has, including the page cache.
@@ -55,7 +55,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _process_limits() -> Iterator[int]:
-    """Yield this process's memory limits, where the system has any."""
+    """Yield this process's memory limits in bytes, where the system has any."""
     with suppress(ImportError):
         import resource
 
@@ -64,7 +64,7 @@ def _process_limits() -> Iterator[int]:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the container's memory limits, where it has any."""
+    """Yield the container's memory limits in bytes, where it has any."""
     for path in _LIMITS:
         with suppress(OSError):
             if (text := path.read_text().strip()).isdigit():
@@ -81,7 +81,7 @@ def check(needed: int, device: torch.device, what: str, instead: str) -> None:
 
 @contextmanager
 def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
-    """Turn a failed allocation inside the block into a NoMemoryError; `advice` is what to do.
+    """Turn a failed allocation within the `with` block into a NoMemoryError; `advice` says what to do.
 
     Works as a decorator too. Other errors pass unchanged.
     """
@@ -98,11 +98,11 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
 
 
 def _requested_size(match: re.Match[str]) -> str:
-    """Return the size that an allocation message names, torch's bytes in a readable unit."""
+    """Return the size that an allocation message names, with its unit; torch's bytes in a readable unit."""
     return format_size(int(float(match[1]))) if match[2].lower() == "bytes" else f"{match[1]} {match[2]}"
 
 
 def format_size(size: int) -> str:
-    """Format a size in bytes, such as `121.5 GiB`."""
+    """Return a size in bytes as text, such as `121.5 GiB`."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{size} bytes" if power == 0 else f"{size / 2 ** (10 * power):.1f} {_UNITS[power]}"

@@ -22,7 +22,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Variable:
-    """A stored variable: its axes without `sample` (which comes first), its unit, long name and dtype."""
+    """A stored variable: its axes without `sample`, its unit, long name and dtype, and whether a trace may lack it."""
 
     dims: tuple[str, ...]
     units: str
@@ -37,7 +37,7 @@ class Variable:
 
     @property
     def in_rows(self) -> bool:
-        """Whether all samples of the variable are concatenated along one axis."""
+        """Whether the values of all samples are concatenated along one axis, instead of stacked by sample."""
         return not ROWS.keys().isdisjoint(self.dims)
 
     @property
@@ -239,7 +239,7 @@ SUMS = ("cache_bytes", "cache_padding_bytes")
 
 
 def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return axis name -> length for variables of these shapes. Raises TraceError where two of them disagree."""
+    """Return axis name -> length, from variable name -> shape. Raises TraceError where two variables disagree."""
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         dims = VARIABLES[name].dims

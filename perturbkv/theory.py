@@ -31,7 +31,7 @@ def decode_weights(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-    """Return A and the softmax weight of each head's sink, 0 for heads without one.
+    """Return A, the attention weights of one decoding query, and the weight of each head's sink (0 without one).
 
     A sink is an entry without a value that is never evicted. Keys that are not `present` take no part in the softmax.
     """
@@ -44,7 +44,7 @@ def decode_logits(
     scale: float,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head key"]:
-    """Return the scaled logits whose softmax is A; −∞ for keys that are not `present`."""
+    """Return the scaled logits whose softmax is the attention A; −∞ for keys that are not `present`."""
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
     logits = grouped @ key.to(WORK).transpose(1, 2) * scale
@@ -72,7 +72,7 @@ def attention_output(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head d_head"]:
-    """Return Σ A V over the given entries, with A their own softmax.
+    """Return Σ A V, the attention-weighted sum of values, over the given entries, with A their own softmax.
 
     For quantised entries the evicted weights A' are not a renormalised part of the full A, so they are computed anew.
     """
@@ -94,7 +94,7 @@ def softmax_with_sinks(
 def weighted_sums(
     weights: Float[Tensor, "config head key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
-    """Return Σ_i weights_i x_i over each head's entries; all configurations of a key/value head share one product."""
+    """Return Σ_i weights_i x_i over each head's entries, where x_i are the columns of `summands`."""
     return _grouped_sums(_by_kv_head(weights, len(summands)).contiguous(), summands.to(weights.dtype))
 
 
@@ -108,12 +108,13 @@ def _by_kv_head(
 def _grouped_sums(
     weights: Float[Tensor, "kv_head config group key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
+    """Return Σ weights · summands per head, from weights grouped by key/value head."""
     sums = weights.flatten(1, 2) @ summands  # equal rows give equal bits; transposed, which is faster, they do not
     return sums.view(*weights.shape[:3], -1).transpose(0, 1).flatten(1, 2)
 
 
 def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
-    """Return W_O^h of every head in `WORK` precision, from `w_o` in the layout of `o_proj.weight`; once per layer."""
+    """Return W_O^h, the slice of the output projection of every head, in `WORK` precision; `w_o` as `o_proj.weight`."""
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
 
 
@@ -126,7 +127,7 @@ def project_outputs(
 
 @dataclass(frozen=True)
 class KeptSums:
-    """Sums over the kept entries of each head.
+    """Sums over the kept entries of each head, with N = 1 for a kept entry, attention A and value norm ν.
 
     Attributes:
         mass: S = Σ N A; of stage 1 and the always-kept entries it is `sigma_stage1`.
@@ -141,7 +142,7 @@ class KeptSums:
 
 @dataclass(frozen=True)
 class Summands:
-    """The columns that are summed over a layer's entries, side by side, so that one product gives all sums.
+    """The columns that are summed over a layer's entries, beside each other, so that one product gives all sums.
 
     Attributes:
         columns: V, then ν of each query head of the group, then 1.
@@ -152,29 +153,29 @@ class Summands:
     d_head: int
 
     def first_entries(self, entries: int) -> Summands:
-        """Return a view of the first `entries` entries."""
+        """Return the summands of the first `entries` entries, as a view."""
         return Summands(self.columns[:, :entries], self.d_head)
 
     def without_values(self) -> Summands:
-        """Return a view without the columns of V."""
+        """Return the summands without the columns of V, as a view."""
         return Summands(self.columns[..., self.d_head :], 0)
 
     def smallest_norms(self) -> Float[Tensor, " head"]:
-        """Return M = min ν of each head."""
+        """Return M, the smallest value norm ν of any entry, per head."""
         return self.columns[..., self.d_head : -1].amin(dim=1).flatten()
 
     def sums(self, weights: Float[Tensor, "config head key"]) -> KeptSums:
-        """Return Σ weights · summands of every head, each with its own ν."""
+        """Return Σ weights · summands per head, each head with its own value norms ν."""
         return self._split_columns(weighted_sums(weights, self.columns))
 
     def kept_sums(self, attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]) -> KeptSums:
-        """Return Σ N A · summands; the weights are written once, in the order in which they are summed."""
+        """Return Σ A · summands over the kept entries of each head and configuration."""
         mask, full = (_by_kv_head(tensor, len(self.columns)) for tensor in (kept, attention.unsqueeze(0)))
         weights = torch.mul(full, mask, out=attention.new_empty(mask.shape))
         return self._split_columns(_grouped_sums(weights, self.columns))
 
     def _split_columns(self, sums: Float[Tensor, "config head column"]) -> KeptSums:
-        """Split sums over the columns, with each head's own ν column from those of its group."""
+        """Return sums over the columns as `KeptSums`, each head with its own value norm from its group's."""
         configs, heads, _ = sums.shape
         own = self.d_head + torch.arange(heads, device=sums.device) % (heads // len(self.columns))
         weighted = sums.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
@@ -182,7 +183,7 @@ class Summands:
 
 
 def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
-    """Return the `Summands` of a layer's values and value norms, in `WORK` precision."""
+    """Return the `Summands` of a layer's values V and value norms ν, in `WORK` precision."""
     per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
     columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
     return Summands(columns, value.shape[-1])
@@ -217,7 +218,7 @@ class Distances:
 
 
 def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*batch d_model"]) -> Distances:
-    """Return the distances of u = `full` from v = u + δ, where δ is `moved`.
+    """Return the L1, L2 and cosine distances of u = `full` from v = u + δ, where δ is `moved`.
 
     1 − cos is not computed by subtracting cos from 1, which leaves nothing below 1e-16: δ is split into its component
     along u and the orthogonal rest p, so that with t the component of v along u, 1 − cos = p² / (‖v‖ (‖v‖ + t)), exact
@@ -256,7 +257,7 @@ def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inp
 
 
 def floor_at_rounding(measured: Float[Tensor, "*batch"], rounding: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Return a noise floor: the larger of both, and never 0, even for a zero vector (METHOD, protocol 4)."""
+    """Return a noise floor: the larger of `measured` and `rounding`, and never 0 (METHOD, protocol 4)."""
     return torch.maximum(measured, rounding).clamp(min=torch.finfo(WORK).tiny)
 
 
@@ -267,7 +268,7 @@ def isolated_perturbation(
     slices: Float[Tensor, "head d_head d_model"],
     output: Float[Tensor, "head d_model"],
 ) -> Distances:
-    """Return the distances of o_h = Σ_i A_i V_i W_O^h from Σ_i A'_i V_i W_O^h with A' = N⊙A / ΣNA, each (config, head).
+    """Return the distances (config, head) of a head's output o_h from its output over the kept entries alone.
 
     The L1 distance is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` its projection
     by `project_outputs`; `mixed` is Σ N A V and `mass` Σ N A over the kept entries.
@@ -304,7 +305,7 @@ def propagated_perturbation(
 
 
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
-    """Return the largest attention mass that any 0, 1, 2, … entries of a head can have."""
+    """Return the largest attention mass that any 0, 1, 2, … entries of a head can have, over `count`."""
     cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
 
@@ -312,14 +313,14 @@ def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head co
 def sigma_topk(
     largest: Float[Tensor, "head count"], counts: Int[Tensor, "config head"]
 ) -> Float[Tensor, "config head"]:
-    """Return Σ Top_{b'}(A) from the `largest_sums` of A (paper, Assumption 1); `counts` is b' = ⌊αb⌋."""
+    """Return σ, the attention of the ⌊αb⌋ entries with the most of it (paper, Assumption 1)."""
     clipped = counts.clamp(max=largest.shape[-1] - 1)
     return largest.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds of L and the attention masses that they depend on, each (config, head)."""
+    """Upper bounds of the isolated perturbation L and the attention masses that they depend on, each (config, head)."""
 
     retained_mass: Float[Tensor, "config head"]
     sigma_stage1: Float[Tensor, "config head"]
@@ -334,7 +335,7 @@ def bounds(
     kept: KeptSums,
     stage1: KeptSums,
 ) -> Bounds:
-    """Return θ, θ̂ and θ̂_relax of each configuration (paper, eqs. 8, 14 and 18).
+    """Return the bounds θ, θ̂ and θ̂_relax of the isolated perturbation per configuration (paper, eqs. 8, 14 and 18).
 
     `total` is C = Σ A ν and `smallest` is M = min ν, both over all entries; `stage1` sums over stage 1 and the
     always-kept entries, a subset of `kept`. θ̂ is evidence, and θ̂ ≤ θ̂_relax holds, only where σ > 0.5.
@@ -357,7 +358,7 @@ def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *la
 def logit_divergence(
     full: Float[Tensor, " vocab"], evicted: Float[Tensor, "row vocab"]
 ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-    """Return KL(full ‖ evicted) in nats, and whether both runs pick the same next token."""
+    """Return KL(full ‖ evicted) of the next token in nats, and whether both runs pick the same token, per row."""
     log_full = full.to(WORK).log_softmax(dim=-1)
     log_evicted = evicted.to(WORK).log_softmax(dim=-1)
     divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)

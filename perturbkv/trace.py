@@ -121,7 +121,7 @@ class Trace:
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
     def layer_name(self, index: int) -> int:
-        """Return the number of the decoder layer at an index along `layer`; they differ where some are not measured."""
+        """Return the number of the decoder layer at an index along `layer`, which skips layers not measured."""
         text = self.attrs.get(MEASURED_LAYERS)
         return layer_types.parse_measured(text)[0][index] if text else index
 
@@ -142,23 +142,23 @@ class Trace:
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
     def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
-        """Return the kept positions, (kept_entry,) ascending. Raises TraceError where the trace lacks them."""
-        codes, offset, length = self._kept((sample, config, layer, head))
+        """Return a head's kept positions (kept_entry,), ascending. Raises TraceError where the trace lacks them."""
+        codes, offset, length = self._codes_at((sample, config, layer, head))
         start = int(offset)
         return kept_codec.decode_positions(
             codes[start : start + int(length)], int(self.arrays["prompt_tokens"][sample])
         )
 
     def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
-        """Return masks (layer, head, key), True where a position was kept. Raises TraceError as `kept`."""
-        codes, offsets, lengths = self._kept((sample, config))
+        """Return masks (layer, head, key), True where an entry was kept. Raises TraceError without kept positions."""
+        codes, offsets, lengths = self._codes_at((sample, config))
         tokens = int(self.arrays["prompt_tokens"][sample])
         return kept_codec.decode_masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(
             *offsets.shape, tokens
         )
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) over complete samples: True where two configurations keep the same positions.
+        """Return (sample, layer, head) over complete samples: True where two configurations keep the same entries.
 
         Equal sets of one prompt have equal codes; each distinct pair of codes is compared once. In a trace without
         positions the digests are compared. Raises TraceError where the trace has neither.
@@ -166,7 +166,7 @@ class Trace:
         if DIGEST in self.arrays:
             digests = self.kept_digests()
             return np.asarray(digests[:, first] == digests[:, second])
-        codes, offsets, lengths = self._kept((self.ok,))
+        codes, offsets, lengths = self._codes_at((self.ok,))
         starts, other_starts, sizes = offsets[:, first], offsets[:, second], lengths[:, first]
         same = np.asarray(sizes == lengths[:, second])
         pairs, of_head = np.unique(np.stack([starts, other_starts, sizes], axis=-1)[same], axis=0, return_inverse=True)
@@ -178,7 +178,7 @@ class Trace:
         return same
 
     def kept_digests(self) -> NDArray[np.int64]:
-        """Return digests (sample, config, layer, head) of complete samples: equal for equal sets, 0 if empty.
+        """Return digests (sample, config, layer, head) of complete samples' kept sets: equal for equal sets.
 
         Digests are read where they are stored and computed where the positions are. Raises TraceError where the trace
         has neither.
@@ -194,9 +194,9 @@ class Trace:
         return np.asarray(np.where(counts > 0, digests, 0), dtype=np.int64)
 
     def missing_positions_message(self) -> str:
-        """Return how to get kept positions where a complete sample lacks them; empty where none does."""
+        """Return the command that records kept positions where a complete sample lacks them, else ''."""
         try:
-            self._kept((self.ok,))
+            self._codes_at((self.ok,))
         except TraceError as error:
             return str(error)
         return ""
@@ -264,7 +264,7 @@ class Trace:
         shapes = (
             (sample.sample_id, sample.shapes() if isinstance(sample, SampleTrace) else None) for sample in samples
         )
-        sizes, names = whole_sizes(run, ids, shapes)
+        sizes, names = trace_sizes(run, ids, shapes)
         arrays = {name: _empty_array(name, sizes) for name in VARIABLES if name in names}
         filled = dict.fromkeys(ROWS, 0)
         for index, sample in enumerate(samples):
@@ -274,20 +274,20 @@ class Trace:
 
     def save(self, path: str | Path) -> Path:
         """Write the trace file atomically; an existing file is replaced."""
-        written: Path = _storage("trace.trace_writing").save(self, Path(path))
+        written: Path = _storage_module("trace.trace_writing").save(self, Path(path))
         return written
 
     def to_xarray(self) -> Any:
         """Return an `xarray.Dataset` with the names, axes and units of a trace file."""
-        return _storage("trace.export").to_dataset(self)
+        return _storage_module("trace.export").to_dataset(self)
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with a row per sample × configuration × step × layer × head, as `export` does."""
-        return _storage("trace.export").to_table(self)
+        return _storage_module("trace.export").to_table(self)
 
-    def _kept(self, where: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the codes of all kept sets, and the offsets and lengths of those at an index. Raises TraceError."""
-        stored = [self.arrays[name][where] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
+    def _codes_at(self, index: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return the codes of all kept sets, and offsets and lengths of the codes at an index. Raises TraceError."""
+        stored = [self.arrays[name][index] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
         if len(stored) < 3 or ((stored[1] == 0) & (stored[2] != 0)).any():
             raise TraceError(self._no_positions_message())
         return np.asarray(self.arrays["kept_code"]), np.asarray(stored[0]), np.asarray(stored[1])
@@ -297,7 +297,7 @@ class Trace:
         return np.asarray(self.arrays[name][self.ok], dtype=np.int64)
 
     def _no_positions_message(self) -> str:
-        """Return the message of the error for a trace without kept positions."""
+        """Return the error message for a trace without kept positions."""
         return (
             f"expected kept positions in {self.source or 'this trace'}, got one that was measured without them "
             "(--no-kept, kept=False); measure them into another file: perturbkv trace "
@@ -305,6 +305,7 @@ class Trace:
         )
 
     def _title(self) -> str:
+        """Return one line: model, data set, complete samples, and whether the weights are random."""
         run, complete = self.run, int(self.ok.sum())
         weights = " · random weights" if run.random_weights else ""
         return escape_line(
@@ -315,6 +316,7 @@ class Trace:
         return "\n".join([self._title(), *(f"  {label}" for label in self.run.labels())])
 
     def _repr_html_(self) -> str:
+        """Return the trace's title and a table of its variables as HTML for a notebook."""
         small = [name for name in self.arrays if not VARIABLES[name].in_rows and not VARIABLES[name].raw]
         rows = [
             (name, " ".join(VARIABLES[name].dims), "×".join(map(str, self.arrays[name].shape)), VARIABLES[name].units)
@@ -323,25 +325,25 @@ class Trace:
         return Table(self._title(), ("variable", "axes behind sample", "#shape", "unit"), rows).as_html()
 
 
-def _storage(module: str) -> ModuleType:
-    """Import a module of `perturbkv.storage` by name: reading and writing of traces lies above this module."""
-    return importlib.import_module(f"perturbkv.storage.{module}")
+def _storage_module(name: str) -> ModuleType:
+    """Return a module of `perturbkv.storage`, imported by name, as storage imports this module."""
+    return importlib.import_module(f"perturbkv.storage.{name}")
 
 
-def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], place: int) -> dict[str, NDArray[Any]]:
-    """Return one complete sample's part of the named variables; `read(name, index)` gives the values at an index.
+def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
+    """Return one complete sample's values of the named variables; `read(name, index)` gives the values at an index.
 
     From concatenated variables only the sample's own entries are taken, and their offsets are counted from the first.
     """
-    wanted, arrays = list(names), {}
-    if "prompt_count" in wanted and not read("prompt_count", place):
-        wanted = [name for name in wanted if name not in TEXT]
-    if "expected_answers" in wanted and not str(read("expected_answers", place)):
-        wanted = [name for name in wanted if name not in ANSWER_TEXT]
-    rows = {name: VARIABLES[name].dims[0] for name in wanted if VARIABLES[name].in_rows}
-    begin_and_end = {axis: _sample_rows(read, *ROWS[axis], place) for axis in set(rows.values())}
-    for name in wanted:
-        arrays[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else place))
+    chosen, arrays = list(names), {}
+    if "prompt_count" in chosen and not read("prompt_count", index):
+        chosen = [name for name in chosen if name not in TEXT]
+    if "expected_answers" in chosen and not str(read("expected_answers", index)):
+        chosen = [name for name in chosen if name not in ANSWER_TEXT]
+    rows = {name: VARIABLES[name].dims[0] for name in chosen if VARIABLES[name].in_rows}
+    begin_and_end = {axis: _sample_rows(read, *ROWS[axis], index) for axis in set(rows.values())}
+    for name in chosen:
+        arrays[name] = np.asarray(read(name, begin_and_end[rows[name]] if name in rows else index))
     for axis, rows_of_sample in begin_and_end.items():
         offset, _ = ROWS[axis]
         if offset in arrays:
@@ -349,15 +351,15 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], place: 
     return arrays
 
 
-def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, place: int) -> slice:
-    """Return the slice of one sample in a concatenated axis; entries of count 0 may have any offset."""
-    offsets, counts = (np.asarray(read(name, place)) for name in (offset, count))
+def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, index: int) -> slice:
+    """Return the slice of one sample along a concatenated axis; entries of count 0 may have any offset."""
+    offsets, counts = (np.asarray(read(name, index)) for name in (offset, count))
     used = counts > 0
     return slice(int(offsets[used].min()), int((offsets + counts)[used].max())) if used.any() else slice(0, 0)
 
 
 def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has these values, or one of the values of a list."""
+    """Return whether a configuration has the chosen values, one of several where a choice is a list."""
     values, texts = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
     return all(
         name in values
@@ -366,16 +368,18 @@ def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
     )
 
 
-def _as_values(wanted: Any) -> Iterable[Any]:
-    return wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else (wanted,)
+def _as_values(choice: Any) -> Iterable[Any]:
+    """Return the accepted values of a choice: the items of a list, or the choice itself."""
+    return choice if isinstance(choice, Iterable) and not isinstance(choice, str) else (choice,)
 
 
 def _plain_value(value: Any) -> Any:
+    """Return a value as `EvictionConfig.flat` gives it: a budget's number, a choice's text."""
     return value.value if isinstance(value, Budget) else str(value) if isinstance(value, Choice) else value
 
 
 def _select_configs(sample: SampleTrace | FailedSample, indices: Sequence[int]) -> SampleTrace | FailedSample:
-    """Return the sample with some of its configurations, by index."""
+    """Return the sample with the configurations at these indices."""
     if isinstance(sample, FailedSample):
         return sample
     whole = len(indices) == sample.sizes()["config"]
@@ -390,7 +394,7 @@ def _select_configs(sample: SampleTrace | FailedSample, indices: Sequence[int]) 
 
 
 class Arrays(Protocol):
-    """Arrays by name: a dictionary of NumPy arrays, or an HDF5 file."""
+    """Arrays by name that can be written to: a dictionary of NumPy arrays, or an HDF5 file."""
 
     def __contains__(self, name: str, /) -> bool:
         """Return whether there is an array of this name."""
@@ -399,7 +403,7 @@ class Arrays(Protocol):
         """Return the array, which supports assignment to slices."""
 
 
-def whole_sizes(
+def trace_sizes(
     run: RunConfig, sample_ids: Sequence[str], shapes: Iterable[tuple[str, Mapping[str, tuple[int, ...]] | None]]
 ) -> tuple[dict[str, int], set[str]]:
     """Return the axis lengths of a run's trace, and the names of its variables.
@@ -424,23 +428,23 @@ def whole_sizes(
 
 
 def fill_value(dtype: str) -> float | str:
-    """Return the value of elements that were not measured: NaN for floats, 0 for integers, "" for text."""
+    """Return the value of elements that were not measured: NaN for floats, 0 for integers, '' for text."""
     if dtype == "str":
         return ""
     return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
 
 
 def _empty_array(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
-    """Return an array of a variable for all samples, filled with `fill_value`."""
+    """Return a variable's array for all samples, filled with `fill_value`."""
     variable = VARIABLES[name]
     dtype = object if variable.dtype == "str" else variable.dtype
     return np.full([sizes[axis] for axis in variable.axes], fill_value(variable.dtype), dtype=dtype)
 
 
-def write_sample(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[str, int]) -> None:
-    """Write one sample at index `where` along `sample`, and after the `filled` part of the concatenated axes."""
+def write_sample(arrays: Arrays, index: int, sample: SampleTrace, filled: dict[str, int]) -> None:
+    """Write one sample at an index along `sample`, and after the `filled` entries of each concatenated axis."""
     if "steps_measured" in arrays:
-        arrays["steps_measured"][where] = sample.sizes()["step"]  # unless the sample has the variable itself
+        arrays["steps_measured"][index] = sample.sizes()["step"]  # unless the sample has the variable itself
     sizes = sample.sizes()
     offsets = {ROWS[axis][0]: axis for axis in ROWS if axis in sizes}
     for name, array in sample.arrays.items():
@@ -448,16 +452,16 @@ def write_sample(arrays: Arrays, where: int, sample: SampleTrace, filled: dict[s
             begin = filled[VARIABLES[name].dims[0]]
             arrays[name][begin : begin + len(array)] = array
         elif name in offsets:
-            arrays[name][where] = np.asarray(array) + filled[offsets[name]]
+            arrays[name][index] = np.asarray(array) + filled[offsets[name]]
         elif VARIABLES[name].dims[-1:] == (KEY_AXIS,):
-            arrays[name][where] = _pad(array, arrays[name].shape[-1])
+            arrays[name][index] = _pad_with_nan(array, arrays[name].shape[-1])
         else:
-            arrays[name][where] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
+            arrays[name][index] = array.item() if VARIABLES[name].dtype == "str" and not array.ndim else array
     for axis in offsets.values():
         filled[axis] += sizes[axis]
 
 
-def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
+def _pad_with_nan(array: NDArray[Any], length: int) -> NDArray[Any]:
     """Return the array padded with NaN to `length` along its last axis."""
     widths = [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])]
     return np.pad(array, widths, constant_values=np.nan)

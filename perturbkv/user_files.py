@@ -30,7 +30,7 @@ _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: its description, size limit and error for other files.
+    """A kind of file that a user names: its description, size limit and the error for other files.
 
     Attributes:
         description: such as "a sweep file (YAML)".
@@ -62,7 +62,7 @@ class FileKind:
             raise self.refusal(path, f"{status.st_size:,} bytes, more than {self.max_bytes // MIB:,} MiB")
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the file's bytes. Raises `error`."""
+        """Return the file's bytes. Raises `error` for a file that cannot be read or is too large."""
         self.check(path, piped=True)
         try:
             with path.open("rb") as stream:
@@ -74,7 +74,7 @@ class FileKind:
         return content
 
     def read_text(self, path: Path) -> str:
-        """Return the file's text, without a byte order mark and with newlines as line ends. Raises `error`."""
+        """Return the file's text without a byte order mark, all line ends as newlines. Raises `error`."""
         content = self.read_bytes(path)
         try:
             return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -83,7 +83,7 @@ class FileKind:
             raise self.refusal(path, f"no UTF-8 text (line {line}: {error.reason})") from None
 
     def read_json(self, path: Path) -> Any:
-        """Return the value of a JSON file. Raises `error`."""
+        """Return the value of a JSON file. Raises `error` for a file that is not JSON."""
         text = self.read_text(path)
         try:
             return parse_json(text)
@@ -91,11 +91,12 @@ class FileKind:
             raise self.refusal(path, f"text that is no JSON ({error})") from None
 
     def refusal(self, path: Path, got: str) -> PerturbkvError:
-        """Return the error for a file that is not of this kind; `got` says what it is."""
+        """Return the error, not raised, for a file that is not of this kind; `got` says what it is instead."""
         return self.error(f"expected {self.description} at {path}, got {got}{self.hint and f'; {self.hint}'}")
 
 
 def _is_shell_pipe(path: Path) -> bool:
+    """Return whether the path is standard input or a file descriptor, such as bash's `<(…)`."""
     return path == Path("/dev/stdin") or path.parent in _DESCRIPTORS
 
 
@@ -121,11 +122,13 @@ def parse_json(text: str, finite: bool = True) -> Any:
 
 
 def _refuse_constant(word: str) -> NoReturn:
+    """Raise ValueError for NaN or Infinity in a JSON text."""
     msg = f"{word} is no number"
     raise ValueError(msg)
 
 
 def _parse_float(digits: str) -> float:
+    """Return a JSON number as a float. Raises ValueError for one beyond a float's range."""
     value = float(digits)
     if math.isinf(value):
         msg = f"{digits if len(digits) <= 20 else f'{digits[:20]}…'} is beyond every number"
@@ -134,6 +137,7 @@ def _parse_float(digits: str) -> float:
 
 
 def _parse_int(digits: str) -> int:
+    """Return a JSON number as an int. Raises ValueError for one with more digits than Python converts."""
     try:
         return int(digits)
     except ValueError:
@@ -142,4 +146,5 @@ def _parse_int(digits: str) -> int:
 
 
 def _error_reason(error: OSError) -> str:
+    """Return the system's reason of an error, in quotes."""
     return f"'{error.strerror or os.strerror(error.errno or 0)}'"

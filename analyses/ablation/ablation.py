@@ -31,8 +31,8 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _METHOD = "two-stage"
-_PARTS = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
-_WORDS = {
+_INGREDIENT_PHRASES = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
+_GAIN_WORDS = {
     LESS: ("less", "less"),
     MORE: ("more", "more"),
     ALIKE: ("nothing", "nothing"),
@@ -55,14 +55,14 @@ class Ablation(SettingsResult):
     )
 
     def conclusion(self) -> str:
-        """Return by how much two stages perturb less than the baseline, and each ingredient's part."""
+        """Return by how much two stages perturb less than the baseline, and the gain of each ingredient."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
-        parts = [self._ingredient(name, words) for name, words in _PARTS.items()]
+        parts = [self._gain_clause(name, phrase) for name, phrase in _INGREDIENT_PHRASES.items()]
         clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
         return sentence(f"{clauses} (propagated, all heads; {sample_note(self.identity.samples)})", method)
 
     def title(self) -> str:
-        """Return the baseline, and the choices of a single setting."""
+        """Return the table's title: the baseline, and the choices of a single setting."""
         policies = dict.fromkeys(setting.baseline.policy.name for setting in self.settings)
         where = f": {', '.join(policies)} {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 over that of {BASELINE}{where}"
@@ -100,7 +100,7 @@ class Ablation(SettingsResult):
         ]
 
     def cases(self, name: str, part: str = "rows") -> list[Case]:
-        """Return the propagated ratios of an ingredient, in every setting and at every α."""
+        """Return the ratio of propagated perturbation of an ingredient, in every setting and at every α, as cases."""
         rows = [
             (where, row)
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
@@ -111,19 +111,19 @@ class Ablation(SettingsResult):
         names = [f"{where} α={row.alpha_text}".strip() if several else where for where, row in rows]
         return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
 
-    def _ingredient(self, name: str, words: str) -> str:
-        """Return the gain of one ingredient: its size in a single case, else the number of cases."""
+    def _gain_clause(self, name: str, phrase: str) -> str:
+        """Return a clause on the gain of one ingredient: its size in a single case, else the number of cases."""
         cases = [case for case in self.cases(name, "brings") if not isnan(case.ratio)]
         if not cases:
             return ""
         verdicts = [case.verdict for case in cases]
         if set(verdicts) == {ALIKE}:
-            return f"{words}: nothing"
+            return f"{phrase}: nothing"
         if len(cases) > 1 and FEW not in verdicts:
-            return f"{words}: {tally(verdicts, _WORDS, 'case')}"
+            return f"{phrase}: {tally(verdicts, _GAIN_WORDS, 'case')}"
         unsure = ", undecided" if verdicts == [UNDECIDED] else ""
         shown = extremes([(case.name, case.ratio, difference(case.ratio, case.interval)) for case in cases])
-        return f"{words}: {shown}{unsure}"
+        return f"{phrase}: {shown}{unsure}"
 
 
 def ablation(trace: Trace, step: int = 0) -> Ablation:
@@ -148,14 +148,14 @@ def ablation(trace: Trace, step: int = 0) -> Ablation:
 
 
 def _setting_notes(name: str, setting: Setting) -> list[str]:
-    """Return lines on a setting's controls and on ingredients that the trace lacks."""
+    """Return notes on a setting: its controls, and the ingredients that the trace lacks."""
     controls = ", ".join(config.selection.name for config in setting.controls)
     absent = [f"{name}: not in this trace: {', '.join(setting.absent)}"] if setting.absent else []
     return [f"{name}: controls of the same budget and protection: {controls}", *absent]
 
 
 def _left_out_note(configs: Iterable[EvictionConfig]) -> str:
-    """Return a line on the configurations that are left out: 'h2o:attention, 2 × snapkv:random'."""
+    """Return the note on the configurations that are left out: '… h2o:attention, 2 × snapkv:random'."""
     counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
     names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
     return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"

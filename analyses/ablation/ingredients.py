@@ -9,8 +9,7 @@ from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
-from perturbkv.analyses.pairing import Pair, budget_order, setting_name
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import Pair, budget_order, group_settings, setting_name
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -56,7 +55,7 @@ _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 
 @record
 class Row(ComparisonRow):
-    """One ingredient against the baseline, or against the row without it."""
+    """One ingredient against the baseline, or against the row that lacks the ingredient."""
 
     SECTION = "ablation row"
 
@@ -88,7 +87,7 @@ class Setting(BaselineSetting):
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         return setting_name(self.baseline, *_ROW_CHOICES)
 
     @derived()
@@ -97,7 +96,7 @@ class Setting(BaselineSetting):
         return self.baseline.granularity.name
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per ingredient, then one per ingredient over the row without it."""
+        """Return a line per ingredient over the baseline, then one per ingredient over the row that lacks it."""
         rows, brings = ([Line(row.title, (row,)) for row in part] for part in (self.rows, self.brings))
         return [*rows, *([Line("over that without it:", ()), *brings] if brings else [])]
 
@@ -107,7 +106,7 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    results = [_setting(trace, _members(group), step) for group in _compared(trace.run)]
+    results = [_setting(trace, _rows_by_ingredient(group), step) for group in _setting_groups(trace.run)]
     if not results:
         names = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
         msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {names}"
@@ -116,30 +115,27 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
 
 
 def left_out(run: RunConfig) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that are in no setting."""
-    inside = {config for group in _compared(run) for config in group}
+    """Return the configurations of a run that belong to no setting."""
+    inside = {config for group in _setting_groups(run) for config in group}
     return tuple(config for config in run.configs if config not in inside)
 
 
-def _compared(run: RunConfig) -> list[list[EvictionConfig]]:
-    """Return the groups that share a setting, with the baseline and another row in each."""
+def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
+    """Return the groups of configurations that make a setting: each has the baseline and another row."""
     controls = controls_of_others(run)
-    groups = [[run.configs[index] for index in group] for group in alike(run, *_FREE)]
-    return [group for group in groups if _has_rows(_members(group)) and not controls.issuperset(group)]
-
-
-def _has_rows(members: _Members) -> bool:
-    return (BASELINE, None) in members and len(members) > 1
+    groups = [(group, _rows_by_ingredient(group)) for group in group_settings(run, *_FREE)]
+    compared = [group for group, rows in groups if (BASELINE, None) in rows and len(rows) > 1]
+    return [group for group in compared if not controls.issuperset(group)]
 
 
 def _ingredient(config: EvictionConfig) -> str:
-    """Return the name of a configuration's row."""
+    """Return the ingredient that a configuration stands for, a key of `INGREDIENTS` if it is one."""
     grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
     return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
 
 
-def _members(configs: Iterable[EvictionConfig]) -> _Members:
-    """Return the configuration of each row; without stages that of the smallest α."""
+def _rows_by_ingredient(configs: Iterable[EvictionConfig]) -> _Members:
+    """Return (ingredient, α) -> configuration; of an ingredient without stages the configuration of the smallest α."""
     members: _Members = {}
     for config in sorted(configs, key=budget_order):
         ingredient = _ingredient(config)
@@ -148,10 +144,13 @@ def _members(configs: Iterable[EvictionConfig]) -> _Members:
 
 
 def _alpha(config: EvictionConfig) -> Alpha:
+    """Return the α of a configuration; of a table its text."""
     return config.alpha_text if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:
+    """Return the setting of some rows, each compared with the baseline and with the row without its ingredient."""
+
     def compare(name: str, alpha: Alpha, without: EvictionConfig, added: EvictionConfig) -> Row:
         return Row(**field_values(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
 
@@ -162,20 +161,20 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     return Setting(
         baseline=members[BASELINE, None],
         rows=tuple(compare(*key, members[BASELINE, None], members[key]) for key in rows),
-        brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _steps(members)),
+        brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _gains(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
         controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
         identity=identity(trace, list(members.values()), step),
     )
 
 
-def _steps(members: _Members) -> list[tuple[str, Alpha, Pair]]:
-    """Return name, α and configurations without and with each ingredient, at each α that a side depends on."""
+def _gains(members: _Members) -> list[tuple[str, Alpha, Pair]]:
+    """Return the comparisons that show a gain: its name, α, and the configurations without and with the ingredient."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
-    steps: list[tuple[str, Alpha, Pair]] = []
+    gains: list[tuple[str, Alpha, Pair]] = []
     for name, sides in BRINGS.items():
         for alpha in alphas if set(sides) & set(_STAGED) else [None]:
             without, added = (members.get((side, alpha if side in _STAGED else None)) for side in sides)
             if without and added:
-                steps.append((name, alpha, (without, added)))
-    return steps
+                gains.append((name, alpha, (without, added)))
+    return gains

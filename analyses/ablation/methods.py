@@ -12,8 +12,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import common, distinct_choices, matches
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import common, distinct_choices, group_settings, matches
 from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
@@ -36,7 +35,7 @@ _FREE = ("policy", "selection", "window", "protect_first", "protect_recent", "gr
 
 @record
 class Row(Outcome):
-    """One method against SnapKV's, and against SnapKV's entries under the method's own protection.
+    """One eviction method against SnapKV, and against controls with the method's own window and protected entries.
 
     Attributes:
         difference: choices in which it differs from other rows of the same name.
@@ -51,28 +50,18 @@ class Row(Outcome):
 
     @derived()
     def name(self) -> str:
-        """Policy, and selection where it is not the policy's own."""
+        """Policy, and selection where that is not the policy's own."""
         plain_selection = self.treatment.selection.name in ("attention", "position", "given")
         policy = str(self.treatment.policy)
         name = policy if plain_selection else f"{policy}:{self.treatment.selection}"
         return f"{name} {self.difference}".strip()
 
-    @property
-    def random_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `random_ratio`."""
-        return _ratio(self.controls.get("random"))[1]
-
-    @property
-    def protected_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `protected_ratio`."""
-        return _ratio(self.controls.get("attention"))[1]
-
-    @derived(json=False, heading="#random,\nsame ends")
+    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
     def random_ratio(self) -> float:
         """Propagated sum over that of random entries under the method's own window and protection."""
         return _ratio(self.controls.get("random"))[0]
 
-    @derived(json=False, heading="#snapkv,\nsame ends")
+    @derived(json=False, heading="#snapkv,\nsame ends", interval=lambda row: _ratio(row.controls.get("attention"))[1])
     def protected_ratio(self) -> float:
         """Propagated sum over that of SnapKV's entries under the method's own window and protection."""
         return _ratio(self.controls.get("attention"))[0]
@@ -80,7 +69,7 @@ class Row(Outcome):
 
 @record
 class MethodSetting(OutcomeSetting):
-    """The methods of one budget and granularity against SnapKV's, sorted by propagated perturbation."""
+    """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
 
     SECTION = "methods setting"
 
@@ -90,15 +79,10 @@ class MethodSetting(OutcomeSetting):
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
-    @property
-    def random_ratio_interval(self) -> OptionalInterval:
-        """The interval of the column `random_ratio`."""
-        return _ratio(self.controls.get("random"))[1]
-
-    @derived(json=False, heading="#random,\nsame ends")
+    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
     def random_ratio(self) -> float:
         """The baseline's propagated sum over that of random entries under its own window and protection."""
         return _ratio(self.controls.get("random"))[0]
@@ -109,14 +93,14 @@ class MethodSetting(OutcomeSetting):
 
 
 def _ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
-    """Return the ratio of propagated sums with its interval; NaN where there is no comparison."""
+    """Return a comparison's ratio of propagated sums with its interval; NaN and None without a comparison."""
     if comparison is None:
         return float("nan"), None
     return comparison.propagated.sum_ratio, comparison.propagated.sum_ratio_interval
 
 
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
-    """Return first and recent entries, or shares of b, that stay in every head whatever their scores.
+    """Return how many first and recent entries, or shares of b, stay in every head whatever their scores.
 
     `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b. None where unknown:
     for external kept sets, and for a number with a share where b itself is a share.
@@ -124,13 +108,13 @@ def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None
     options = dict(config.policy.options)
     if isinstance(by := options.get("by"), Choice):
         options |= by.options
-    first = _larger(config.protect_first, options.get("sinks", 0), config)
-    recent = _larger(config.protect_recent, options.get("recent", 0), config)
+    first = _larger_protection(config.protect_first, options.get("sinks", 0), config)
+    recent = _larger_protection(config.protect_recent, options.get("recent", 0), config)
     return None if config.is_external or first is None or recent is None else (first, recent)
 
 
-def _larger(first: float, second: float, config: EvictionConfig) -> int | float | None:
-    """Return the larger of two protections, each a number of entries or a share of b; None where unknown."""
+def _larger_protection(first: float, second: float, config: EvictionConfig) -> int | float | None:
+    """Return the larger of two protections, each a number of entries or a share of b; None if not comparable."""
     if not first or not second or type(first) is type(second):
         return max(first, second)
     if not isinstance(budget := config.budget.value, int):
@@ -139,7 +123,7 @@ def _larger(first: float, second: float, config: EvictionConfig) -> int | float 
 
 
 def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) -> EvictionConfig | None:
-    """Return the baseline's policy with another selection and a method's window and protection; None if unknown."""
+    """Return a method's control: the baseline with another selection and the method's window and protection."""
     if (ends := protection(config)) is None:
         return None
     scored = selection == BASELINE[1]
@@ -156,13 +140,13 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
 
 
 def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[MethodSetting, ...]:
-    """Return the settings, a budget and granularity each, that hold SnapKV and another method, or one of `only`.
+    """Return a setting per budget and granularity that holds SnapKV and another method, or one of those in `only`.
 
     Raises TraceError where none does, and as `head_comparison.summarise`.
     """
     results = [
         setting
-        for group in _groups(trace.run)
+        for group in _setting_groups(trace.run)
         if (base := baseline_of(group)) and (setting := _setting(trace, group, base, step, only)).rows
     ]
     if not results:
@@ -173,43 +157,53 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Met
 
 
 def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
-    """Return the configurations of SnapKV that are controls of another method, with its window or protection."""
+    """Return SnapKV's configurations that are controls of another method: with that method's window and protection."""
     controls: set[EvictionConfig] = set()
-    for group in _groups(run):
+    for group in _setting_groups(run):
         if base := baseline_of(group):
-            plain = [one for one in group if one.policy.name == BASELINE[0] and _key(one) in _control_keys(base, one)]
-            methods = [one for one in group if one not in plain]
-            keys = {key for one in methods for key in _control_keys(base, one)} - _control_keys(base, base)
-            controls |= {one for one in group if one.policy.name == BASELINE[0] and _key(one) in keys}
+            plain = [
+                config
+                for config in group
+                if config.policy.name == BASELINE[0] and _control_key(config) in _control_keys(base, config)
+            ]
+            methods = [config for config in group if config not in plain]
+            keys = {key for config in methods for key in _control_keys(base, config)} - _control_keys(base, base)
+            controls |= {
+                config for config in group if config.policy.name == BASELINE[0] and _control_key(config) in keys
+            }
     return controls
 
 
-def _groups(run: RunConfig) -> list[list[EvictionConfig]]:
-    """Return the configurations of equal budget and granularity."""
-    options = {name for one in run.configs for name in one.flat() if name.startswith(("policy_", "selection_"))}
-    return [[run.configs[index] for index in group] for group in alike(run, *_FREE, *options)]
+def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
+    """Return the groups of configurations of equal budget and granularity."""
+    options = {name for config in run.configs for name in config.flat() if name.startswith(("policy_", "selection_"))}
+    return group_settings(run, *_FREE, *options)
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
-    """Return SnapKV's configuration with the least protection beside its window; None where there is none."""
-    named = [one for one in group if (one.policy.name, one.selection.name) == BASELINE]
-    return min(named, key=lambda one: sum(protection(one) or ()), default=None)
+    """Return SnapKV's configuration with the fewest protected entries in a group; None where there is none."""
+    named = [config for config in group if (config.policy.name, config.selection.name) == BASELINE]
+    return min(named, key=lambda config: sum(protection(config) or ()), default=None)
 
 
 def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
-    """Return the configurations that are neither the baseline nor a control of another one."""
-    controls = {key for one in group if one != base for key in _control_keys(base, one)}
-    return [one for one in group if one != base and (_key(one) not in controls or one.policy.name != BASELINE[0])]
+    """Return the configurations of a group that are neither the baseline nor a control of another one."""
+    controls = {key for config in group if config != base for key in _control_keys(base, config)}
+    return [
+        config
+        for config in group
+        if config != base and (_control_key(config) not in controls or config.policy.name != BASELINE[0])
+    ]
 
 
 def _control_keys(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
-    """Return the keys of a method's controls, where these are known."""
+    """Return the keys (`_control_key`) by which the controls of a method are recognised."""
     controls = (control(base, config, name) for name in CONTROLS)
-    return {_key(one) for one in controls if one is not None}
+    return {_control_key(expected) for expected in controls if expected is not None}
 
 
-def _key(config: EvictionConfig) -> tuple[Any, ...]:
-    """Return the choices by which a control is recognised."""
+def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
+    """Return the choices of a configuration by which it is recognised as a control."""
     return (config.budget, str(config.policy), config.selection.name, config.window, str(config.granularity),
             config.protect_first, config.protect_recent)  # fmt: skip
 
@@ -217,22 +211,32 @@ def _key(config: EvictionConfig) -> tuple[Any, ...]:
 def _setting(
     trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
 ) -> MethodSetting:
-    methods = [one for one in _methods(group, baseline) if not only or any(matches(one, name) for name in only)]
+    """Return the setting of a group of configurations: its methods, or those in `only`, against the baseline."""
+    methods = [
+        config for config in _methods(group, baseline) if not only or any(matches(config, name) for name in only)
+    ]
     rows = [
-        Row.compare(trace, ANALYSIS, baseline, one, step, controls=_controls(trace, baseline, one, group, step))
-        for one in methods
+        Row.compare(
+            trace,
+            ANALYSIS,
+            baseline,
+            config,
+            step,
+            controls=_compare_with_controls(trace, baseline, config, group, step),
+        )
+        for config in methods
     ]
     return MethodSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
-        controls=_controls(trace, baseline, baseline, group, step),
-        rows=tuple(sorted(_distinct(rows), key=lambda row: row.propagated.sum_ratio)),
+        controls=_compare_with_controls(trace, baseline, baseline, group, step),
+        rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity(trace, group, step),
     )
 
 
-def _distinct(rows: list[Row]) -> list[Row]:
-    """Return the rows, with the choices in which rows of the same name differ."""
+def _with_distinct_names(rows: list[Row]) -> list[Row]:
+    """Return the rows with distinct names: `difference` holds the choices in which rows of one name differ."""
     distinct = []
     for row in rows:
         same = [other.treatment for other in rows if other.name == row.name]
@@ -241,15 +245,20 @@ def _distinct(rows: list[Row]) -> list[Row]:
     return distinct
 
 
-def _controls(
+def _compare_with_controls(
     trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
 ) -> dict[str, HeadComparison]:
-    """Return the comparisons of a method with each of its controls in the group."""
-    known = {_key(one): one for one in group if one != config}
-    expected = {name: control(baseline, config, name) for name in CONTROLS}
-    controls = {name: known.get(_key(one)) for name, one in expected.items() if one is not None}
+    """Return control -> comparison of a method with it, for the method's controls in the group."""
+    by_key = {_control_key(member): member for member in group if member != config}
+    controls = {
+        name: by_key.get(_control_key(expected))
+        for name in CONTROLS
+        if (expected := control(baseline, config, name)) is not None
+    }
     return {
-        name: head_comparison.summarise(trace, one, config, step) for name, one in controls.items() if one is not None
+        name: head_comparison.summarise(trace, member, config, step)
+        for name, member in controls.items()
+        if member is not None
     }
 
 
@@ -260,6 +269,7 @@ class MethodRanking(SettingsResult):
     SECTION = "ablation --methods"
     SHOWN = ("cache_share", "propagated_ratio", "random_ratio", "protected_ratio", "kl_median")
     FIRST = "method"
+    HAS_MEDIANS = True
     IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
 
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")
@@ -271,20 +281,20 @@ class MethodRanking(SettingsResult):
         if FEW in verdicts:
             first = "too few samples to decide whose perturbation is lower than snapkv's"
         else:
-            first = tally(verdicts, _WORDS, "method")
-        best = (_best(setting) for setting in self.settings)
+            first = tally(verdicts, _VERDICT_CLAUSES, "method")
+        best = (_best_text(setting) for setting in self.settings)
         where = (f" at {name}" if name else "" for name in self.setting_names())
         least = ", ".join(f"{clause}{at}" for clause, at in zip(best, where, strict=True))
         note = sample_note(self.identity.samples)
         return sentence(f"{first}; lowest: {least} (propagated, all heads; {note})", *(row.name for row in rows))
 
     def title(self) -> str:
-        """Return the baseline, and the choices of a single setting."""
+        """Return the table's title: the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the definition of the controls."""
+        """Return the definition of 'same ends', the controls' window and protection."""
         return ["Same ends: under the method's own window and protection."]
 
     def details(self) -> Sequence[Part]:
@@ -294,10 +304,6 @@ class MethodRanking(SettingsResult):
         return [table("over snapkv's, and KL", self.lines(), names, self.FIRST),
                 text.noise_floor_note(kind.floor_relative_median)]  # fmt: skip
 
-    def interval_note(self) -> str:
-        """Return the note on n and intervals, those of medians included."""
-        return text.intervals_note(self.identity.samples, medians=True)
-
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method, kind, layer and head: both sides' mean L1, their floor and the verdict.
 
@@ -306,7 +312,7 @@ class MethodRanking(SettingsResult):
         return [head for setting in self.settings for row in setting.rows for head in head_rows(row, name=row.name)]
 
 
-_WORDS = {
+_VERDICT_CLAUSES = {
     LESS: ("perturbation is lower than snapkv's", "lower"),
     MORE: ("perturbation is higher than snapkv's", "higher"),
     ALIKE: ("perturbation is snapkv's up to rounding", "equal"),
@@ -314,8 +320,8 @@ _WORDS = {
 }
 
 
-def _best(setting: MethodSetting) -> str:
-    """Return the method that perturbs least, with its ratio: 'caote (0.80 [0.70, 0.90])'."""
+def _best_text(setting: MethodSetting) -> str:
+    """Return the method that perturbs least, with its ratio to SnapKV: 'caote (0.80 [0.70, 0.90])'."""
     first = setting.rows[0]
     ratio = text.decimal(first.propagated.sum_ratio, first.propagated.sum_ratio_interval)
     if first.propagated.sum_ratio < 1:

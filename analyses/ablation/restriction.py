@@ -9,8 +9,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import common
-from perturbkv.analyses.pairing import group_settings as alike
+from perturbkv.analyses.pairing import common, group_settings
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
@@ -26,14 +25,14 @@ _FREE = ("granularity", "granularity_block", "granularity_block_score")
 
 @record
 class Row(Outcome):
-    """One restriction, against one kept set of single entries per key/value head."""
+    """One restriction of kept sets against the baseline, one set of single entries per key/value head."""
 
     SECTION = "restriction row"
 
     @derived()
     def name(self) -> str:
-        """The restriction, as it is written: `layer(block=16)`."""
-        return restriction_of(self.treatment)
+        """The restriction in a label's notation: `layer(block=16)`."""
+        return restriction_text(self.treatment)
 
     @property
     def wider(self) -> bool:
@@ -54,7 +53,7 @@ class RestrictionSetting(OutcomeSetting):
 
     @property
     def setting(self) -> str:
-        """The choices that all rows share, as a label writes them."""
+        """The choices that all rows share, in a label's notation."""
         return common((self.baseline,), "granularity")
 
     def lines(self) -> Sequence[Line]:
@@ -62,20 +61,22 @@ class RestrictionSetting(OutcomeSetting):
         return [Line(f"{RESTRICTION_BASELINE} (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
-def restriction_of(config: EvictionConfig) -> str:
+def restriction_text(config: EvictionConfig) -> str:
     """Return the restriction of a configuration's kept sets as text: `layer(block=16)`."""
     return str(config.granularity.without(["reduce", "product"]))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
-    """Return one entry per setting of the trace.
+    """Return the settings of a trace, each with the baseline and at least one restriction.
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    groups = [[trace.run.configs[index] for index in group] for group in alike(trace.run, *_FREE)]
-    results = [_setting(trace, one, group, step) for group in groups for one in group[:] if _is_baseline(one, group)]
+    groups = group_settings(trace.run, *_FREE)
+    results = [
+        _setting(trace, config, group, step) for group in groups for config in group if _is_baseline(config, group)
+    ]
     if not results:
-        names = ", ".join(dict.fromkeys(restriction_of(config) for config in trace.run.configs))
+        names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
         msg = (
             f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in "
             f"all else; got a trace of {names}"
@@ -85,15 +86,18 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
 
 
 def _is_baseline(config: EvictionConfig, group: list[EvictionConfig]) -> bool:
+    """Return whether a configuration is the baseline of a group that has another one."""
     return config.granularity.name == RESTRICTION_BASELINE and config.block == 1 and len(group) > 1
 
 
-def _rank(config: EvictionConfig) -> tuple[int, int, str]:
-    return _ORDER.index(config.granularity.name), config.block, restriction_of(config)
+def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
+    """Return the sort key of a restriction: granularity, then size of block."""
+    return _ORDER.index(config.granularity.name), config.block, restriction_text(config)
 
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
-    treatments = sorted((config for config in group if config != baseline), key=_rank)
+    """Return the setting of a group: every other configuration against the baseline."""
+    treatments = sorted((config for config in group if config != baseline), key=_sort_key)
     return RestrictionSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
@@ -104,17 +108,18 @@ def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig]
 
 @record
 class Restriction(SettingsResult):
-    """Restricted kept sets in every setting that holds one per key/value head and something to compare with it."""
+    """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION = "ablation --restrictions"
     SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST = "one set per"
+    HAS_MEDIANS = True
     IGNORED: ClassVar[tuple[str, ...]] = ("granularity",)
 
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """Return by how much more restricted kept sets perturb, without sets per query head."""
+        """Return by how much more restricted kept sets perturb than the baseline; sets per query head do not count."""
         cases = self.cases()
         if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
@@ -122,7 +127,7 @@ class Restriction(SettingsResult):
         return sentence(f"{clause} (propagated, all heads, equal budgets; {sample_note(self.identity.samples)})")
 
     def cases(self) -> list[Case]:
-        """Return the propagated ratio of every restriction in every setting."""
+        """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""
         return [
             row.propagated.case(f"{where} {row.name}".strip())
             for where, setting in zip(self.setting_names(), self.settings, strict=True)
@@ -131,12 +136,12 @@ class Restriction(SettingsResult):
         ]
 
     def title(self) -> str:
-        """Return the baseline, and the choices of a single setting."""
+        """Return the table's title: the baseline, and the choices of a single setting."""
         where = f": {self.settings[0].setting}" if len(self.settings) == 1 else ""
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the rows whose cache is larger."""
+        """Return the note on sets per query head, whose cache is larger, where there are any."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
         return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 
@@ -151,10 +156,6 @@ class Restriction(SettingsResult):
             text.noise_floor_note(kind.floor_relative_median),
         ]  # fmt: skip
 
-    def interval_note(self) -> str:
-        """Return the note on n and intervals, those of medians included."""
-        return text.intervals_note(self.identity.samples, medians=True)
-
     def records(self) -> list[dict[str, Any]]:
         """Return a row per restriction, kind, layer and head: both sides' mean L1, their floor and the verdict.
 
@@ -162,11 +163,11 @@ class Restriction(SettingsResult):
         one. A verdict is 1 (better), 0 (tied) or −1 (worse).
         """
         rows = [row for setting in self.settings for row in setting.rows]
-        return [head for row in rows for head in head_rows(row, name=row.name, held=row.held[1])]
+        return [head for row in rows for head in head_rows(row, name=row.name, held=row.cache_shares[1])]
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
-    """Compare kept sets that all heads of a layer share, or of whole blocks, as engines keep them, with free ones.
+    """Compare kept sets that a layer's heads share, or that are whole blocks, as in engines, with unrestricted ones.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each granularity and size of block with that of
     `kv`, one set of single entries per key/value head, at the same budget; beside it the drift after the last layer,

@@ -38,7 +38,7 @@ _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 @record
 class Audit(Result):
-    """The verdict on an eviction, with the measurements behind it.
+    """The verdict on an external eviction, with its measurements.
 
     Attributes:
         trace: the measurements.
@@ -58,7 +58,7 @@ class Audit(Result):
 
     @derived()
     def verdict(self) -> str:
-        """Exact: only lossy; differs: not what its kept sets imply; or unreadable."""
+        """`exact` (only lossy), `differs` (not what its kept sets imply), or `unreadable`."""
         if self.obstacle:
             return UNREADABLE
         return DIFFERS if self.faults else EXACT
@@ -71,7 +71,7 @@ class Audit(Result):
     @derived(key="conclusion")
     def summary(self) -> str:
         """The verdict in one line."""
-        return f"{self.verdict}: {self.obstacle or self._first_fault() or self._only_lossy()}"
+        return f"{self.verdict}: {self.obstacle or self._fault_clause() or self._exact_clause()}"
 
     @derived()
     def eviction(self) -> str:
@@ -105,12 +105,12 @@ class Audit(Result):
 
     @derived()
     def unreadable(self) -> str:
-        """Reason why nothing can be said; empty where something can."""
+        """Reason why nothing could be audited; empty where something was."""
         return self.trace.unreadable
 
     @derived()
     def runs(self) -> tuple[AuditedRun, ...]:
-        """Each prompt in each situation, each row of its batch."""
+        """One per prompt, situation and row of its batch."""
         by_run = {(fault.sample, fault.situation, fault.row): fault for fault in self.faults}
         return tuple(
             audited_run(self.trace, run, by_run.get((run.sample, run.situation, run.row))) for run in self.trace.runs
@@ -123,7 +123,7 @@ class Audit(Result):
 
     @derived()
     def losses(self) -> tuple[AuditLoss, ...]:
-        """The kept sets, then controls that hold as much."""
+        """The loss of the kept sets, then of controls that hold as much."""
         return tuple(
             AuditLoss(loss.name, loss.held, loss.isolated, loss.propagated, loss.drift, loss.kl)
             for loss in self.trace.losses
@@ -146,12 +146,12 @@ class Audit(Result):
 
     @derived()
     def controls_protect_less(self) -> bool:
-        """Whether controls protect less, as the eviction keeps hardly more than it protects."""
+        """Whether controls protect fewer entries, as the eviction keeps hardly more than it protects."""
         return self.trace.freed
 
     @derived()
     def configs(self) -> tuple[EvictionConfig, ...]:
-        """The kept sets' own, then the controls'."""
+        """The configuration of the kept sets, then those of the controls."""
         return self.trace.configs
 
     @property
@@ -166,7 +166,7 @@ class Audit(Result):
 
     @property
     def compared(self) -> list[tuple[AuditRun, CacheEntries, DecodeDistances]]:
-        """The runs with entries and with decoding that was compared with the reference."""
+        """The runs whose decoding was compared with the reference, with their entries and distances."""
         return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
 
     def conclusion(self) -> str:
@@ -174,7 +174,7 @@ class Audit(Result):
         return self.summary
 
     def title(self) -> str:
-        """Return the eviction and its reference."""
+        """Return the table's title: the eviction and its reference."""
         return escape_line(f"{self.eviction} ({self.kind}, {self.about['dtype']}) against the masked reference")
 
     def lines(self) -> Sequence[Line]:
@@ -182,11 +182,11 @@ class Audit(Result):
         return [Line(run.name, (run,)) for run in self.runs]
 
     def interval_note(self) -> str:
-        """Return nothing: no number is a mean over samples."""
+        """Return an empty note: no number is a mean over samples."""
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return the number of noise floors that is a difference."""
+        """Return the note on how many noise floors make a difference, where distances were measured."""
         known = any(run.worst is not None for run in self.runs)
         return (
             [f"Floors are of the plain model with everything kept; more than {FLOORS} are a difference."]
@@ -199,14 +199,14 @@ class Audit(Result):
         return super().explain() if self.runs else []
 
     def details(self) -> Sequence[Part]:
-        """Return the kept entries, decoding step by step, plain use, and the losses."""
+        """Return tables of kept entries, decoding steps and losses, and a note on plain use."""
         situations = {run.situation for run in self.runs}
         return [
             *(f"{name}: {meaning}." for name, meaning in SITUATIONS.items() if name in situations),
-            *self._kept(),
-            *self._steps(),
+            *self._kept_table(),
+            *self._steps_table(),
             *([self.plain_use.summary()] if self.plain_use else []),
-            *self._losses(),
+            *self._loss_table(),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ class Audit(Result):
         ]  # fmt: skip
 
     def kept_share(self, most: int) -> NDArray[np.float64]:
-        """Return the (layer, bin) share of positions that are kept, mean over kept sets and prompts.
+        """Return the share of positions that are kept, (layer, bin), mean over kept sets and prompts.
 
         Bins are equal shares of each prompt: `most` of them, fewer where a prompt is shorter. NaN without entries.
         """
@@ -231,18 +231,18 @@ class Audit(Result):
         if not whole:
             return np.full((self.trace.layers, 1), np.nan)
         bins = min(most, *(tokens for _, tokens in whole))
-        return np.asarray(np.mean([_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
+        return np.asarray(np.mean([_kept_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
 
     def by_layer(self) -> dict[str, NDArray[np.float64]]:
-        """Return situation -> (layer,) largest distance in noise floors over prompts, rows and steps."""
+        """Return situation -> largest distance in noise floors over prompts, rows and steps, (layer,)."""
         worst: dict[str, NDArray[np.float64]] = {}
         for run, _, decoded in self.compared:
             floors = layer_floors(decoded).max(axis=0)
             worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
         return worst
 
-    def _first_fault(self) -> str:
-        """Return the first fault and the other situations with a fault; empty where there is none."""
+    def _fault_clause(self) -> str:
+        """Return a clause on the first fault and on other situations with a fault; empty where there is none."""
         if not self.faults:
             return ""
         first = self.faults[0]
@@ -253,19 +253,19 @@ class Audit(Result):
         also = f"; also in {' and '.join(others)}" if others else ""
         return f"{where}{first.what} ({first.situation}{row}{far}){also}"
 
-    def _only_lossy(self) -> str:
-        """Return that nothing differs, with the largest distance from the reference."""
+    def _exact_clause(self) -> str:
+        """Return the clause that nothing differs, with the largest distance from the reference."""
         decoded = [run.decoded for run in self.trace.runs if run.decoded is not None]
         if not decoded:
-            return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends()}"
+            return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
         most = floors_text(max(map(worst_floors, decoded)))
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{plural(len(decoded), 'run')}{self._evicted_ends()}"
+            f"{plural(len(decoded), 'run')}{self._evicted_ends_clauses()}"
         )
 
-    def _evicted_ends(self) -> str:
-        """Return in how many kept sets the first or the most recent entry was evicted, over unbatched prompts."""
+    def _evicted_ends_clauses(self) -> str:
+        """Return clauses on kept sets without the first or the most recent entry, where there are any."""
         alone = {run.sample: run.entries for run in reversed(self.runs) if run.entries and run.row == 0}.values()
         sets = sum(entries.sets for entries in alone)
         words = {
@@ -274,21 +274,23 @@ class Audit(Result):
         }
         return "".join(f"; {what} goes in {count} of {sets} kept sets" for what, count in words.items() if count)
 
-    def _kept(self) -> list[Part]:
+    def _kept_table(self) -> list[Part]:
+        """Return a table of the entries that each run keeps, with a note; empty where no run has entries."""
         lines = [Line(run.name, (run, run.entries)) for run in self.runs if run.entries]
         if not lines:
             return []
         note = "first, last: entries of the prompt's beginning and end that a kept set holds without a gap."
         return [table("what it keeps", lines, _KEPT, self.FIRST), note]
 
-    def _steps(self) -> list[Part]:
-        """Return a table of the steps of each situation's first prompt, the worst of its layers."""
+    def _steps_table(self) -> list[Part]:
+        """Return a table of the decoding steps of each situation's first prompt, by the worst of its layers."""
         first = {(run.situation, run.row): run for run in reversed(self.runs) if run.steps}
         shown = [run for run in self.runs if first.get((run.situation, run.row)) is run]
         lines = [Line("" if step.step else run.name, (step,)) for run in shown for step in run.steps]
         return [table("step by step, the first prompt, in noise floors", lines, _STEPS, self.FIRST)] if lines else []
 
-    def _losses(self) -> list[Part]:
+    def _loss_table(self) -> list[Part]:
+        """Return a table of the losses with a note, or the reason why there are none."""
         if not self.losses:
             return [f"no loss measured: {self.lossless}"] if self.lossless else []
         lines = [Line(loss.name, (loss,)) for loss in self.losses]
@@ -303,19 +305,20 @@ class Audit(Result):
 
 
 def conclude(trace: AuditTrace) -> Audit:
-    """Return the verdict on an audit's measurements."""
+    """Return the verdict on the measurements of an audit."""
     faults = [fault for run in trace.runs if (fault := fault_of_run(run)) is not None]
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 
-def _shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:
-    """Return the (layer, bin) share of positions that one prompt's kept sets hold."""
+def _kept_shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:
+    """Return the share of positions that one prompt's kept sets hold, (layer, bin)."""
     edges = np.linspace(0, tokens, bins + 1).round()
     counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept]
     return np.asarray(counts / np.diff(edges))
 
 
 def _identity(trace: AuditTrace) -> RunIdentity:
+    """Return the identity of an audit's run."""
     about = trace.about
     return RunIdentity(
         model=about["model"],

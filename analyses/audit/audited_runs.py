@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 
 @record
 class Alteration(Record):
-    """An entry that is not the full cache's."""
+    """A kept set with entries that are not the full cache's."""
 
     layer: int = column("from 0")
     head: int = column("kept set")
@@ -61,22 +61,22 @@ class AuditedEntries(Record):
 
     @derived(heading="#per set", json=False)
     def per_set(self) -> str:
-        """Entries of a kept set, fewest and most."""
-        return _range([count for layer in self.kept for count in layer])
+        """Entries per kept set, fewest and most."""
+        return _range_text([count for layer in self.kept for count in layer])
 
     @derived(heading="#first", json=False)
     def first(self) -> str:
         """Entries of the prompt's beginning that a kept set holds without a gap."""
-        return _range(self.ends[:, 0].tolist())
+        return _range_text(self.ends[:, 0].tolist())
 
     @derived(heading="#last", json=False)
     def last(self) -> str:
         """Entries of the prompt's end that a kept set holds without a gap."""
-        return _range(self.ends[:, 1].tolist())
+        return _range_text(self.ends[:, 1].tolist())
 
     @derived(heading="odd", json=False)
     def odd(self) -> str:
-        """Unusual things about the entries."""
+        """Oddities of the entries: padding, duplicates, another order, changes."""
         named = ((self.padded, "padding"), (self.strangers, "unlike any"), (self.duplicates, "twice"))
         words = [f"{int(counts.sum())} {word}" for counts, word in named if counts.sum()]
         words += ["in another order"] if self.unordered else []
@@ -122,7 +122,7 @@ class AuditedStep(Record):
 
 @record
 class AuditedRun(Record):
-    """One prompt in one situation.
+    """The audit of one prompt in one situation: its entries, decoding steps and first difference.
 
     Attributes:
         fault: its first difference.
@@ -170,7 +170,7 @@ class AuditedRun(Record):
 
     @property
     def name(self) -> str:
-        """The prompt and the situation."""
+        """The prompt, the situation and the row of a batch, as text."""
         return f"{escape_line(self.sample)}: {self.situation}{f', row {self.row}' if self.situation == 'batch' else ''}"
 
 
@@ -187,7 +187,7 @@ class CacheUse(Record):
     failed: str = column("what `generate` with all ids raises; empty where it goes on")
 
     def summary(self) -> str:
-        """Return the outcome of each use, a line each."""
+        """Return the outcome of each plain use as text, a line each."""
         again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
         fed = "right: feeds the new token alone" if self.fed == 1 else again
         return "\n".join([
@@ -198,6 +198,7 @@ class CacheUse(Record):
         ])  # fmt: skip
 
     def _next_token(self) -> str:
+        """Return whether the next token stands at its position, as text."""
         if self.position is None:
             return "fails: the cache does not say how many tokens it has seen"
         if self.position == self.expected:
@@ -236,14 +237,15 @@ def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> Audite
         padding=run.padding,
         failed=run.failed,
         refused=run.refused,
-        entries=None if run.entries is None else _entries(trace, run, run.entries),
-        steps=() if decoded is None else tuple(_step(run, decoded, step) for step in range(len(run.forwards))),
+        entries=None if run.entries is None else _audited_entries(trace, run, run.entries),
+        steps=() if decoded is None else tuple(_audited_step(run, decoded, step) for step in range(len(run.forwards))),
         fault=fault,
         worst=None if decoded is None else worst_floors(decoded),
     )
 
 
-def _entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> AuditedEntries:
+def _audited_entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> AuditedEntries:
+    """Return the record of a run's cache entries."""
     kept = [[len(kept_set) for kept_set in layer] for layer in entries.kept]
     every = [kept_set for layer in entries.kept for kept_set in layer]
     return AuditedEntries(
@@ -261,31 +263,33 @@ def _entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> Audited
             Alteration(layer, head, words)
             for layer, heads in enumerate(entries.altered) for head, words in enumerate(heads) if words
         ],
-        key_floors=_worst(entries.key_distance, entries.key_floor),
-        value_floors=_worst(entries.value_distance, entries.value_floor),
-        ends=np.array([_ends(kept_set, run.tokens) for kept_set in every]),
+        key_floors=_worst_head_floors(entries.key_distance, entries.key_floor),
+        value_floors=_worst_head_floors(entries.value_distance, entries.value_floor),
+        ends=np.array([_gapless_ends(kept_set, run.tokens) for kept_set in every]),
     )  # fmt: skip
 
 
-def _worst(distance: Floats, floor: Floats) -> Floats:
-    """Return the (layer,) distance of the worst head in noise floors; 0 for no distance."""
+def _worst_head_floors(distance: Floats, floor: Floats) -> Floats:
+    """Return the distance of each layer's worst head in noise floors, (layer,); 0 for no distance."""
     worst = distance.max(axis=-1)
     return np.asarray(np.divide(worst, floor, out=np.zeros_like(worst), where=worst > 0))
 
 
-def _ends(kept: Integers, tokens: int) -> tuple[int, int]:
-    """Return the numbers of first and of last entries that a kept set holds without a gap."""
+def _gapless_ends(kept: Integers, tokens: int) -> tuple[int, int]:
+    """Return how many first and how many last entries a kept set holds without a gap."""
     first = int(np.append(kept != np.arange(len(kept)), True).argmax())
     last = int(np.append(tokens - 1 - kept[::-1] != np.arange(len(kept)), True).argmax())
     return first, last
 
 
-def _range(counts: Sequence[int]) -> str:
+def _range_text(counts: Sequence[int]) -> str:
+    """Return the least and the largest count as text: '12–48', or '12' where they are equal."""
     low, high = min(counts), max(counts)
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def _step(run: AuditRun, decoded: DecodeDistances, step: int) -> AuditedStep:
+def _audited_step(run: AuditRun, decoded: DecodeDistances, step: int) -> AuditedStep:
+    """Return the record of one forward pass after the eviction."""
     return AuditedStep(
         step=step,
         tokens=run.forwards[step],

@@ -35,7 +35,7 @@ class Fault(Record):
     )
 
     def location(self) -> str:
-        """Return layer, head and step, as far as they are known."""
+        """Return layer, head and step as text, as far as they are known: 'layer 3, head 1'."""
         parts = (("layer", self.layer), ("head", self.head), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
@@ -53,7 +53,7 @@ def fault_of_run(run: AuditRun) -> Fault | None:
     """Return the first difference of a run; None where there is none."""
     entries = None if run.entries is None else _entry_difference(run.entries)
     decoded = None if run.decoded is None else _decoding_difference(run.decoded)
-    first = min(filter(None, (entries, decoded)), key=lambda one: (one[2], one[0]), default=None)
+    first = min(filter(None, (entries, decoded)), key=lambda difference: (difference[2], difference[0]), default=None)
     if first is None:
         return Fault(run.sample, run.situation, run.row, run.failed) if run.failed else None
     layer, head, step, what = first
@@ -65,11 +65,12 @@ Difference = tuple[int, int, int, str]
 
 
 def _entry_difference(entries: CacheEntries) -> Difference | None:
-    """Return the first difference between the entries and those of the full cache, by layer and head."""
-    return min(_entry_differences(entries), key=lambda one: one[:2], default=None)
+    """Return the first difference, by layer and head, between a cache's entries and the full cache's."""
+    return min(_entry_differences(entries), key=lambda difference: difference[:2], default=None)
 
 
 def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
+    """Yield all differences between a cache's entries and the full cache's, kind by kind."""
     for layer in entries.repeated:
         times = _repetitions(entries)
         yield layer, 0, 0, f"every entry is cached {times}, once per query head (repeat_kv before caching)"
@@ -82,15 +83,15 @@ def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     yield from _counted_differences(entries.duplicates, "{} kept twice")
 
 
-def _counted_differences(counts: NDArray[np.int64], words: str) -> Iterator[Difference]:
-    """Yield a difference per kept set with a positive count; the words hold a place for the count."""
+def _counted_differences(counts: NDArray[np.int64], template: str) -> Iterator[Difference]:
+    """Yield a difference per kept set with a positive count, (layer, kept set), described by a `template`."""
     for layer, head in np.argwhere(counts > 0):
         count = int(counts[layer, head])
-        yield int(layer), int(head), 0, words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+        yield int(layer), int(head), 0, template.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
 def _repetitions(entries: CacheEntries) -> str:
-    """Return how often an entry is cached: number of equal neighbouring sets in the first repeated layer."""
+    """Return how often an entry is cached, as text: the number of equal sets in a row in the first repeated layer."""
     sets = entries.kept[entries.repeated[0]]
     group = 1
     while group < len(sets) and np.array_equal(sets[group], sets[0]):
@@ -113,7 +114,7 @@ def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
 
 
 def _cause(decoded: DecodeDistances, step: int) -> str:
-    """Return the cause of a difference in decoding, as far as positions or masks show it."""
+    """Return the cause of a difference in decoding as text, as far as positions or masks show it."""
     lag = float(decoded.behind[step])
     if lag:
         return _position_error(lag)
@@ -125,7 +126,7 @@ def _cause(decoded: DecodeDistances, step: int) -> str:
 
 
 def _position_error(lag: float) -> str:
-    """Return the error in the positions of new tokens, which lie `lag` too early; NaN for other rotations."""
+    """Return the error in new tokens' positions as text; they lie `lag` too early, NaN: are rotated otherwise."""
     if isnan(lag):
         return "keys of new tokens are not rotated to their positions"
     count = abs(lag)
@@ -134,26 +135,27 @@ def _position_error(lag: float) -> str:
 
 
 def head_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step, layer, head) distances of head outputs in noise floors."""
+    """Return the distances of head outputs in noise floors, (step, layer, head)."""
     return np.asarray(decoded.head / decoded.head_floor[:, None])
 
 
 def layer_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step, layer) distances in noise floors, the larger of a layer's worst head and its residual stream."""
+    """Return each layer's distance in noise floors, (step, layer): the larger of its worst head's and its stream's."""
     return np.asarray(np.fmax(head_floors(decoded).max(axis=-1), decoded.hidden / decoded.hidden_floor))
 
 
 def logit_floors(decoded: DecodeDistances) -> NDArray[np.float64]:
-    """Return (step,) distances of the logits in noise floors."""
+    """Return the distances of the logits in noise floors, (step,)."""
     return np.asarray(decoded.logits / decoded.logits_floor)
 
 
 def worst_floors(decoded: DecodeDistances) -> float:
-    """Return the largest distance of layers and logits in noise floors."""
+    """Return the largest distance in noise floors over all steps, of layers and logits."""
     return float(np.nanmax(np.concatenate([layer_floors(decoded).ravel(), logit_floors(decoded)])))
 
 
 def _floors_at(decoded: DecodeDistances | None, layer: int, step: int) -> float:
+    """Return the distance of a layer, of the logits for −1, at a step in noise floors; NaN where not measured."""
     if decoded is None or step >= len(decoded.logits):
         return nan
     return float(logit_floors(decoded)[step] if layer < 0 else layer_floors(decoded)[step, layer])

@@ -45,7 +45,7 @@ class WeakHead(Record):
 
 @record
 class Reading(Record):
-    """One reading of σ for one configuration.
+    """σ of one configuration in one reading, such as `sigma_stage1`, head by head.
 
     Attributes:
         variable: its name in the trace.
@@ -72,7 +72,7 @@ class Reading(Record):
 
     @property
     def failing(self) -> NDArray[np.bool_]:
-        """(layer, head) True where the mean σ is at most 0.5."""
+        """True where the mean σ is at most 0.5, (layer, head)."""
         return self.mean <= EVIDENCE
 
     @derived(key="heads_at_most_half")
@@ -98,12 +98,12 @@ class Reading(Record):
     def weak_names(self) -> str:
         """Heads whose mean σ is at most 0.5, as layer-head."""
         more = f" … {len(self.weak_heads) - _MOST_LISTED} more" if len(self.weak_heads) > _MOST_LISTED else ""
-        return " ".join(f"{one.layer}-{one.head}" for one in self.weak_heads[:_MOST_LISTED]) + more or "none"
+        return " ".join(f"{head.layer}-{head.head}" for head in self.weak_heads[:_MOST_LISTED]) + more or "none"
 
 
 @record
 class ConfigAssumption(Record):
-    """The readings of σ for one configuration."""
+    """The three readings of σ of one configuration."""
 
     SECTION = "configuration's σ"
 
@@ -117,42 +117,42 @@ class ConfigAssumption(Record):
 
     @property
     def readings(self) -> Mapping[str, Reading]:
-        """Variable -> reading, in the order of `READINGS`."""
+        """The readings by variable, in the order of `READINGS`."""
         return {name: getattr(self, name) for name in READINGS}
 
-    @derived(unit="share", heading="#σ > 0.5,\nstage 1", json=False)
+    @derived(
+        unit="share",
+        heading="#σ > 0.5,\nstage 1",
+        json=False,
+        interval=lambda config: config.sigma_stage1.share_interval,
+    )
     def stage1_share(self) -> float:
         """Heads in which stage 1 and the window hold more than 0.5 of the attention, mean over samples."""
         return self.sigma_stage1.share
 
-    @property
-    def stage1_share_interval(self) -> OptionalInterval:
-        """Interval of `stage1_share`, over samples."""
-        return self.sigma_stage1.share_interval
-
-    @derived(unit="share", heading="#σ > 0.5,\ntop ⌊αb⌋", json=False)
+    @derived(
+        unit="share",
+        heading="#σ > 0.5,\ntop ⌊αb⌋",
+        json=False,
+        interval=lambda config: config.sigma_topk.share_interval,
+    )
     def topk_share(self) -> float:
         """Heads in which the ⌊αb⌋ largest of A sum to more than 0.5, as the paper states σ, mean over samples."""
         return self.sigma_topk.share
 
-    @property
-    def topk_share_interval(self) -> OptionalInterval:
-        """Interval of `topk_share`, over samples."""
-        return self.sigma_topk.share_interval
-
-    @derived(unit="share", heading="#S > 0.5,\nall kept", json=False)
+    @derived(
+        unit="share",
+        heading="#S > 0.5,\nall kept",
+        json=False,
+        interval=lambda config: config.retained_mass.share_interval,
+    )
     def kept_share(self) -> float:
         """Heads in which S, all that is kept, exceeds 0.5, which the paper's figure 4 plots, mean over samples."""
         return self.retained_mass.share
 
-    @property
-    def kept_share_interval(self) -> OptionalInterval:
-        """Interval of `kept_share`, over samples."""
-        return self.retained_mass.share_interval
-
 
 def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, ...]:
-    """Return the three readings of σ for every configuration of a selection, by α, then budget.
+    """Return σ in its three readings for every configuration of a selection, sorted by α, then budget.
 
     Raises TraceError where the trace holds no such configuration, no complete sample or not what is needed, ConfigError
     where it has no such step.
@@ -170,6 +170,7 @@ def sigmas(trace: Trace, selection: str, step: int) -> tuple[ConfigAssumption, .
 
 
 def _reading(variable: str, sigma: Floats, layers: tuple[int, ...]) -> Reading:
+    """Return a reading of σ from (sample, layer, head) values."""
     above = sigma > EVIDENCE
     return Reading(
         variable=variable,
@@ -206,34 +207,34 @@ class Assumption(Result):
 
     @derived()
     def readings(self) -> Mapping[str, str]:
-        """Reading of σ → what is summed."""
+        """Reading of σ → entries whose attention is summed."""
         return READINGS
 
     def conclusion(self) -> str:
-        """Return in how many heads it holds, at the best and the worst budget, and the layer where it fails most."""
+        """Return in how many heads Assumption 1 holds, at the best and the worst budget, and where it fails most."""
         shares = [
             (name, reading.share, text.percent(reading.share, reading.share_interval))
             for name, reading in zip(self._names(), self._stage1(), strict=True)
         ]
         clause = (
             f"the first stage of {self.selection} keeps more than half of the attention in {extremes(shares)} of heads "
-            f"({sample_note(self.identity.samples)}); {self._where()}"
+            f"({sample_note(self.identity.samples)}); {self._failing_heads()}"
         )
         verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage1()])
         return sentence(f"{verdict}: {clause}" if verdict else clause)
 
     def title(self) -> str:
-        """Return the quantity and the shared choices."""
+        """Return the table's title: the share that it shows, and the shared choices."""
         return f"share of heads that keep more than half of the attention: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, with its first stage's reading."""
+        """Return a line per configuration, with its σ of stage 1."""
         return [
             Line(name, (config, config.sigma_stage1)) for name, config in zip(self._names(), self.configs, strict=True)
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return a table per reading, and the heads that fail in stage 1."""
+        """Return a table per reading of σ, and the heads whose mean σ of stage 1 is at most 0.5."""
         named = list(zip(self._names(), self.configs, strict=True))
         readings = [
             table(
@@ -252,7 +253,7 @@ class Assumption(Result):
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per configuration, reading, layer and head: mean σ, and in how many samples it is ≤ 0.5."""
+        """Return a row per configuration, reading, layer and head: mean σ, and the number of samples with σ ≤ 0.5."""
         return [
             row
             for config in self.configs
@@ -265,14 +266,15 @@ class Assumption(Result):
         ]
 
     def _names(self) -> list[str]:
+        """Return the short name of each configuration."""
         return [name or self.selection for name in short_names([config.config for config in self.configs])]
 
     def _stage1(self) -> list[Reading]:
-        """Return the first stage's reading of each configuration."""
+        """Return σ of stage 1 of each configuration."""
         return [config.sigma_stage1 for config in self.configs]
 
-    def _where(self) -> str:
-        """Return the layer with most of the heads that fail, at the budget where most do."""
+    def _failing_heads(self) -> str:
+        """Return the number of heads that fail (mean σ ≤ 0.5) at the worst budget, and the layer with most of them."""
         index = max(range(len(self.configs)), key=lambda index: int(self._stage1()[index].failing.sum()))
         failing = self._stage1()[index].failing
         if not failing.any():
@@ -312,11 +314,11 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
         (2, 2)
     """
     configs = sigmas(trace, selection, step)
-    return Assumption(selection, configs, step, identity(trace, [one.config for one in configs], step))
+    return Assumption(selection, configs, step, identity(trace, [shown.config for shown in configs], step))
 
 
 def _verdict(verdicts: list[int | None]) -> str:
-    """Return whether the assumption holds in most heads; empty where samples are too few to decide."""
+    """Return a clause on whether the assumption holds in most heads; empty where samples are too few to decide."""
     if None in verdicts:
         return ""
     if len(set(verdicts)) > 1:

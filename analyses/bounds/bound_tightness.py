@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, RankAgreement, 
 from perturbkv.analyses.bounds.ratios import (
     LEVELS,
     Tightness,
-    bounded,
     check_inequalities,
-    of_eviction,
-    others_note,
+    left_out_note,
+    read_bounds,
+    select_evicting,
     tightness,
 )
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
@@ -41,7 +40,7 @@ ANALYSIS = "bound-tightness"
 _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 _PER_HEAD = ("least", "median", "largest")
-_ORDERED = {
+_ORDER_CLAUSES = {
     1: ("the selection with the lower bound perturbs less", "less"),
     -1: ("the selection with the lower bound perturbs more", "more"),
     0: ("whether the selection with the lower bound perturbs less is undecided", "undecided"),
@@ -59,7 +58,7 @@ class BoundTightness(Result):
         selection: the one whose bounds are shown.
         run: the run's choices.
         identity: of the run, with the configurations shown.
-        others: quantised or corrected configurations, to which the theorems do not apply.
+        left_out: quantised or corrected configurations, to which the theorems do not apply.
     """
 
     SECTION = "bound-tightness"
@@ -74,21 +73,21 @@ class BoundTightness(Result):
     step: int = column("decode step, from 0")
     run: RunConfig
     identity: RunIdentity
-    others: tuple[EvictionConfig, ...] = ()
+    left_out: tuple[EvictionConfig, ...] = ()
 
     @derived()
     def levels(self) -> tuple[float, ...]:
-        """Quantiles that axes called level hold."""
+        """Quantiles along the axes called level."""
         return LEVELS
 
     @derived()
     def per_head_levels(self) -> tuple[str, ...]:
-        """Numbers that the last axis of `by_head` holds."""
+        """Numbers along the last axis of `by_head`."""
         return ("least", "median", "largest over samples")
 
     @derived()
     def violations(self) -> int:
-        """0: a violated bound is an error."""
+        """Number of violated bounds: 0, as a violation is an error."""
         return 0
 
     @property
@@ -96,18 +95,12 @@ class BoundTightness(Result):
         """The configurations of the selection, by α, then budget."""
         return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
 
-    def with_selection(self, selection: str) -> BoundTightness:
-        """Return the result with another selection shown. Raises TraceError where the trace holds none of it."""
-        shown = [self.run.configs[index] for index in side_indices(self.run, selection)]
-        about = dataclasses.replace(self.identity, configs=tuple(shown))
-        return dataclasses.replace(self, selection=selection, identity=about)
-
     def conclusion(self) -> str:
-        """Return by what factor θ̂ exceeds the perturbation, and whether it orders selections as that does."""
-        return sentence(f"{self._looseness()}; {self._order()}")
+        """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L."""
+        return sentence(f"{self._looseness_clause()}; {self._order_clause()}")
 
     def title(self) -> str:
-        """Return the quantities and the shared choices."""
+        """Return the table's title: the ratios that it shows, and the shared choices."""
         shared = common(self.identity.configs)
         return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {shared}"
 
@@ -116,8 +109,8 @@ class BoundTightness(Result):
         return [Line(name, (config, config.cells())) for name, config in self._named()]
 
     def caveats(self) -> Sequence[str]:
-        """Return the configurations that are left out."""
-        return others_note(self.others)
+        """Return the note on configurations that are left out, where there are any."""
+        return left_out_note(self.left_out)
 
     def details(self) -> Sequence[Part]:
         """Return the checked inequalities, further ratios, and the order of selections by each bound."""
@@ -128,7 +121,7 @@ class BoundTightness(Result):
             "L: isolated perturbation; 1 − S: attention that was given up, which knows no values.",
             table("ratios of the bounds where σ > 0.5", self.lines(), _RATIOS[-2:], self.FIRST),
             table("ratios where σ ≤ 0.5, no evidence for Theorems 3 and 4", flagged, _RATIOS, self.FIRST),
-            *self._orders(),
+            *self._order_tables(),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -157,60 +150,61 @@ class BoundTightness(Result):
         ]
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
-        """Return maps of L/θ, layer × head, a panel per budget."""
+        """Return a figure of L/θ as maps of layer × head, one per budget."""
         return self._draw("BoundTightness.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, Tightness]]:
+        """Return the shown configurations with their short names."""
         names = short_names([config.config for config in self.shown])
         return [(name or self.selection, config) for name, config in zip(names, self.shown, strict=True)]
 
-    def _looseness(self) -> str:
+    def _looseness_clause(self) -> str:
         """Return the share of heads with σ > 0.5, and θ̂ over L there, of the median head and of nine heads in ten."""
         quantiles = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
         if all(isnan(levels[_MEDIAN]) for _, levels in quantiles):
-            return f"there is no bound to judge for {self.selection}: {self._why_none()}"
-        factors = [(name, float(levels[_MEDIAN]), _times(levels)) for name, levels in quantiles]
-        covered = [(name, 1 - config.flagged_share, _covered(config)) for name, config in self._named()]
+            return f"there is no bound to judge for {self.selection}: {self._no_ratio_reason()}"
+        factors = [(name, float(levels[_MEDIAN]), _factor_text(levels)) for name, levels in quantiles]
+        covered = [(name, 1 - config.flagged_share, _covered_share(config)) for name, config in self._named()]
         samples = sample_note(max(config.evicted_samples for config in self.shown)).partition(":")[0]
         return (
             f"the paper's bound {_BOUND} covers {extremes(covered)} of heads and is {extremes(factors)} the "
             f"perturbation of {self.selection} there (median head; in parentheses nine heads in ten; {samples})"
         )
 
-    def _why_none(self) -> str:
-        """Return why no ratio is known."""
+    def _no_ratio_reason(self) -> str:
+        """Return the reason why no ratio is known, as a clause."""
         if not any(config.evicted_samples for config in self.shown):
             return "nothing was evicted"
         if all(config.flagged_share == 1 for config in self.shown):
             return "stage 1 keeps at most half of the attention in every head, where Theorem 3 says nothing"
         return "perturbation and bounds are 0"
 
-    def _order(self) -> str:
-        """Return whether a lower θ̂ means a lower L, in how many settings, and by how much."""
-        correlations = [one for agreement in self.agreements for one in agreement.correlations]
-        ranked = [one for one in correlations if _is_evidence(one)]
+    def _order_clause(self) -> str:
+        """Return a clause on whether a lower θ̂ means a lower L, with the number of settings and ρ."""
+        correlations = [rho for agreement in self.agreements for rho in agreement.correlations]
+        ranked = [rho for rho in correlations if _is_evidence(rho)]
         if not ranked:
             few = "too few samples hold ranks where σ > 0.5" if correlations else "fewer than three of a budget"
             return f"whether the selection with the lower bound perturbs less cannot be said: {few}"
-        rhos = [("", one.evidence_mean, text.decimal(one.evidence_mean, one.evidence_mean_interval)) for one in ranked]
-        clause = tally([interval_verdict(one.evidence_mean_interval, 0) for one in ranked], _ORDERED, "setting")
-        samples = min(one.evidence_samples for one in ranked)
+        rhos = [("", rho.evidence_mean, text.decimal(rho.evidence_mean, rho.evidence_mean_interval)) for rho in ranked]
+        clause = tally([interval_verdict(rho.evidence_mean_interval, 0) for rho in ranked], _ORDER_CLAUSES, "setting")
+        samples = min(rho.evidence_samples for rho in ranked)
         return f"{clause}: ρ = {extremes(rhos)} ({sample_note(samples)})"
 
-    def _orders(self) -> list[Part]:
-        """Return ρ of each bound over the contenders, and how often a bound picks the better of two selections."""
+    def _order_tables(self) -> list[Part]:
+        """Return tables of ρ between each bound and L, and of how often a bound picks the better of two selections."""
         settings = short_names([agreement.most_specific for agreement in self.agreements], "selection")
         named = list(zip(settings, self.agreements, strict=True))
         ranks = [
-            Line(name if index == 0 else "", (one,))
+            Line(name if index == 0 else "", (rho,))
             for name, agreement in named
-            for index, one in enumerate(one for one in agreement.correlations if set(one.selections) <= {*CONTENDERS})
+            for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
         ]
         picks = [
-            Line(f"{name} {one.second} or {one.first}".strip(), (one,))
+            Line(f"{name} {pair.second} or {pair.first}".strip(), (pair,))
             for name, agreement in named
-            for one in agreement.pairs
-            if one.second == "two-stage" and one.first in _COMPARED
+            for pair in agreement.pairs
+            if pair.second == "two-stage" and pair.first in _COMPARED
         ]
         numbers, first = ("evidence_values", "evidence_samples"), "setting"
         return [
@@ -243,9 +237,9 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         >>> result.shown[0].spreads["L/θ̂"].by_head.shape  # least, median and largest; layers; heads
         (3, 2, 2)
     """
-    trace, others = of_eviction(trace)
+    trace, left_out = select_evicting(trace)
     measured = Measurements(trace, ANALYSIS, step)
-    bounds, shares = bounded(measured), measured.cache_shares
+    bounds, shares = read_bounds(measured), measured.cache_shares
     return BoundTightness(
         selection=selection,
         inequalities_checked=check_inequalities(bounds),
@@ -256,23 +250,23 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         step=step,
         run=trace.run,
         identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
-        others=others,
+        left_out=left_out,
     )
 
 
-def _covered(config: Tightness) -> str:
-    """Return the share of heads in which σ > 0.5."""
+def _covered_share(config: Tightness) -> str:
+    """Return the share of heads in which σ > 0.5 as text, with its interval."""
     return text.percent(1 - config.flagged_share, complement(config.flagged_share_interval))
 
 
-def _times(ratios: Floats) -> str:
-    """Return the bound over the perturbation, median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
+def _factor_text(ratios: Floats) -> str:
+    """Return the bound over the perturbation as text, median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
     median, largest, least = (
         1 / float(ratios[index]) if ratios[index] else float("inf") for index in (_MEDIAN, _LOW, _HIGH)
     )
     return f"{factor(median)} ({text.decimal(least, digits=1)} to {text.decimal(largest, digits=1)})"
 
 
-def _is_evidence(one: RankCorrelation) -> bool:
-    """Return whether a correlation is of θ̂, over the contenders, and from enough samples."""
-    return one.bound == _BOUND and set(one.selections) <= {*CONTENDERS} and one.evidence_samples >= MIN_SAMPLES
+def _is_evidence(rho: RankCorrelation) -> bool:
+    """Return whether a correlation is of θ̂, over the contenders alone, and from enough samples."""
+    return rho.bound == _BOUND and set(rho.selections) <= {*CONTENDERS} and rho.evidence_samples >= MIN_SAMPLES

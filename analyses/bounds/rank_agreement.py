@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.bounds.ratios import Bounded, bounded
+from perturbkv.analyses.bounds.ratios import Bounds
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
-from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
+from perturbkv.analyses.measurements import EVIDENCE, Floats
 from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, OptionalInterval, share_kind
+from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, OptionalInterval, mean_where_known, share_kind
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.trace import Trace
 
 ANALYSIS = "bound-tightness"
 CONTENDERS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage")
@@ -36,7 +33,7 @@ LEAST_SELECTIONS = 3
 
 @record
 class RankCorrelation(Record):
-    """Spearman's ρ between a bound and L across selections of the same head and sample."""
+    """Spearman's ρ between a bound and the perturbation L across selections, within each head and sample."""
 
     bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
     selections: tuple[str, ...] = column("selections that are ranked")
@@ -50,25 +47,15 @@ class RankCorrelation(Record):
     values: int = column("(sample, head) that were ranked")
     flagged: int = column("(sample, head) left out because σ ≤ 0.5 in one of the selections (θ̂ alone)")
 
-    @derived(heading="#ρ with L", json=False)
+    @derived(heading="#ρ with L", json=False, interval=lambda row: row.mean_interval)
     def rho(self) -> float:
         """Spearman's ρ with L of all heads; θ̂ has none, as Theorem 3 is silent on some."""
         return float("nan") if self.bound == "θ̂" else self.mean
 
-    @property
-    def rho_interval(self) -> OptionalInterval:
-        """Interval of `rho`, over samples."""
-        return None if isnan(self.rho) else self.mean_interval
-
-    @derived(heading="#ρ where\nσ > 0.5", json=False)
+    @derived(heading="#ρ where\nσ > 0.5", json=False, interval=lambda row: row.evidence_mean_interval)
     def evidence_rho(self) -> float:
         """Spearman's ρ with L where σ > 0.5 in every selection; a dash of fewer than five samples."""
         return self.evidence_mean if self.evidence_samples >= MIN_SAMPLES else float("nan")
-
-    @property
-    def evidence_rho_interval(self) -> OptionalInterval:
-        """Interval of `evidence_rho`, over samples."""
-        return None if isnan(self.evidence_rho) else self.evidence_mean_interval
 
 
 @record
@@ -90,15 +77,12 @@ class Concordance(Record):
     evidence_samples: int = column("samples that hold such heads", heading="#samples")
     values: int = column("(sample, head) in which bound and L differ")
 
-    @derived(unit="share", heading="#lower bound,\nlower L", json=False)
+    @derived(
+        unit="share", heading="#lower bound,\nlower L", json=False, interval=lambda row: row.evidence_share_interval
+    )
     def evidence_agreement(self) -> float:
         """Heads with σ > 0.5 in which the lower bound has the lower L; a dash of fewer than five samples."""
         return self.evidence_share if self.evidence_samples >= MIN_SAMPLES else float("nan")
-
-    @property
-    def evidence_agreement_interval(self) -> OptionalInterval:
-        """Interval of `evidence_agreement`, over samples."""
-        return None if isnan(self.evidence_agreement) else self.evidence_share_interval
 
 
 @record
@@ -125,22 +109,14 @@ class RankAgreement(Record):
         return max(self.configs, key=lambda config: len(config.flat()))
 
 
-def summarise(trace: Trace, step: int = 0) -> tuple[RankAgreement, ...]:
-    """Compare the order of bounds with that of L for each setting of two or more selections.
-
-    Raises TraceError where the trace has no complete sample, ConfigError where it has no such step.
-    """
-    return compare_orders(bounded(Measurements(trace, ANALYSIS, step)), trace.run)
-
-
-def compare_orders(bounds: Bounded, run: RunConfig) -> tuple[RankAgreement, ...]:
-    """Compare the order of bounds with that of L for each setting of a run."""
+def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
+    """Compare the order of selections by each bound with that by L, for each setting of several selections."""
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """(selection, sample, layer, head) arrays of one setting, over the samples in which every selection evicts."""
+    """Arrays (selection, sample, layer, head) of one setting, over the samples in which every selection evicts."""
 
     names: tuple[str, ...]
     perturbation: Floats
@@ -148,18 +124,19 @@ class _Group:
     sigma: Floats
 
     def select(self, names: tuple[str, ...]) -> _Group:
-        """Return the arrays of some selections."""
+        """Return the group with the arrays of some of its selections."""
         indices = [self.names.index(name) for name in names]
         bounds = {bound: array[indices] for bound, array in self.bounds.items()}
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
     def evidence(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where the bound is valid: θ̂ where every σ > 0.5, the others always."""
+        """Return (sample, layer, head) True where a bound is valid: θ̂ where every σ > 0.5, θ and 1 − S everywhere."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
-def _agreement(bounds: Bounded, group: dict[str, int]) -> RankAgreement:
+def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
+    """Return the agreement of bounds with L over a group: selection -> index of its configuration."""
     indices = list(group.values())
     samples = bounds.evicted[:, indices].all(axis=1)
     arrays = [
@@ -180,41 +157,43 @@ def _agreement(bounds: Bounded, group: dict[str, int]) -> RankAgreement:
 
 
 def _correlation(group: _Group, bound: str) -> RankCorrelation:
+    """Return Spearman's ρ between a bound and L over all selections of a group."""
     valid = group.evidence(bound)
     rho = np.where(valid, spearman(group.bounds[bound], group.perturbation), np.nan)
-    per_sample = _mean(rho, (1, 2))
+    per_sample = mean_where_known(rho, (1, 2))
     proven = np.where(group.evidence("θ̂"), rho, np.nan)
-    evidence = _mean(proven, (1, 2))
+    evidence = mean_where_known(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
         selections=group.names,
-        mean=float(_mean(per_sample, (0,))),
+        mean=float(mean_where_known(per_sample)),
         mean_interval=intervals.of_mean(per_sample, CORRELATION),
-        evidence_mean=float(_mean(evidence, (0,))),
+        evidence_mean=float(mean_where_known(evidence)),
         evidence_mean_interval=intervals.of_mean(evidence, CORRELATION),
         evidence_values=_count(proven),
         evidence_samples=_count(evidence),
-        by_head=_mean(rho, (0,)),
+        by_head=mean_where_known(rho),
         values=_count(rho),
         flagged=int((~valid).sum()),
     )
 
 
 def _concordance(pair: _Group, bound: str) -> Concordance:
+    """Return how often the lower bound has the lower L, in a group of two selections."""
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
     differing = pair.evidence(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)
-    per_sample = _mean(agreeing, (1, 2))
+    per_sample = mean_where_known(agreeing, (1, 2))
     proven = np.where(pair.evidence("θ̂"), agreeing, np.nan)
-    evidence = _mean(proven, (1, 2))
+    evidence = mean_where_known(proven, (1, 2))
     share = share_kind(agreeing[0].size if len(agreeing) else 0)
     return Concordance(
         first=pair.names[0],
         second=pair.names[1],
         bound=bound,
-        share=float(_mean(per_sample, (0,))),
+        share=float(mean_where_known(per_sample)),
         share_interval=intervals.of_mean(per_sample, share),
-        evidence_share=float(_mean(evidence, (0,))),
+        evidence_share=float(mean_where_known(evidence)),
         evidence_share_interval=intervals.of_mean(evidence, share),
         evidence_values=_count(proven),
         evidence_samples=_count(evidence),
@@ -225,9 +204,3 @@ def _concordance(pair: _Group, bound: str) -> Concordance:
 def _count(values: Floats) -> int:
     """Return the number of values that are not NaN."""
     return int((~np.isnan(values)).sum())
-
-
-def _mean(values: Floats, axes: tuple[int, ...]) -> Floats:
-    """Return the mean of the values that are not NaN; NaN where all are."""
-    known = ~np.isnan(values)
-    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axes), known.sum(axis=axes)))

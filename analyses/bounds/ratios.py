@@ -29,7 +29,7 @@ ABSOLUTE_SLACK = 1e-12
 
 
 @dataclass(frozen=True)
-class Bounded:
+class Bounds:
     """L and its bounds, (sample, config, layer, head) each, or (sample, layer, head) of one configuration.
 
     Attributes:
@@ -54,8 +54,8 @@ class Bounded:
     sample_ids: tuple[str, ...]
     layers: tuple[int, ...]
 
-    def select(self, config: int) -> Bounded:
-        """Return one configuration, over the samples in which it evicted anything."""
+    def select(self, config: int) -> Bounds:
+        """Return the numbers of one configuration, over the samples in which it evicted anything."""
         samples = self.evicted[:, config]
         arrays = {
             field.name: getattr(self, field.name)[samples, 0 if field.name == "scale" else config]
@@ -63,36 +63,36 @@ class Bounded:
             if field.name not in ("configs", "sample_ids", "layers")
         }
         names = tuple(name for name, there in zip(self.sample_ids, samples, strict=True) if there)
-        return Bounded(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
+        return Bounds(**arrays, configs=(self.configs[config],), sample_ids=names, layers=self.layers)
 
 
-def of_eviction(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """Return the trace of the configurations to which the theorems apply, and the other configurations.
+def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
+    """Return the trace of the configurations to which the theorems apply, and the configurations left out.
 
-    The others are quantised or corrected. Raises TraceError where no configuration is left.
+    Those are quantised or corrected. Raises TraceError where no configuration is left.
     """
-    others = tuple(config for config in trace.run.configs if not config.only_evicts)
-    if not others:
+    left_out = tuple(config for config in trace.run.configs if not config.only_evicts)
+    if not left_out:
         return trace, ()
-    if len(others) == len(trace.run.configs):
+    if len(left_out) == len(trace.run.configs):
         msg = (
             "expected an uncorrected configuration in full precision, as bounds speak of eviction alone, got "
-            f"{', '.join(config.label() for config in others)}"
+            f"{', '.join(config.label() for config in left_out)}"
         )
         raise TraceError(msg)
     part = trace.sel(where=lambda config: config.only_evicts)
-    return replace(part, source=trace.source, digest=trace.digest), others
+    return replace(part, source=trace.source, digest=trace.digest), left_out
 
 
-def others_note(others: Sequence[EvictionConfig]) -> list[str]:
-    """Return a note on configurations that are left out; nothing where there are none."""
-    labels = ", ".join(config.label() for config in others)
+def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
+    """Return the note on configurations that are left out, as a list; empty where there are none."""
+    labels = ", ".join(config.label() for config in left_out)
     why = "bounds speak of eviction alone, not of few bits or corrected outputs"
-    return [f"Left out, as {why}: {labels}."] if others else []
+    return [f"Left out, as {why}: {labels}."] if left_out else []
 
 
-def bounded(measured: Measurements) -> Bounded:
-    """Return L and its bounds. Raises TraceError for what the trace lacks."""
+def read_bounds(measured: Measurements) -> Bounds:
+    """Return L and its bounds for all configurations. Raises TraceError where the trace lacks a variable."""
     trace = measured.trace
     names = {
         "perturbation": "perturbation_isolated",
@@ -103,7 +103,7 @@ def bounded(measured: Measurements) -> Bounded:
         "mass": "retained_mass",
     }
     arrays = {field: measured[name] for field, name in names.items()}
-    return Bounded(
+    return Bounds(
         **arrays,
         scale=measured["output_norm"][:, None],
         evicted=measured["evicted"] > 0,
@@ -113,7 +113,7 @@ def bounded(measured: Measurements) -> Bounded:
     )
 
 
-def check_inequalities(bounds: Bounded) -> dict[str, int]:
+def check_inequalities(bounds: Bounds) -> dict[str, int]:
     """Return the number of values that each inequality was checked on. Raises BoundError at the first violation."""
     everywhere = np.broadcast_to(bounds.evicted[:, :, None, None], bounds.theta.shape)
     return {
@@ -125,7 +125,8 @@ def check_inequalities(bounds: Bounded) -> dict[str, int]:
     }
 
 
-def _check(below: str, lower: Floats, above: str, upper: Floats, bounds: Bounded, where: NDArray[np.bool_]) -> int:
+def _check(below: str, lower: Floats, above: str, upper: Floats, bounds: Bounds, where: NDArray[np.bool_]) -> int:
+    """Return the number of values in which `lower` ≤ `upper` was checked. Raises BoundError at the first violation."""
     slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * bounds.scale
     violated = where & (lower > upper + slack)
     if violated.any():
@@ -175,7 +176,7 @@ class Spread(Record):
 
 @record
 class MassCurve(Record):
-    """L/θ against the retained mass S.
+    """The distribution of L/θ in bins of the retained mass S.
 
     Attributes:
         quantiles: (level, bin) of L/θ at `LEVELS`.
@@ -211,7 +212,7 @@ class RatioCells(Record):
 
 @record
 class Tightness(Record):
-    """One configuration's bounds.
+    """The tightness of one configuration's bounds.
 
     Attributes:
         flagged_heads: (layer, head) share of the samples in which σ ≤ 0.5.
@@ -232,20 +233,22 @@ class Tightness(Record):
     )
 
     def cells(self, flagged: bool = False) -> RatioCells:
-        """Return the ratios where σ > 0.5, or where it is flagged."""
+        """Return the ratios as table cells, where σ > 0.5, or (`flagged`) where σ ≤ 0.5."""
         share, ends = self.flagged_share, self.flagged_share_interval
         shown = (share, ends) if flagged else (1 - share, complement(ends))
-        return RatioCells(*shown, *(_cell(one.flagged if flagged else one.evidence) for one in self.spreads.values()))
+        return RatioCells(
+            *shown, *(_cell(spread.flagged if flagged else spread.evidence) for spread in self.spreads.values())
+        )
 
 
 def _cell(quantiles: Floats) -> str:
-    """Return the median, on a second line the 5 % and 95 % quantiles."""
+    """Return the text of a cell from quantiles at `LEVELS`: the median, on a second line those at 5 and 95 %."""
     low, _, median, _, high = (float(value) for value in quantiles)
     return decimal(median) if isnan(median) else f"{decimal(median)}\n{decimal(low)}–{decimal(high)}"
 
 
-def tightness(config: EvictionConfig, cache_share: float, bounds: Bounded) -> Tightness:
-    """Return the distributions of one configuration's ratios over the samples in which it evicted anything."""
+def tightness(config: EvictionConfig, cache_share: float, bounds: Bounds) -> Tightness:
+    """Return the distributions of one configuration's ratios; `bounds` holds that configuration alone."""
     flagged = bounds.sigma <= EVIDENCE
     ratios = dict(
         zip(
@@ -275,6 +278,7 @@ def tightness(config: EvictionConfig, cache_share: float, bounds: Bounded) -> Ti
 
 
 def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
+    """Return the distribution of a ratio, (sample, layer, head), where σ > 0.5 and where it is not (`flagged`)."""
     evidence = np.where(flagged, np.nan, values)
     layers = evidence.shape[1]
     return Spread(
@@ -286,6 +290,7 @@ def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
 
 
 def _mass_curve(mass: Floats, tightness: Floats) -> MassCurve:
+    """Return the quantiles of L/θ (`tightness`) in bins of S (`mass`), (sample, layer, head) each."""
     known = ~np.isnan(tightness)
     bins = np.clip(np.digitize(mass[known], MASS_EDGES) - 1, 0, len(MASS_EDGES) - 2)
     inside = [tightness[known][bins == index] for index in range(len(MASS_EDGES) - 1)]

@@ -16,7 +16,7 @@ from perturbkv.errors import ConfigError, TraceError
 
 @dataclass(frozen=True)
 class Axis:
-    """Configurations that differ in budget alone, smallest first.
+    """A curve's configurations, which differ in budget alone, smallest budget first.
 
     Attributes:
         indices: (budget,) in the trace.
@@ -32,24 +32,24 @@ class Axis:
 
 
 def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the axis of configurations that differ in budget alone. Raises ConfigError as `check_kind`."""
+    """Return the axis of configurations, by index, that differ in budget alone. Raises as `check_budget_units`."""
     run = measured.trace.run
     ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
     configs = [run.configs[index] for index in ordered]
-    check_kind(configs, measured.analysis)
+    check_budget_units(configs, measured.analysis)
     budgets = np.array([config.budget.value for config in configs], dtype=np.float64)
     return Axis(tuple(ordered), tuple(configs), measured.cache_shares[ordered], budgets)
 
 
 def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
-    """Return every curve of some sides, or of all configurations, with its name. Raises as `axis`."""
+    """Return name and axis of every curve of some sides, or of all configurations. Raises as `axis`."""
     each: Sequence[str | None] = [None] if sides is None else sides
     curves = dict.fromkeys(tuple(indices) for side in each for indices in sweeps(measured.trace.run, side))
     axes = [axis(measured, indices) for indices in curves]
-    return list(zip(curve_names([one.configs[0] for one in axes]), axes, strict=True))
+    return list(zip(curve_names([curve.configs[0] for curve in axes]), axes, strict=True))
 
 
-def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
+def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None:
     """Raise ConfigError where some budgets are entries and others shares: which is larger depends on the prompt."""
     units = {config.budget.unit: config.budget for config in configs}
     if len(units) > 1:
@@ -59,10 +59,10 @@ def check_kind(configs: Sequence[EvictionConfig], analysis: str) -> None:
 
 
 def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[tuple[Axis, Axis]]:
-    """Return every two curves of which one is the other's baseline, each over all of its own budgets.
+    """Return the axes of baseline and treatment for each pair of curves, each over all of its own budgets.
 
-    They are those of `pairs`; where none agrees because the sides keep other sets (per head, or per group of heads),
-    the two curves, if each side has but one. Raises as `pairs` and `axis`.
+    Pairs are those of `pairs`; where there are none, as the sides keep other sets (per head, or per group of heads),
+    the only curves of both sides. Raises as `pairs` and `axis`.
     """
     run = measured.trace.run
     first, second = ([tuple(indices) for indices in sweeps(run, side)] for side in (baseline, treatment))
@@ -73,17 +73,17 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
             raise
         chosen = [(first[0], second[0])]
     else:
-        chosen = list(dict.fromkeys((_curve_of(run, first, one), _curve_of(run, second, two))
-                                    for one, two in related))  # fmt: skip
-    return [(axis(measured, one), axis(measured, two)) for one, two in chosen]
+        chosen = list(dict.fromkeys((_curve_of(run, first, pair[0]), _curve_of(run, second, pair[1]))
+                                    for pair in related))  # fmt: skip
+    return [(axis(measured, first), axis(measured, second)) for first, second in chosen]
 
 
-def above_full(shares: Iterable[float]) -> list[str]:
-    """Return the caveat on caches that hold more than the full one, if any does."""
+def above_full_caveat(shares: Iterable[float]) -> list[str]:
+    """Return the caveat on cache shares above 1, as a list; empty where there are none."""
     above = any(share > 1 for share in shares)
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
 
 
 def _curve_of(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
-    """Return the indices of the curve that a configuration belongs to."""
+    """Return the curve, as indices of its configurations, that a configuration belongs to."""
     return next(indices for indices in curves if any(run.configs[index] == config for index in indices))

@@ -78,7 +78,7 @@ class EquivalentBudget(Record):
 
     @property
     def known(self) -> bool:
-        """True where it lies among the budgets measured."""
+        """True where `value` lies within the measured budgets, and the curve is not flat there."""
         return 0 < self.value < np.inf and not self.flat
 
     @derived()
@@ -94,7 +94,7 @@ class EquivalentBudget(Record):
 def equivalent_budgets(
     budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: StatisticKind
 ) -> list[EquivalentBudget]:
-    """Return, for each of the treatment's budgets, the baseline's budget at which it loses no more.
+    """Return the baseline's budget that loses no more than the treatment does, for each budget of the treatment.
 
     Args:
         budgets: (budget,) the baseline's, rising.
@@ -112,6 +112,7 @@ def equivalent_budgets(
 def _equivalent_budget(
     budgets: Floats, falling: Floats, own: float, level: Floats, kind: StatisticKind
 ) -> EquivalentBudget:
+    """Return the baseline's budget at which its losses, made `falling`, reach a `level` of the treatment's."""
     curve, aim = falling.mean(axis=0), float(level.mean())
     flat = None if kind.log else _flat_index(curve, aim)
     if flat is not None:
@@ -127,10 +128,13 @@ def _equivalent_budget(
     return EquivalentBudget(value, Interval(min(low, value), max(high, value), band.kind))
 
 
-def _flat_index(curve: Floats, aim: float) -> int | None:
-    """Return the first index at the level `aim` where the curve ends flat there or `aim` is a score of 0; else None."""
-    same = np.abs(curve - aim) <= _SAME
-    if same[:2].all() or same[-2:].all() or aim >= 1 - _SAME:
+def _flat_index(curve: Floats, level: float) -> int | None:
+    """Return the first index where a curve (budget,) equals `level`, if it is flat at an end there; else None.
+
+    A level of 1, a score of 0, counts as such an end.
+    """
+    same = np.abs(curve - level) <= _SAME
+    if same[:2].all() or same[-2:].all() or level >= 1 - _SAME:
         return int(np.argmax(same))  # the smallest one also where every budget scores something
     return None
 
@@ -138,11 +142,11 @@ def _flat_index(curve: Floats, aim: float) -> int | None:
 def median_equivalent_budgets(
     budgets: Floats, baseline: Floats, own: Floats, treatment: Floats
 ) -> list[EquivalentBudget]:
-    """Return the medians over samples of each sample's own equivalent budget; losses are positive.
+    """Return the median over samples of each sample's own equivalent budget; losses are positive.
 
     Arguments as of `equivalent_budgets`.
     """
-    sides = [np.stack([_make_falling(one[None])[0] for one in side]) for side in (baseline, treatment)]
+    sides = [np.stack([_make_falling(curve[None])[0] for curve in side]) for side in (baseline, treatment)]
     each = np.array(
         [
             [_budget_at(budgets, curve, float(aim), float(at), log=True) for at, aim in zip(own, levels, strict=True)]
@@ -153,15 +157,14 @@ def median_equivalent_budgets(
     band = intervals.of_medians(each)
     if band is None:
         return [EquivalentBudget(float(value), None) for value in middle]
-    ends = (band.at(index) for index in range(len(own)))
     return [
-        EquivalentBudget(float(value), Interval(min(one.low, budgets[-1]), max(one.high, budgets[0]), one.kind))
-        for value, one in zip(middle, ends, strict=True)
+        EquivalentBudget(float(value), Interval(min(ends.low, budgets[-1]), max(ends.high, budgets[0]), ends.kind))
+        for value, ends in zip(middle, map(band.at, range(len(own))), strict=True)
     ]
 
 
 def _make_falling(losses: Floats) -> Floats:
-    """Return (sample, budget) losses whose mean falls: neighbouring budgets between which it rises are pooled."""
+    """Return losses (sample, budget) whose mean falls: neighbouring budgets between which it rises are pooled."""
     means = losses.mean(axis=0)
     shares = np.round(means / (means.max() or 1.0), _DIGITS)
     starts = isotonic_regression(shares, increasing=False).blocks
@@ -185,13 +188,16 @@ def _budget_at(budgets: Floats, curve: Floats, level: float, own: float, log: bo
 
 
 def _interpolation(budgets: Floats, tried: Floats) -> Floats:
-    """Return (tried, budget) weights that interpolate measured budgets at tried ones, linear in the logarithm."""
+    """Return weights that interpolate measured budgets at tried ones, linear in the logarithm, (tried, budget)."""
     logs = np.log(budgets)
-    return np.stack([np.interp(np.log(tried), logs, one) for one in np.eye(len(budgets))], axis=1)
+    return np.stack([np.interp(np.log(tried), logs, unit) for unit in np.eye(len(budgets))], axis=1)
 
 
 def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -> Callable[[Floats], Floats]:
-    """Return treatment against baseline at each tried budget: (row, sample) weights -> (row, tried)."""
+    """Return a function from (row, sample) weights to treatment against baseline at each tried budget, (row, tried).
+
+    With `log` it gives ratios, else differences.
+    """
 
     def contrast(weights: Floats) -> Floats:
         level, curve = (weights @ treatment)[:, None], _scale(weights @ baseline, log) @ between.T
@@ -200,19 +206,21 @@ def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -
     return contrast
 
 
-def _undecided_ends(tried: Floats, ahead: np.ndarray, behind: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the tried budgets at which neither side is decided to be better: from `ahead` to `behind`.
+def _undecided_ends(tried: Floats, better: np.ndarray, worse: np.ndarray) -> tuple[float, float]:
+    """Return the range of tried budgets at which neither side is significantly better, one step wider at both ends.
 
-    Open, 0 or infinite, where no tried budget is decided on that side.
+    `better` and `worse` (tried,): whether the treatment is. An end is open, 0 or infinite, where no budget beyond it
+    is significant.
     """
-    first = int(np.argmin(ahead))  # the first at which the treatment is not decided to be better
-    last = len(tried) - 1 - int(np.argmin(behind[::-1]))
-    low = 0.0 if first == 0 and not ahead[0] else float(tried[-1] if ahead.all() else tried[first - 1])
-    high = np.inf if last == len(tried) - 1 and not behind[-1] else float(tried[0] if behind.all() else tried[last + 1])
+    first = int(np.argmin(better))  # the first at which the treatment is not decided to be better
+    last = len(tried) - 1 - int(np.argmin(worse[::-1]))
+    low = 0.0 if first == 0 and not better[0] else float(tried[-1] if better.all() else tried[first - 1])
+    high = np.inf if last == len(tried) - 1 and not worse[-1] else float(tried[0] if worse.all() else tried[last + 1])
     return low, high
 
 
 def _scale(values: Floats, log: bool) -> Floats:
+    """Return the values, or with `log` their logarithms."""
     return np.log(np.maximum(values, _SMALLEST)) if log else values
 
 
@@ -229,7 +237,7 @@ NAMES = {"score": "score", "propagated": "propagated L1", "kl": "KL"}
 
 @dataclass(frozen=True)
 class Loss:
-    """One measure of a trace as a loss: the less the better.
+    """A measure of a trace as a loss: the lower the better.
 
     Attributes:
         name: a key of `MEASURES`.
@@ -242,7 +250,7 @@ class Loss:
     full: float
 
     def level(self, index: int) -> tuple[float, OptionalInterval]:
-        """Return one configuration's score in [0, 1], mean L1 or median KL, with its interval."""
+        """Return the mean score in [0, 1], mean L1 or median KL of the configuration at an index, with its interval."""
         each = self.each[:, index]
         if self.name == "kl":
             return float(np.median(each)), intervals.of_median(each)
@@ -251,7 +259,7 @@ class Loss:
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
     def equivalent_budgets(self, baseline: Axis, treatment: Axis) -> list[EquivalentBudget]:
-        """Return the budgets at which the baseline loses no more than the treatment does at each of its own."""
+        """Return the baseline's budget that loses no more than the treatment does, for each budget of the treatment."""
         falling, levels = (self.each[:, list(side.indices)] for side in (baseline, treatment))
         if self.name == "kl":
             return median_equivalent_budgets(baseline.at, falling, treatment.at, levels)
@@ -260,7 +268,7 @@ class Loss:
 
 
 def measure_losses(measured: Measurements, by: Sequence[str] | None) -> list[Loss]:
-    """Return the losses by some measures, with None by all that the trace has; scores are of whole answers.
+    """Return the losses by the measures in `by`; None: by all that the trace has. Scores are of whole answers.
 
     Raises TraceError where the trace lacks one, UnknownNameError for an unknown one, ConfigError for none at all.
     """
@@ -280,13 +288,14 @@ def check_measures(by: Sequence[str]) -> list[str]:
 
 
 def _available(measured: Measurements) -> list[str]:
-    """Return the measures of a trace: all of them, without scores where some answer has none."""
+    """Return the names of a trace's measures: all of `MEASURES`, without scores where some answer has none."""
     trace = measured.trace
     graded = "score_full" in measured and not np.isnan(np.asarray(trace.arrays["score_full"])[trace.ok]).any()
     return [name for name in MEASURES if graded or name != "score"]
 
 
 def _loss(measured: Measurements, name: str) -> Loss:
+    """Return a trace's loss by one measure. Raises TraceError where the trace lacks it."""
     if name == "score":
         graded = scores(measured.trace, measured.analysis)
         return Loss(name, 1 - graded.evicted, float(graded.full.mean()))
@@ -299,7 +308,7 @@ def _loss(measured: Measurements, name: str) -> Loss:
 
 @record
 class Level(Record):
-    """One configuration of a curve."""
+    """The value of one configuration of a curve."""
 
     SECTION = "level"
 
@@ -318,7 +327,7 @@ class Level(Record):
 
 @record
 class Point(Level):
-    """One configuration of the treatment, and the baseline's budget that does as well.
+    """The value of one configuration of the treatment, and the baseline's budget that does as well.
 
     Attributes:
         baseline_range: the least and the largest coordinate at which the baseline was measured.
@@ -352,7 +361,7 @@ class Point(Level):
 
     @property
     def least_saving(self) -> float:
-        """The saving; where it lies beyond the budgets measured, the end of them that it is beyond."""
+        """The saving; where it is not known, the saving over the baseline's largest or smallest measured budget."""
         if self.equivalent.known:
             return self.saving
         return 1 - self.at / self.baseline_range[1 if self.equivalent.value else 0]
@@ -363,7 +372,7 @@ class Point(Level):
         if self.equivalent.flat:
             return "?"
         return _SIGNS.get(self.equivalent.value, "") + text.percent(self.least_saving) + text.interval_text(
-            self.saving_interval, _hundredths, "\n")  # fmt: skip
+            self.saving_interval, _percent_end, "\n")  # fmt: skip
 
     @derived(heading="#baseline's\nbudget b*", json=False)
     def equivalent_budget(self) -> str:
@@ -377,20 +386,21 @@ class Point(Level):
         return shown + ends
 
     def _coordinate(self, value: float) -> str:
+        """Return a coordinate as text: '1,024' entries or '0.05'."""
         return f"{value:,.0f}" if self.entries else f"{value:.3g}"
 
 
 _SIGNS = {inf: "> ", 0.0: "< "}
 
 
-def _hundredths(end: float) -> str:
-    """Return an end of a saving in percent; 1 and −∞ are ends that nothing shows."""
+def _percent_end(end: float) -> str:
+    """Return an end of a saving's interval in percent; '…' for the open ends 1 and −∞."""
     return "…" if end in (1, -inf) else text.fixed(100 * end, 0)
 
 
 @record
 class MeasuredSavings(Record):
-    """Both curves by one measure, smallest budget first."""
+    """The values of both curves by one measure, and the savings of the treatment."""
 
     SECTION = "savings by one measure"
 
@@ -418,19 +428,22 @@ def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) ->
         measure=loss.name,
         full=loss.full,
         baseline=tuple(levels),
-        points=tuple(_point(level, one, levels, entries) for level, one in zip(own, equivalents, strict=True)),
+        points=tuple(
+            _point(level, equivalent, levels, entries) for level, equivalent in zip(own, equivalents, strict=True)
+        ),
         rising=_rising_pairs(loss, levels),
         treatment_rising=_rising_pairs(loss, own),
     )
 
 
 def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level], entries: bool) -> Point:
-    same = next((one for one in baseline if one.at == level.at), None)
+    """Return the treatment's value at one budget with the equivalent budget of the baseline."""
+    same = next((own for own in baseline if own.at == level.at), None)
     ends = (baseline[0].at, baseline[-1].at)
     return Point(
         **vars(level),
         equivalent=equivalent,
-        reason=_reason(equivalent, ends),
+        reason=_unknown_reason(equivalent, ends),
         baseline_level=None if same is None else same.level,
         baseline_level_interval=None if same is None else same.level_interval,
         baseline_range=ends,
@@ -438,8 +451,8 @@ def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level]
     )
 
 
-def _reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
-    """Return why a saving has no number, or no interval that says anything; empty where it has both."""
+def _unknown_reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
+    """Return the reason why a saving has no number or no interval; empty where it has both."""
     smallest, largest, at = (f"{value:.4g}" for value in (*measured, equivalent.value))
     best = f"the baseline does as well from {at} on, where it is at its best"
     return {
@@ -451,6 +464,7 @@ def _reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
 
 
 def _levels(loss: Loss, axis: Axis) -> list[Level]:
+    """Return the value of each configuration of a curve."""
     return [
         Level(config, float(at), float(share), *loss.level(index))
         for config, index, at, share in zip(axis.configs, axis.indices, axis.at, axis.cache_shares, strict=True)
@@ -458,6 +472,6 @@ def _levels(loss: Loss, axis: Axis) -> list[Level]:
 
 
 def _rising_pairs(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
-    """Return the pairs of neighbouring budgets of which the larger loses more."""
+    """Return the pairs of neighbouring budgets of a curve where the larger budget loses more."""
     sign = -1 if loss.name == "score" else 1
     return tuple((low.at, high.at) for low, high in pairwise(levels) if sign * (high.level - low.level) > 0)

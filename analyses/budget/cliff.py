@@ -54,7 +54,7 @@ class BudgetKL(Record):
 
 @record
 class Cliff(Record):
-    """One method over its budgets, smallest first."""
+    """KL of one method over its budgets, smallest first, and where it passes the thresholds."""
 
     SECTION = "cliff of a method"
 
@@ -77,13 +77,13 @@ class Cliff(Record):
     ratios: tuple[CrossingRatio, ...] = column("one per threshold, over the first method; empty of the first method")
 
     def at(self, budget: float, quantity: Floats) -> float:
-        """Return a (budget,) quantity at a measured budget or between two, on both logarithms; beyond them NaN."""
+        """Return a (budget,) quantity at some budget, interpolated on both logarithms; NaN beyond those measured."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
             return float("nan")
         return float(np.exp(np.interp(np.log(budget), np.log(self.budgets), np.log(quantity))))
 
     def by_budget(self) -> Iterator[BudgetKL]:
-        """Yield KL at each budget."""
+        """Yield the KL of the next token at each budget, with its interval."""
         for index, config in enumerate(self.configs):
             yield BudgetKL(
                 budget=str(config.budget),
@@ -97,7 +97,10 @@ class Cliff(Record):
 def method_cliff(
     measured: Measurements, name: str, axis: Axis, first: Axis, kl: Floats, thresholds: tuple[float, ...]
 ) -> Cliff:
-    """Return one method's cliff beside the first method's; `kl` is (sample, config) in nat."""
+    """Return a method's cliff: its KL curve, threshold crossings and their ratios to the first method's.
+
+    `kl` is (sample, config) in nat.
+    """
     curves, first_curves = kl[:, list(axis.indices)], kl[:, list(first.indices)]
     ratios = [] if axis is first else [
         crossing_ratio((first.at, axis.at), (first_curves, curves), threshold) for threshold in thresholds
@@ -111,15 +114,17 @@ def method_cliff(
         median=np.median(curves, axis=0),
         median_interval=intervals.of_medians(curves),
         mean=curves.mean(axis=0),
-        unstaged=_unstaged(measured, axis),
+        unstaged=_unstaged_samples(measured, axis),
         crossings=(),
         ratios=tuple(ratios),
     )
-    return dataclasses.replace(cliff, crossings=tuple(_crossing(cliff, curves, one) for one in thresholds))
+    return dataclasses.replace(
+        cliff, crossings=tuple(_sized_crossing(cliff, curves, threshold) for threshold in thresholds)
+    )
 
 
-def _crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
-    """Return a crossing with the size of the cache at its budget."""
+def _sized_crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
+    """Return where a method's KL curves pass a threshold, with the size of the cache at that budget."""
     point = crossing(method.budgets, curves, threshold)
     return dataclasses.replace(
         point,
@@ -130,14 +135,14 @@ def _crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
 
 
 def _mean_bytes(measured: Measurements) -> Floats:
-    """Return (config,) mean bytes over samples; NaN where the trace lacks them."""
+    """Return the mean bytes of each evicted cache, (config,); NaN where the trace lacks them."""
     if "held_bytes" not in measured:
         return np.full(len(measured.trace.run.configs), np.nan)
     return np.asarray(measured["held_bytes"].mean(axis=0))
 
 
-def _unstaged(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
-    """Return (budget,) the number of samples in which stage 1 of a two-stage method takes no entry."""
+def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
+    """Return the number of samples in which stage 1 takes no entry, (budget,); 0 for methods without stages."""
     taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))
     staged = np.array([config.selection.name in STAGED for config in axis.configs])
     return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
@@ -150,6 +155,7 @@ class Cliffs(Sequenced[Cliff], Result):
     SECTION = "budget --cliff"
     SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
     FIRST = "method"
+    HAS_MEDIANS = True
 
     thresholds: tuple[float, ...] = column("rising", unit="nat")
     steps: int = column("decode steps over which each sample's KL is the mean")
@@ -158,78 +164,77 @@ class Cliffs(Sequenced[Cliff], Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return per threshold where the methods pass it, and what each needs of the first one's budget."""
-        clauses = "; ".join(self._clause(index, threshold) for index, threshold in enumerate(self.thresholds))
+        """Return the budget at which each method passes each threshold, and its ratio to the first method's."""
+        clauses = "; ".join(self._threshold_clause(index, threshold) for index, threshold in enumerate(self.thresholds))
         return sentence(f"median KL of the next token stays {clauses} ({sample_note(self.identity.samples)})")
 
     def title(self) -> str:
-        """Return what stays below which thresholds."""
+        """Return the table's title."""
         return "budget from which on median KL of the next token stays below a threshold"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per threshold and method."""
         return [
-            Line(one.name if len(self) > 1 else "", (one.crossings[index], self._ratio(one, index)))
+            Line(method.name if len(self) > 1 else "", (method.crossings[index], self._ratio(method, index)))
             for index in range(len(self.thresholds))
-            for one in self.members
+            for method in self.members
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return where there is no stage 1, and which curves pass more than once."""
-        again = any(one.passes > 1 for member in self.members for one in member.crossings)
+        """Return notes on budgets without stage 1, and on curves that pass a threshold more than once."""
+        again = any(crossing.passes > 1 for method in self.members for crossing in method.crossings)
         mark = ["* The curve passes more than once: the largest budget counts."] if again else []
-        return [*self._without_stage1(), *mark]
+        return [*self._stage1_caveat(), *mark]
 
     def details(self) -> Sequence[Part]:
-        """Return all curves, the crossings of means, and how both are made."""
-        lines = [Line(one.name if index == 0 else "", (row,))
-                 for one in self.members for index, row in enumerate(one.by_budget())]  # fmt: skip
-        means = [Line(one.name, (passed, self._ratio(one, index)))
-                 for one in self.members for index, passed in enumerate(one.crossings)]  # fmt: skip
+        """Return tables of all curves and of the crossings of means, and notes on how both are made."""
+        lines = [Line(method.name if index == 0 else "", (row,))
+                 for method in self.members for index, row in enumerate(method.by_budget())]  # fmt: skip
+        means = [Line(method.name, (crossing, self._ratio(method, index)))
+                 for method in self.members for index, crossing in enumerate(method.crossings)]  # fmt: skip
         return [
             columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
             columns.table("crossings of the mean over samples", means, ("threshold", "mean_budget", "known"), "method"),
             _METHOD,
             *([f"KL is each sample's mean over its steps, at most {self.steps}."] if self.steps > 1 else []),
             f"With everything kept KL is {self.kl_floor:.0e} nat (median).",
-            text.cache_share_note(share for one in self.members for share in one.cache_shares),
+            text.cache_share_note(share for method in self.members for share in method.cache_shares),
         ]
-
-    def interval_note(self) -> str:
-        """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method and budget: KL of the next token in nat, median and mean over samples, and caches."""
         return [
-            {"method": one.name, **config_columns(config), "held": float(one.cache_shares[index]),
-             "bytes": float(one.cache_bytes[index]), "median_kl": float(one.median[index]),
-             "mean_kl": float(one.mean[index])}
-            for one in self.members for index, config in enumerate(one.configs)
+            {"method": method.name, **config_columns(config), "held": float(method.cache_shares[index]),
+             "bytes": float(method.cache_bytes[index]), "median_kl": float(method.median[index]),
+             "mean_kl": float(method.mean[index])}
+            for method in self.members for index, config in enumerate(method.configs)
         ]  # fmt: skip
 
-    def _clause(self, index: int, threshold: float) -> str:
-        where = ", ".join(f"{one.crossings[index].budget.removeprefix('*')} with {one.name}" for one in self.members)
+    def _threshold_clause(self, index: int, threshold: float) -> str:
+        """Return a clause on the budgets from which on KL stays below a threshold, at an index."""
+        where = ", ".join(
+            f"{method.crossings[index].budget.removeprefix('*')} with {method.name}" for method in self.members
+        )
         first = self.members[0].name
-        ratios = [(one.name, one.ratios[index]) for one in self.members[1:]]
-        needs = [f"{name} needs {one.over_first} of {first}'s" for name, one in ratios if not isnan(one.ratio)]
+        ratios = [(method.name, method.ratios[index]) for method in self.members[1:]]
+        needs = [f"{name} needs {method.over_first} of {first}'s" for name, method in ratios if not isnan(method.ratio)]
         return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
 
-    def _ratio(self, one: Cliff, index: int) -> CrossingRatio:
-        """Return a method's ratio over the first method's, which itself has 1."""
+    def _ratio(self, method: Cliff, index: int) -> CrossingRatio:
+        """Return the ratio of a method's crossing of a threshold to the first method's; 1 for the first itself."""
         samples = self.identity.samples
         return (
-            one.ratios[index]
-            if one.ratios
+            method.ratios[index]
+            if method.ratios
             else CrossingRatio(self.thresholds[index], (1.0, 1.0), None, samples, samples)
         )
 
-    def _without_stage1(self) -> list[str]:
-        """Return the caveat on budgets at which stage 1 takes no entry, so that stage 2 selects alone."""
+    def _stage1_caveat(self) -> list[str]:
+        """Return the caveat on budgets at which stage 1 takes no entry, where there are any."""
         named = [
-            f"{one.name} b={config.budget} ({count} of {self.identity.samples} samples)"
-            for one in self.members
-            for config, count in zip(one.configs, one.unstaged, strict=True)
+            f"{method.name} b={config.budget} ({count} of {self.identity.samples} samples)"
+            for method in self.members
+            for config, count in zip(method.configs, method.unstaged, strict=True)
             if count
         ]
         return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
@@ -273,9 +278,9 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
 
 
 def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
-    """Return thresholds in nat, rising. Raises ConfigError for none, one that is not positive, or one twice."""
-    for one in kl:
-        check_number("--kl", one)
+    """Return thresholds of KL in nat, sorted. Raises ConfigError for none, one that is not positive, or one twice."""
+    for threshold in kl:
+        check_number("--kl", threshold)
     if not kl or min(kl) <= 0 or len({*kl}) < len(kl):
         msg = f"--kl takes different numbers above 0, in nat, such as 0.1,1; got {', '.join(map(str, kl)) or 'none'}"
         raise ConfigError(msg)
@@ -284,11 +289,11 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
 
 def _check_budgets(axes: Sequence[Axis]) -> None:
     """Raise TraceError where a method has too few budgets for a curve."""
-    for one in axes:
-        if len(one.at) < LEAST_BUDGETS:
-            got = ", ".join(f"{config.budget}" for config in one.configs)
+    for axis in axes:
+        if len(axis.at) < LEAST_BUDGETS:
+            got = ", ".join(f"{config.budget}" for config in axis.configs)
             msg = (
                 f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "
-                f"{one.configs[0].policy.name}:{one.configs[0].selection.name}; without a trace it makes one of seven"
+                f"{axis.configs[0].policy.name}:{axis.configs[0].selection.name}; without a trace it makes one of seven"
             )
             raise TraceError(msg)

@@ -50,16 +50,16 @@ class Criterion:
 
     @property
     def short(self) -> str:
-        """The limit in a table."""
+        """The limit as a table shows it: 'KL ≤ 0.1 nat'."""
         return f"{_SHORT[self.name]} {'≥' if self.is_lower_limit else '≤'} {self.format(self.limit)}{_UNITS[self.name]}"
 
     @property
     def quantity(self) -> str:
-        """The limited quantity in words."""
+        """The name of the limited quantity: 'mean KL'."""
         return _QUANTITIES[self.name]
 
     def format(self, value: float) -> str:
-        """Return a mean or a bound in the limit's unit, a drop in points of 100."""
+        """Return a mean or a bound as text in the limit's unit, a drop in points of 100."""
         if math.isinf(value):
             return "∞"
         if self.name == "drop":
@@ -67,12 +67,12 @@ class Criterion:
         return f"{value:.3g}" if self.name == "kl" else f"{value:.4g}"
 
     def format_with_unit(self, value: float) -> str:
-        """Return a mean or a bound with its unit."""
+        """Return a mean or a bound as text with its unit."""
         return f"{self.format(value)}{_UNITS[self.name]}"
 
     @property
     def is_lower_limit(self) -> bool:
-        """True where the limit is a lower one."""
+        """True where means must be at least the limit."""
         return self.name == "top1"
 
     def keeps(self, value: float) -> bool:
@@ -80,7 +80,7 @@ class Criterion:
         return value >= self.limit if self.is_lower_limit else value <= self.limit
 
     def sample_means(self, measured: Measurements) -> Floats:
-        """Return (sample, config) means of the limited quantity over each sample's measured steps.
+        """Return the mean of the limited quantity over each sample's steps, (sample, config).
 
         Raises TraceError where the trace lacks it. `measured` is of all steps.
         """
@@ -94,7 +94,7 @@ class Criterion:
         return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
-        """Return the one-sided 95 % bound of the mean of (sample,) values; `samples`: for so many values like these."""
+        """Return the one-sided 95 % bound of the mean of (sample,) values, were there `samples` like these."""
         if self.name == "kl":
             return one_sided.mean_at_most(each, samples)
         if self.name == "drop":
@@ -104,7 +104,7 @@ class Criterion:
         return one_sided.mean_at_least(each, samples)
 
     def share_above(self, each: Floats) -> float | None:
-        """Return the exact bound of the share of (sample,) values above a limit of KL; None for other limits."""
+        """Return the bound of the share of (sample,) values above a limit on KL; None for other limits."""
         return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
 
     def samples_for(self, each: Floats) -> int | None:
@@ -113,7 +113,7 @@ class Criterion:
 
 
 def _drop(measured: Measurements) -> Floats:
-    """Return (sample, config) drops of the score. Raises TraceError where the full cache scores 0 everywhere."""
+    """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
     graded, source = scores(measured.trace, ANALYSIS), measured.trace.source
     if not graded.full.any():
         msg = (
@@ -126,12 +126,12 @@ def _drop(measured: Measurements) -> Floats:
 
 
 def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
-    """Return means over the last axis, of the steps that each sample has measured."""
+    """Return means over the last axis, the steps, of those that each sample has (`measured`)."""
     return np.asarray(np.mean(array, axis=-1, where=np.broadcast_to(measured, array.shape)))
 
 
 def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | None) -> tuple[Criterion, ...]:
-    """Return the limits; `max_drop` in points of 100. Raises ConfigError for none, or one out of its range."""
+    """Return the criteria of some limits, `max_drop` in points of 100. Raises ConfigError for none or a bad one."""
     limits = {"kl": max_kl, "drop": max_drop, "top1": min_top1}
     if all(limit is None for limit in limits.values()):
         msg = (
@@ -151,6 +151,7 @@ _RANGES = {
 
 
 def _criterion(name: str, limit: float) -> Criterion:
+    """Return the criterion of one limit. Raises ConfigError for a limit out of its range."""
     option, most, unit = _RANGES[name]
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < most:
         end = f" and below {most:g}" if most < math.inf else ", finite"
@@ -200,7 +201,7 @@ class Verdict(Record):
 
     @derived()
     def limit(self) -> float:
-        """Limit: nat; drop of the score, 0 to 1; share."""
+        """Limit, in its unit: nat; drop of the score, 0 to 1; share."""
         return self.criterion.limit
 
     @derived()
@@ -212,19 +213,19 @@ class Verdict(Record):
 
     @derived(heading="#smallest\nbudget")
     def budget(self) -> Budget | None:
-        """Smallest budget at which it holds; null where there is none."""
+        """Smallest budget at which the limit holds; null where there is none."""
         return None if self.safe is None else self.safe.config.budget
 
     @property
     def safe(self) -> TestedBudget | None:
         """The smallest budget that passed; None where the largest fails."""
-        passed = [one for one in self.budgets if one.tested and one.holds]
+        passed = [tested for tested in self.budgets if tested.tested and tested.holds]
         return passed[-1] if passed else None
 
     @property
     def failed(self) -> TestedBudget | None:
         """The first budget that failed; None where every one passed."""
-        return next((one for one in self.budgets if one.tested and not one.holds), None)
+        return next((tested for tested in self.budgets if tested.tested and not tested.holds), None)
 
     @derived(heading="limit", json=False)
     def limit_shown(self) -> str:
@@ -260,21 +261,22 @@ class Verdict(Record):
         return None if self.safe is None or self.safe.above is None else f"≤ {100 * self.safe.above:.0f} %"
 
     def _mean_and_bound(self, tested: TestedBudget) -> str:
+        """Return the mean of a tested budget and its bound as text: '0.08 (≤ 0.1)'."""
         sign = "≥" if self.criterion.is_lower_limit else "≤"
         return f"{self.criterion.format(tested.mean)} ({sign} {self.criterion.format(tested.bound)})"
 
 
-def worst(states: Iterable[str]) -> str:
-    """Return the worst of some states: NONE, then FEW, then SAFE."""
+def worst_state(states: Iterable[str]) -> str:
+    """Return the worst of some states: NONE before FEW before SAFE."""
     present = set(states)
     return next(state for state in (NONE, FEW, SAFE) if state in present)
 
 
 def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
-    """Return the verdict on a curve; `each`: (sample, config) limited quantity of the whole trace."""
+    """Return the verdict of a limit on a curve; `each` is the limited quantity of the whole trace, (sample, config)."""
     tested: list[TestedBudget] = []
     for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
-        values, passed = each[:, index], all(one.holds for one in tested)
+        values, passed = each[:, index], all(larger.holds for larger in tested)
         bound = criterion.bound(values)
         tested.append(
             TestedBudget(

@@ -17,7 +17,7 @@ from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, RATIO, OptionalInterval, share_kind
+from perturbkv.analyses.stats.intervals import DIFFERENCE, POSITIVE, OptionalInterval, share_kind
 from perturbkv.analyses.text import Case, Words, comparison, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -31,7 +31,7 @@ ANALYSIS = "bytes"
 
 @record
 class Row(Record):
-    """One configuration: its size in bytes, and what it perturbs and scores.
+    """The bytes, the perturbation and the score of one configuration.
 
     Attributes:
         evicts: whether anything is evicted, in any sample.
@@ -84,30 +84,20 @@ class Row(Record):
             return "evicted"
         return "both" if self.evicts else "quantised"
 
-    @derived(heading="#over evicting\nalone", json=False)
+    @derived(heading="#over evicting\nalone", json=False, interval=lambda row: row.ratio_interval)
     def over_evicting(self) -> float | None:
         """Last layer's propagated perturbation over that of evicting alone at the same bytes, ratio of both means."""
         return self.ratio if self.config.quantised else None
 
-    @property
-    def over_evicting_interval(self) -> OptionalInterval:
-        """Interval of that ratio."""
-        return self.ratio_interval
-
-    @derived(heading="#score, less\nevicting's", json=False, text=text.points)
+    @derived(heading="#score, less\nevicting's", json=False, text=text.points, interval=lambda row: row.gain_interval)
     def gain_over_evicting(self) -> float | None:
         """Score × 100 less that of evicting alone at the same bytes, sample by sample."""
         return self.gain if self.config.quantised else None
 
-    @property
-    def gain_over_evicting_interval(self) -> OptionalInterval:
-        """Interval of that difference."""
-        return self.gain_interval
-
 
 @record
 class Setting(Record):
-    """Configurations of equal bytes that differ in bits alone, evicting alone in 16 bits first."""
+    """Configurations of equal bytes that differ in bits alone; the first one evicts alone, in 16 bits."""
 
     SECTION = "bytes setting"
 
@@ -120,7 +110,7 @@ class Setting(Record):
 
 
 class RowBuilder:
-    """The measurements from which rows are made. Raises TraceError where the trace lacks one.
+    """A builder of rows from the measurements of a trace. Raises TraceError where the trace lacks one.
 
     Attributes:
         configs: of the trace.
@@ -139,7 +129,7 @@ class RowBuilder:
         self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
     def build(self, index: int, base: int | None = None) -> Row:
-        """Return a configuration's row, compared with the configuration `base` that evicts alone at the same bytes."""
+        """Return the row of a configuration, by index, against that at `base`, which evicts alone at equal bytes."""
         own, kl = self._perturbation[:, index], self._kl[:, index]
         over, over_interval = (None, None) if base is None else self._ratio(index, base)
         score = gain = None
@@ -164,21 +154,19 @@ class RowBuilder:
         )
 
     def _ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
+        """Return the ratio of perturbation between two configurations, by index, with its interval."""
         first, second = self._perturbation[:, base], self._perturbation[:, index]
 
-        def over(weights: Floats) -> Floats:
-            return np.asarray(ratio(weights @ second, weights @ first))
-
-        return float(ratio(second.sum(), first.sum())), intervals.of_statistic(over, len(first), RATIO)
+        return float(ratio(second.sum(), first.sum())), intervals.of_ratio(second, first)
 
 
 def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
-    """Return every setting, in the run's order; none at a budget that holds everything in 16 bits already.
+    """Return the settings of equal bytes, in the run's order; none where 16 bits hold everything.
 
     Raises TraceError where there is none.
     """
     alone = [index for index, config in enumerate(rows.configs) if not config.quantised and rows.evicts[index]]
-    compared = tuple(one for one in (_setting(rows, index) for index in alone) if len(one.rows) > 1)
+    compared = tuple(setting for setting in (_setting(rows, index) for index in alone) if len(setting.rows) > 1)
     if not compared:
         precisions = ", ".join(dict.fromkeys(str(config.precision) for config in rows.configs))
         msg = (
@@ -190,27 +178,29 @@ def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
 
 
 def _setting(rows: RowBuilder, base: int) -> Setting:
+    """Return the setting of all configurations with the bytes of the one at `base`, which evicts alone."""
     alike = [
         index
         for index, config in enumerate(rows.configs)
-        if _counts_bytes(config) and _in_16_bits(config) == rows.configs[base]
+        if _counts_bytes(config) and _in_full_precision(config) == rows.configs[base]
     ]
     ordered = sorted(alike, key=lambda index: -rows.configs[index].bits)
     return Setting((rows.build(base, base), *(rows.build(index, base) for index in ordered)))
 
 
 def _counts_bytes(config: EvictionConfig) -> bool:
-    """Return whether the budget counts bytes, which entries of few bits fill."""
+    """Return whether a configuration's budget counts bytes, to be filled with entries of few bits."""
     return bool(config.precision.options.get("fill"))
 
 
-def _in_16_bits(config: EvictionConfig) -> EvictionConfig:
+def _in_full_precision(config: EvictionConfig) -> EvictionConfig:
+    """Return the configuration in 16 bits that is alike in all else."""
     return dataclasses.replace(config, precision=Choice(FULL))
 
 
 def quantised_alone(rows: RowBuilder, compared: Sequence[Setting]) -> tuple[Row, ...]:
-    """Return the rows outside the settings that keep everything in few bits: quantisation alone."""
-    shown = {row.config for one in compared for row in one.rows}
+    """Return the rows of configurations outside the settings that evict nothing and store few bits."""
+    shown = {row.config for setting in compared for row in setting.rows}
     indices = [
         index
         for index, config in enumerate(rows.configs)
@@ -221,7 +211,7 @@ def quantised_alone(rows: RowBuilder, compared: Sequence[Setting]) -> tuple[Row,
 
 @record
 class EqualBytes(Result):
-    """Every setting of a trace: one budget of bytes, filled with entries of 16, 8, 4 or 2 bits.
+    """Eviction against quantisation: budgets of bytes, each filled with entries of 16, 8, 4 or 2 bits.
 
     Attributes:
         step: decode step of perturbation and KL.
@@ -229,6 +219,7 @@ class EqualBytes(Result):
 
     SECTION = "budget --bytes"
     SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
+    HAS_MEDIANS = True
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")
@@ -240,46 +231,42 @@ class EqualBytes(Result):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows."""
-        return (*(row for one in self.settings for row in one.rows), *self.everything)
+        """The rows of all settings, then those that keep everything."""
+        return (*(row for setting in self.settings for row in setting.rows), *self.everything)
 
     def conclusion(self) -> str:
-        """Return per number of bits whether more entries in it perturb less than fewer in 16, and what answers show."""
-        bits = sorted({row.bits for one in self.settings for row in one.rows[1:]}, reverse=True)
+        """Return whether more entries of few bits perturb less than fewer of 16, per number of bits, and scores."""
+        bits = sorted({row.bits for setting in self.settings for row in setting.rows[1:]}, reverse=True)
         clauses = [comparison(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
-        answers = filter(None, map(self._answers, bits))
+        answers = filter(None, map(self._score_clause, bits))
         perturbed = f"at equal bytes {'; '.join(clauses)} (last layer, {sample_note(self.identity.samples)})"
         return sentence("; ".join([perturbed, *answers]))
 
     def title(self) -> str:
-        """Return what is compared, and what the full cache scores."""
+        """Return the table's title: what is compared, and the full cache's score."""
         full = self.full_score
         scored = "" if full is None else f"; the full cache scores {text.points(full, self.full_score_interval)}"
         return f"one budget of bytes, in entries of 16 bits or more entries of fewer bits{scored}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, those of one budget together, then what keeps everything."""
-        names = short_names([one.baseline for one in self.settings])
+        """Return a line per configuration, sorted by budget, then those that keep everything."""
+        names = short_names([setting.baseline for setting in self.settings])
         compared = [
             Line(name if index == 0 else "", (row,))
-            for name, one in zip(names, self.settings, strict=True)
-            for index, row in enumerate(one.rows)
+            for name, setting in zip(names, self.settings, strict=True)
+            for index, row in enumerate(setting.rows)
         ]
         return [*compared, *(Line("" if index else "everything kept", (row,))
                              for index, row in enumerate(self.everything))]  # fmt: skip
 
-    def interval_note(self) -> str:
-        """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
-
     def caveats(self) -> Sequence[str]:
-        """Return which numbers of bits do not use a budget up, so that bytes are not equal there."""
-        bits = {row.bits for one in self.settings for row in one.rows[1:] if not row.evicts}
+        """Return the note on numbers of bits that store everything in fewer bytes than the budget, if there are any."""
+        bits = {row.bits for setting in self.settings for row in setting.rows[1:] if not row.evicts}
         counts = ", ".join(str(count) for count in sorted(bits, reverse=True))
         return [f"Where {counts} bits hold everything they take less than the budget."] if bits else []
 
     def details(self) -> Sequence[Part]:
-        """Return perturbation and scores of every row, the step, and what was left out."""
+        """Return a table of perturbation and score of every row, and notes on the step and on what was left out."""
         left = ", ".join(config.label() for config in self.left_out)
         return [
             columns.table("each by itself", self.lines(), ("bits", "perturbation", "score"), self.FIRST),
@@ -311,17 +298,18 @@ class EqualBytes(Result):
         ]  # fmt: skip
 
     def _cases(self, bits: int) -> list[Case]:
-        rows = [(one, row) for one in self.settings for row in one.rows if row.bits == bits]
-        names = short_names([one.baseline for one, _ in rows])
+        """Return the ratio of perturbation to evicting alone in each setting, for a number of bits, as cases."""
+        rows = [(setting, row) for setting in self.settings for row in setting.rows if row.bits == bits]
+        names = short_names([setting.baseline for setting, _ in rows])
         return [
             Case(name, row.ratio, row.ratio_interval)
             for name, (_, row) in zip(names, rows, strict=True)
             if row.ratio is not None
         ]
 
-    def _answers(self, bits: int) -> str:
-        """Return what the answers' scores show of a number of bits; empty without answers."""
-        rows = [row for one in self.settings for row in one.rows if row.bits == bits and row.gain is not None]
+    def _score_clause(self, bits: int) -> str:
+        """Return a clause on whether answers score higher with a number of bits; empty without answers."""
+        rows = [row for setting in self.settings for row in setting.rows if row.bits == bits and row.gain is not None]
         if not rows:
             return ""
         words: Words = {
@@ -359,7 +347,7 @@ def equal_bytes(trace: Trace, step: int = 0) -> EqualBytes:
     rows = RowBuilder(measured)
     compared = equal_byte_settings(rows)
     everything = quantised_alone(rows, compared)
-    configs = [row.config for one in compared for row in one.rows] + [row.config for row in everything]
+    configs = [row.config for setting in compared for row in setting.rows] + [row.config for row in everything]
     full = None if rows.scores is None else rows.scores.full
     return EqualBytes(
         settings=compared,

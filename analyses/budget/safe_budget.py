@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, measurements, text
-from perturbkv.analyses.budget.budget_axis import above_full, named_axes
+from perturbkv.analyses.budget.budget_axis import above_full_caveat, named_axes
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
     FEW,
@@ -19,7 +19,7 @@ from perturbkv.analyses.budget.criteria import (
     Verdict,
     criteria,
     verdict,
-    worst,
+    worst_state,
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
@@ -52,7 +52,7 @@ _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 @record
 class CacheSize(Record):
-    """The size of caches of one length and batch, in the model's shape and the run's number type."""
+    """The bytes of full caches of one length and batch, in the model's shape and the run's number type."""
 
     SECTION = "cache size"
 
@@ -68,9 +68,9 @@ class CacheSize(Record):
         return self.token_bytes * self.length * self.batch
 
     def evicted(self, config: EvictionConfig, cache_share: float) -> float:
-        """Return the bytes of the caches that a configuration evicts to; `cache_share` as on the trace's prompts.
+        """Return the bytes of a configuration's evicted caches; `cache_share` is that on the trace's prompts.
 
-        A budget in entries keeps as many at every length: the share then gives how many sets of them there are.
+        A budget in entries keeps as many at every length: the share then implies the number of kept sets.
         """
         if isinstance(config.budget.value, float):
             return self.full * cache_share
@@ -106,7 +106,7 @@ def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:
 
 @record
 class SafeBudget(Record):
-    """One selection over its budgets.
+    """The verdicts of all limits on one selection over its budgets.
 
     Attributes:
         size: caches of the reader's length and batch, or None.
@@ -121,17 +121,17 @@ class SafeBudget(Record):
     @derived()
     def state(self) -> str:
         """Worst of its limits: safe, too few samples, or none."""
-        return worst(one.state for one in self.verdicts)
+        return worst_state(limited.state for limited in self.verdicts)
 
     @property
     def safe(self) -> TestedBudget | None:
         """The smallest budget at which every limit holds; None where one holds nowhere."""
-        known = [one.safe for one in self.verdicts if one.safe is not None]
-        return max(known, key=lambda one: one.config.budget.value) if len(known) == len(self.verdicts) else None
+        known = [limited.safe for limited in self.verdicts if limited.safe is not None]
+        return max(known, key=lambda tested: tested.config.budget.value) if len(known) == len(self.verdicts) else None
 
     @derived()
     def budget(self) -> Budget | None:
-        """Smallest at which every limit holds; an integer is entries, another number a share of the prompt."""
+        """Smallest budget at which every limit holds; an integer is entries, another number a share of the prompt."""
         return None if self.safe is None else self.safe.config.budget
 
     @derived()
@@ -179,21 +179,21 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     @derived()
     def exit_code(self) -> int:
         """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
-        return _EXIT_CODES[worst(one.state for one in self.members)]
+        return _EXIT_CODES[worst_state(selection.state for selection in self.members)]
 
     def conclusion(self) -> str:
-        """Return the smallest safe budgets, and why a selection has none."""
-        limits = " and ".join(str(one.criterion) for one in self[0].verdicts)
+        """Return the smallest safe budget of each selection, or why it has none."""
+        limits = " and ".join(str(limited.criterion) for limited in self[0].verdicts)
         samples = self.identity.samples
-        safe = [f"{one.name} {one.safe.config.budget}" for one in self if one.safe is not None]
-        missing = [_missing_clause(one, samples) for one in self if one.safe is None]
+        safe = [f"{selection.name} {selection.safe.config.budget}" for selection in self if selection.safe is not None]
+        missing = [_missing_clause(selection, samples) for selection in self if selection.safe is None]
         shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
         return sentence(
-            f"smallest budget with {limits} (95 % bounds{_assumption(self)}, {plural(samples, 'sample')}): {shown}"
+            f"smallest budget with {limits} (95 % bounds{_kl_assumption(self)}, {plural(samples, 'sample')}): {shown}"
         )
 
     def title(self) -> str:
-        """Return what the table shows, and the caches whose bytes are counted."""
+        """Return the table's title, with the caches whose bytes are counted."""
         size = self.size
         caches = f"; caches of {size.length:,} entries × {size.batch:,} in {size.dtype}" if size else ""
         return f"smallest budget under each limit{caches}"
@@ -201,32 +201,36 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
     def lines(self) -> Sequence[Line]:
         """Return a line per limit and selection."""
         return [
-            Line(one.name, (one.verdicts[index], one)) for index in range(len(self[0].verdicts)) for one in self.members
+            Line(selection.name, (selection.verdicts[index], selection))
+            for index in range(len(self[0].verdicts))
+            for selection in self.members
         ]
 
     def interval_note(self) -> str:
-        """Return n, and the kind and level of the bounds."""
-        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_assumption(self)}."
+        """Return the note on the number of samples, and on the kind and level of the bounds."""
+        return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_kl_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
-        """Return which answers cannot be lost, and that limits on steps say nothing about answers."""
-        names = [one.criterion.name for one in self[0].verdicts]
-        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        """Return notes on answers that cannot be lost, on cache shares above 1, and on what limits do not bound."""
+        names = [limited.criterion.name for limited in self[0].verdicts]
+        shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
             *measurements.first_token_caveat(self.alike, self.identity.samples),
-            *above_full(shares),
+            *above_full_caveat(shares),
             *([] if "drop" in names else ["Limits of decoding steps do not bound answers; --max-drop does."]),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the share of samples above the limit, bounds, the order of the tests, and what caches hold."""
-        names = [one.criterion.name for one in self[0].verdicts]
+        """Return a table of samples above the limit, and notes on the order of tests, the bounds and cache shares."""
+        names = [limited.criterion.name for limited in self[0].verdicts]
         samples = self.identity.samples
         few = f"{samples} samples without any loss leave room for {_lossless_bound(samples):.3g} points"
-        kl = [Line(one.name, (limited,)) for one in self for limited in one.verdicts if limited.above]
-        shares = [tested.cache_share for one in self for tested in one.verdicts[0].budgets]
+        kl = [Line(selection.name, (limited,)) for selection in self for limited in selection.verdicts if limited.above]
+        shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         if self.size is not None:
-            shares += [one.evicted_bytes / self.size.full for one in self if one.evicted_bytes is not None]
+            shares += [
+                selection.evicted_bytes / self.size.full for selection in self if selection.evicted_bytes is not None
+            ]
         return [
             *([columns.table("KL above the limit", kl, ("budget", "above"), self.FIRST)] if kl else []),
             _ORDER,
@@ -242,31 +246,32 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         the share of samples above the limit; `tested` is 0 below the first failure, and `holds` means nothing there.
         """
         return [
-            {"name": one.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
+            {"name": selection.name, **config_columns(at.config), "criterion": limited.limited, "limit": limited.limit,
              "held": at.cache_share, "mean": at.mean, "bound": at.bound, "above": at.above, "tested": int(at.tested),
              "holds": int(at.holds)}
-            for one in self.members for limited in one.verdicts for at in limited.budgets
+            for selection in self.members for limited in selection.verdicts for at in limited.budgets
         ]  # fmt: skip
 
 
-def _assumption(result: SafeBudgets) -> str:
-    """Return the assumption of KL's bound; empty without a limit on KL."""
-    return ", of KL if lognormal" if any(one.criterion.name == "kl" for one in result[0].verdicts) else ""
+def _kl_assumption(result: SafeBudgets) -> str:
+    """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
+    return ", of KL if lognormal" if any(limited.criterion.name == "kl" for limited in result[0].verdicts) else ""
 
 
-def _missing_clause(one: SafeBudget, samples: int) -> str:
-    """Return why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
-    failing = next(limited for state in (NONE, FEW) for limited in one.verdicts if limited.state == state)
+def _missing_clause(selection: SafeBudget, samples: int) -> str:
+    """Return a clause on why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
+    failing = next(limited for state in (NONE, FEW) for limited in selection.verdicts if limited.state == state)
     largest, criterion = failing.budgets[0], failing.criterion
     where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
     if failing.state == NONE:
-        return f"{one.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
+        return f"{selection.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
     bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.format(largest.bound)}"
     more = _samples_clause(failing, samples)
-    return f"{one.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
+    return f"{selection.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
 
 
 def _samples_clause(failing: Verdict, samples: int) -> str:
+    """Return a clause on how many samples it would take for a failed limit to pass."""
     if failing.samples_for is not None:
         return f"{failing.samples_for:,} samples like these would do"
     if samples < MIN_SAMPLES:
@@ -274,12 +279,13 @@ def _samples_clause(failing: Verdict, samples: int) -> str:
     return "more samples are needed, how many is unknown"
 
 
-def _format_gib(taken: float) -> str:
-    return f"{taken / _GIB:.3g}".replace("-", "−")
+def _format_gib(size: float) -> str:
+    """Return a number of bytes in GiB, as text without the unit."""
+    return f"{size / _GIB:.3g}".replace("-", "−")
 
 
 def _lossless_bound(samples: int) -> float:
-    """Return the drop in points that the bound allows for after so many samples without any loss."""
+    """Return the bound on the drop, in points, after a number of samples that lost nothing."""
     return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 

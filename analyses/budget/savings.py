@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, text
-from perturbkv.analyses.budget.budget_axis import Axis, above_full, check_kind, paired_axes
+from perturbkv.analyses.budget.budget_axis import Axis, above_full_caveat, check_budget_units, paired_axes
 from perturbkv.analyses.budget.budget_equivalence import (
     LEAST_BUDGETS,
     NAMES,
@@ -63,16 +63,16 @@ class PairSavings(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return by each measure whether budget is saved, in how many cases, and the least and the largest saving."""
+        """Return by each measure whether the treatment saves budget, in how many cases, and how much."""
         where = f"with {self.setting}, " if self.setting else ""
         clauses: dict[str, list[str]] = {}
-        for one in self.measures:
-            clauses.setdefault(_measure_clause(one, self.along), []).append(NAMES[one.measure])
-        parts = [f"by {text.joined_names(names)} {clause}" for clause, names in clauses.items()]
+        for measured in self.measures:
+            clauses.setdefault(_measure_clause(measured, self.along), []).append(NAMES[measured.measure])
+        parts = [f"by {text.join_names(names)} {clause}" for clause, names in clauses.items()]
         return sentence(f"{where}{'; '.join(parts)} ({sample_note(self.identity.samples)})")
 
     def title(self) -> str:
-        """Return both sides."""
+        """Return the table's title, with both sides."""
         baseline, treatment = self.sides
         return f"budget that {treatment} saves over {baseline}"
 
@@ -81,19 +81,22 @@ class PairSavings(Result):
         return _lines([self])
 
     def caveats(self) -> Sequence[str]:
-        """Return what the sides are compared by where it is not the budget, and what `?` and large shares mean."""
-        flat = any(point.equivalent.flat for one in self.measures for point in one.points)
+        """Return notes on a comparison by cache share, on `?` in the table, and on cache shares above 1."""
+        flat = any(point.equivalent.flat for measured in self.measures for point in measured.points)
         return [
             *(["Compared by cache share: the sides keep other sets."] if self.along == "held" else []),
             *(["?: the baseline's curve is flat there."] if flat else []),
-            *above_full(level.cache_share for one in self.measures for level in one.points),
+            *above_full_caveat(level.cache_share for measured in self.measures for level in measured.points),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return both sides' values, how b* is found, where curves do not fall, and what cache shares are."""
-        names = [one.measure for one in self.measures]
-        flat = any(point.equivalent.flat for one in self.measures for point in one.points)
-        scores = [f"The full cache scores {one.full:.3g}." for one in self.measures if one.measure == "score"]
+        """Return a table of both sides' values, and notes on b*, on curves that do not fall, and on cache shares."""
+        names = [measured.measure for measured in self.measures]
+        shown = [level for measured in self.measures for level in (*measured.baseline, *measured.points)]
+        flat = any(point.equivalent.flat for measured in self.measures for point in measured.points)
+        scores = [
+            f"The full cache scores {measured.full:.3g}." for measured in self.measures if measured.measure == "score"
+        ]
         levels = columns.table("values of both sides", self.lines(), ("caption", "level", "baseline_level"), self.FIRST)
         return [
             levels,
@@ -102,13 +105,15 @@ class PairSavings(Result):
               if "kl" in names else []),
             *([_FLAT] if flat else []),
             *scores,
-            *(line for one in self.measures for line in _pooling_notes(one)),
-            text.cache_share_note(level.cache_share for one in self.measures for level in (*one.baseline, *one.points)),
+            *(line for measured in self.measures for line in _pooling_notes(measured)),
+            text.cache_share_note(level.cache_share for level in shown),
         ]  # fmt: skip
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=any(one.measure == "kl" for one in self.measures))
+        return text.intervals_note(
+            self.identity.samples, medians=any(measured.measure == "kl" for measured in self.measures)
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per measure and budget of the treatment.
@@ -118,7 +123,7 @@ class PairSavings(Result):
         where its curve begins or ends. `both`: no budget measured can be distinguished from it. `reason` says it in
         words.
         """
-        return [row for one in self.measures for row in _rows(one, self.along)]
+        return [row for measured in self.measures for row in _rows(measured, self.along)]
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -136,8 +141,8 @@ class Savings(Several[PairSavings]):
     identity: RunIdentity
 
     def title(self) -> str:
-        """Return all sides."""
-        baselines, treatments = (dict.fromkeys(one.sides[side] for one in self.members) for side in (0, 1))
+        """Return the table's title, with all sides."""
+        baselines, treatments = (dict.fromkeys(pair.sides[side] for pair in self.members) for side in (0, 1))
         return f"budget that {' and '.join(treatments)} saves over {' and '.join(baselines)}"
 
     def lines(self) -> Sequence[Line]:
@@ -146,17 +151,18 @@ class Savings(Several[PairSavings]):
 
 
 def _lines(members: Sequence[PairSavings]) -> list[Line]:
-    """Return a line per pair, measure and budget, named by what distinguishes the treatments' configurations."""
-    rows = [(one, point) for member in members for one in member.measures for point in one.points]
+    """Return a line per pair, measure and budget, with the short name of the treatment's configuration."""
+    rows = [(measured, point) for member in members for measured in member.measures for point in measured.points]
     names = short_names([point.config for _, point in rows])
-    return [Line(name, (one, point)) for name, (one, point) in zip(names, rows, strict=True)]
+    return [Line(name, (measured, point)) for name, (measured, point) in zip(names, rows, strict=True)]
 
 
-def _measure_clause(one: MeasuredSavings, along: str) -> str:
-    baseline, treatment = side_names(one.baseline[0].config, one.points[0].config)
+def _measure_clause(measured: MeasuredSavings, along: str) -> str:
+    """Return a clause on whether the treatment saves budget by one measure, and how much."""
+    baseline, treatment = side_names(measured.baseline[0].config, measured.points[0].config)
     verdicts = [_UNKNOWN if point.equivalent.flat else interval_verdict(point.saving_interval, 0)
-                for point in one.points]  # fmt: skip
-    known = [point for point in one.points if point.equivalent.beyond not in ("flat", "both")]
+                for point in measured.points]  # fmt: skip
+    known = [point for point in measured.points if point.equivalent.beyond not in ("flat", "both")]
     names = [f"{_UNITS[along]} {_format_coordinate(point, along)}" for point in known]
     sizes = extremes(
         [(name, point.least_saving, point.saved.replace("\n", " ")) for name, point in zip(names, known, strict=True)]
@@ -168,6 +174,7 @@ def _measure_clause(one: MeasuredSavings, along: str) -> str:
 
 
 def _verdict_words(baseline: str, treatment: str) -> Words:
+    """Return verdict on a saving -> clause and short word."""
     return {
         1: (f"{treatment} saves budget over {baseline}", "saves"),
         -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
@@ -177,15 +184,17 @@ def _verdict_words(baseline: str, treatment: str) -> Words:
 
 
 def _format_coordinate(point: Point, along: str) -> str:
+    """Return the coordinate of a point as text: its budget as given, or its cache share."""
     return str(point.config.budget) if along == "budget" else text.cache_share(point.at)
 
 
-def _pooling_notes(one: MeasuredSavings) -> Iterator[str]:
-    names = side_names(one.baseline[0].config, one.points[0].config)
-    for name, rising in zip(names, (one.rising, one.treatment_rising), strict=True):
+def _pooling_notes(measured: MeasuredSavings) -> Iterator[str]:
+    """Yield a note per side whose curve rises with the budget, so that budgets were pooled."""
+    names = side_names(measured.baseline[0].config, measured.points[0].config)
+    for name, rising in zip(names, (measured.rising, measured.treatment_rising), strict=True):
         where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
         if rising:
-            yield f"By {NAMES[one.measure]} {name} does worse with more budget from {where}: pooled."
+            yield f"By {NAMES[measured.measure]} {name} does worse with more budget from {where}: pooled."
 
 
 def savings(
@@ -221,27 +230,30 @@ def savings(
     """
     sides = check_sides(trace, baseline, treatments)
     measured = Measurements(trace, ANALYSIS, step)
-    lost = measure_losses(measured, by)
+    losses = measure_losses(measured, by)
     pairs = [pair for treatment in sides for pair in paired_axes(measured, baseline, treatment)]
     settings = short_names([first.configs[0] for first, _ in pairs], "budget")
     members = tuple(
-        _pair_savings(lost, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
+        _pair_savings(losses, first, second, setting, step, identity(trace, [*first.configs, *second.configs], step))
         for (first, second), setting in zip(pairs, settings, strict=True)
     )
-    shown = dict.fromkeys(config for one in members for config in one.identity.configs)
+    shown = dict.fromkeys(config for member in members for config in member.identity.configs)
     return Savings(members, identity(trace, list(shown), step))
 
 
 def _pair_savings(
-    lost: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
+    losses: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
 ) -> PairSavings:
+    """Return the savings of one pair of curves by every measure."""
     along = "budget" if _comparable(baseline, treatment) else "held"
     first, second = (_locate(side, along) for side in (baseline, treatment))
-    return PairSavings(tuple(measured_savings(loss, first, second, along) for loss in lost), setting, along, step, run)
+    return PairSavings(
+        tuple(measured_savings(loss, first, second, along) for loss in losses), setting, along, step, run
+    )
 
 
 def _comparable(baseline: Axis, treatment: Axis) -> bool:
-    """Return whether equal budgets make caches of one size: as many kept sets, as large blocks, one unit."""
+    """Return whether equal budgets make caches of one size: equal granularity, block and unit of budgets."""
     first, second = (
         (config.granularity.name, config.block, config.budget.unit)
         for config in (baseline.configs[0], treatment.configs[0])
@@ -251,7 +263,7 @@ def _comparable(baseline: Axis, treatment: Axis) -> bool:
 
 def check_budgets(configs: Sequence[EvictionConfig]) -> None:
     """Raise ConfigError for fewer than five budgets, and for budgets of both kinds."""
-    check_kind(configs, ANALYSIS)
+    check_budget_units(configs, ANALYSIS)
     budgets = list(dict.fromkeys(str(config.budget) for config in configs))
     if len(budgets) < LEAST_BUDGETS:
         msg = (
@@ -262,7 +274,7 @@ def check_budgets(configs: Sequence[EvictionConfig]) -> None:
 
 
 def _locate(axis: Axis, along: str) -> Axis:
-    """Return the curve with its coordinates, budgets or cache shares (`held`).
+    """Return the axis with its coordinates along `budget` or `held`, the cache share.
 
     Raises ConfigError as `check_budgets`, TraceError where cache shares are unknown or do not grow with the budget.
     """
@@ -277,11 +289,12 @@ def _locate(axis: Axis, along: str) -> Axis:
     return located
 
 
-def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
-    baseline = config_columns(one.baseline[0].config)
-    for point in one.points:
+def _rows(measured: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
+    """Yield the data frame rows of one measure, one per budget of the treatment."""
+    baseline = config_columns(measured.baseline[0].config)
+    for point in measured.points:
         yield {
-            "measure": one.measure,
+            "measure": measured.measure,
             **config_columns(point.config),
             **{f"baseline_{name}": value for name, value in baseline.items() if name in SIDE},
             "along": along,
@@ -291,6 +304,7 @@ def _rows(one: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(point: Point) -> dict[str, Any]:
+    """Return the numbers of a point by data frame column."""
     equivalent, ends = point.equivalent, point.saving_interval
     return {
         "at": point.at,

@@ -61,7 +61,7 @@ _UNDECIDED = f"whether {_WHO} score less is undecided"
 
 
 def _rank_clause(result: Correlation) -> str:
-    """Return on which side of 0 ρ lies, and how much of it is beyond the method identity baseline."""
+    """Return the clause on the sign of ρ, and how much ρ exceeds the method identity baseline."""
     every = result.overall[0]
     rho = every.strength(HEADLINE).rho
     if isnan(rho.value):
@@ -72,11 +72,11 @@ def _rank_clause(result: Correlation) -> str:
     verdict = _VERDICTS.get(side, _UNDECIDED)
     baseline = every.identity_baselines(HEADLINE).rho
     more = _baseline_clause(baseline, format_estimate(baseline.beyond, " "), side)
-    return f"{verdict}: ρ = {format_estimate(rho, ' ')} ({_over_budgets(result)}{_prompts_note(rho)}); {more}"
+    return f"{verdict}: ρ = {format_estimate(rho, ' ')} ({_budgets_phrase(result)}{_prompts_note(rho)}); {more}"
 
 
-def _over_budgets(result: Correlation) -> str:
-    """Return '3 budgets, one at a time, ' where there are several."""
+def _budgets_phrase(result: Correlation) -> str:
+    """Return '3 budgets, one at a time, ' for several budgets; empty for one."""
     count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in result.settings)
     return f"{count} budgets, one at a time, " if count > 1 else ""
 
@@ -88,9 +88,12 @@ def _prompts_note(one: Estimate) -> str:
 
 
 def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
-    """Return whether a statistic is more than its method identity baseline; `beyond` is how much more, in words.
+    """Return the clause on whether a statistic exceeds its method identity baseline.
 
-    `side`: on which side the statistic was decided to lie, 0 where it was not.
+    Args:
+        baseline: of the statistic.
+        beyond: text of the statistic less its baseline.
+        side: sign of the statistic, −1 or 1; 0 where it is undecided.
     """
     if isnan(baseline.beyond.value):
         return "how much of it the methods' names alone tell cannot be said: no data set has two such prompts"
@@ -99,21 +102,21 @@ def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
         return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
     if side and verdict:
         return f"that is {'more' if verdict == side else 'less'} than the methods' names tell (less these: {beyond})"
-    if _is_nothing(baseline.beyond):
+    if _is_negligible(baseline.beyond):
         return f"what is shown is no more than the methods' names tell (less these: {beyond})"
     if verdict:
         return f"less what the methods' names tell it is {beyond}"
     return f"whether that is more than the methods' names tell is undecided (less these: {beyond})"
 
 
-def _is_nothing(beyond: Estimate) -> bool:
-    """Return whether the whole interval lies so near to 0 that the baseline explains all."""
+def _is_negligible(beyond: Estimate) -> bool:
+    """Return whether the whole interval of a statistic less its baseline lies within `NOTHING` of 0."""
     ends = beyond.interval
     return ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING
 
 
 def _area_clause(result: Correlation) -> str:
-    """Return how often a lost answer is the more perturbed one, and how much of that is beyond the baseline."""
+    """Return the clause on how often a lost answer is the more perturbed one, also less the baseline."""
     every = result.overall[0]
     area, baseline = every.strength(HEADLINE).auc, every.identity_baselines(HEADLINE).auc
     if isnan(area.value):
@@ -126,9 +129,10 @@ def _area_clause(result: Correlation) -> str:
 
 
 def _contrast_clause(every: Overall) -> str:
-    """Return, where decided, that the measure correlates more, or less, than the attention given up: it knows values.
+    """Return the clause that propagated L1 correlates more, or less, with scores than the evicted attention 1 − S does.
 
-    Empty where ρ is not decided beyond the method identity baseline: then a lower ρ says nothing of values.
+    Empty where that is undecided, or ρ does not exceed the method identity baseline: then the difference says nothing
+    of the values, which 1 − S ignores.
     """
     one = every.contrast(HEADLINE, AGAINST)
     verdict = interval_verdict(one.rho.interval, 0)
@@ -155,7 +159,7 @@ class Correlation(Result):
 
     Attributes:
         identity: of the run; of several traces with all of their data sets.
-        prompts: (prompt,) index of the trace in `parts` and the sample's name, of the arrays in `settings`.
+        prompts: per prompt of the arrays in `settings`, the index of its trace in `parts` and its sample's name.
     """
 
     SECTION = "correlation"
@@ -174,7 +178,7 @@ class Correlation(Result):
     prompts: tuple[tuple[int, str], ...]
 
     def conclusion(self) -> str:
-        """Return the headline's ranks and lost answers, each beside the method identity baseline."""
+        """Return the correlation of propagated L1 with scores and lost answers, also less the identity baseline."""
         samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
         if not answered:
             return (
@@ -185,7 +189,7 @@ class Correlation(Result):
         return sentence("; ".join(filter(None, clauses)))
 
     def title(self) -> str:
-        """Return the budget, or that each prompt counts with its mean over all."""
+        """Return the single setting, or that the table shows each prompt's mean over all budgets."""
         if len(self.settings) == 1:
             return correlation_tables.describe_setting(self.settings[0])
         return "all budgets, one at a time: each prompt's mean over them"
@@ -195,7 +199,7 @@ class Correlation(Result):
         return correlation_tables.measure_lines(self.overall[0])
 
     def caveats(self) -> Sequence[str]:
-        """Return which budgets have no ranks and why, and what limits the others."""
+        """Return which budgets have no ranks and why, and the limits of the budgets that have."""
         deciding = [one for one in self.settings if one.decides]
         few = f"No ranks of fewer than {LEAST_CONFIGS} methods: b={', '.join(self.too_few)}."
         alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
@@ -207,7 +211,7 @@ class Correlation(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the prompts, the further tables and how tests are made."""
+        """Return the number of answered prompts, the further tables, and notes on the tests."""
         deciding = [one for one in self.settings if one.decides]
         alike, answered = (sum(getattr(part, name) for part in self.parts) for name in ("alike", "answered"))
         return [
@@ -264,7 +268,7 @@ def correlation(
 
     Args:
         traces: with graded answers; several are pooled, and their data sets kept distinct.
-        only: policies, selections or `policy:selection`, where not all that the traces hold are to be ranked.
+        only: policies, selections or `policy:selection` to rank; empty: all that the traces hold.
         right: a prompt counts where the full cache's score is above this.
         lost: an answer is lost where its score is below this share of the full cache's.
         bins: of the calibration curves.
@@ -305,7 +309,10 @@ def correlation(
 
 
 def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
-    """Return the part of a trace that holds some methods. Raises TraceError for a method that it does not hold."""
+    """Return a trace with the configurations of the named methods alone; all without names.
+
+    Raises TraceError for a method that the trace does not hold.
+    """
     if not only:
         return trace
     for name in only:
@@ -324,11 +331,16 @@ def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overa
     rows = {"": np.ones(len(names), dtype=bool)}
     if len(datasets) > 1:
         rows |= {name: names == name for name in datasets}
-    return tuple(_overall_of(prompts, settings, name, chosen) for name, chosen in rows.items())
+    return tuple(_overall_correlations(prompts, settings, name, chosen) for name, chosen in rows.items())
 
 
-def _overall_of(prompts: PooledPrompts, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]) -> Overall:
-    """Return the correlations of some prompts over all settings; `significant` is set only for all prompts together."""
+def _overall_correlations(
+    prompts: PooledPrompts, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]
+) -> Overall:
+    """Return the correlations of the prompts in `rows` over all settings; an empty `dataset` is all.
+
+    `significant` is set for all prompts alone.
+    """
     each = select_prompts({name: mean_over_settings([one.within[name] for one in settings]) for name in NAMES}, rows)
     tables = [{name: table.select(rows) for name, table in one.tables.items()} for one in settings]
     names, own = identity_baselines(tables, prompts.same_dataset[np.ix_(rows, rows)]), strengths(each)

@@ -38,7 +38,7 @@ from perturbkv.analyses.correlation.method_identity import (
     strengths,
 )
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
-from perturbkv.analyses.multi_trace import check_together
+from perturbkv.analyses.multi_trace import check_combinable
 from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, estimate_mean, mean_where_known
@@ -68,13 +68,13 @@ class GradedTrace(Record):
 
 @dataclass(frozen=True)
 class PooledPrompts:
-    """The prompts that the full cache answers, those of all traces one after the other.
+    """The prompts that the full cache answers, of all traces one after the other.
 
     Attributes:
         parts: the traces.
-        part: (prompt,) index of the trace that a prompt is of.
+        part: (prompt,) index in `parts` of the prompt's trace.
         names: (prompt,) sample ids.
-        run: the first trace's; its configurations are the axis `config`.
+        run: of the first trace; its configurations are the axis `config`.
         cache_shares: (config,) entries of each cache over those of the full cache; NaN where a trace lacks them.
         kept: (prompt, config) share of a prompt's entries that is kept.
         measured: measure -> (prompt, config), as `first_step_measures` defines them.
@@ -97,7 +97,7 @@ class PooledPrompts:
 
     @property
     def same_dataset(self) -> NDArray[np.bool_]:
-        """(prompt, prompt) True where two are of one data set."""
+        """(prompt, prompt) True where both prompts are of one data set."""
         datasets = np.array([self.parts[part].dataset for part in self.part], dtype=str)
         return np.asarray(datasets[:, None] == datasets)
 
@@ -119,12 +119,12 @@ class PooledPrompts:
 
 def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     """Pool the answered prompts of all traces. Raises TraceError where one is not graded, or they do not match."""
-    check_together(traces, ANALYSIS)
+    check_combinable(traces, ANALYSIS)
     run = traces[0].run
     whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
-    each = [_answered_part(one, run.configs, rule) for one in whole]
+    each = [_answered_prompts(one, run.configs, rule) for one in whole]
     arrays = {name: np.concatenate([own[name] for _, own, _ in each]) for name in each[0][1]}
-    shares = np.stack([one.cache_shares[_order(one.trace, run.configs)] for one in whole])
+    shares = np.stack([one.cache_shares[_config_order(one.trace, run.configs)] for one in whole])
     parts = tuple(part for part, _, _ in each)
     measured = {name: arrays.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
     return PooledPrompts(
@@ -138,14 +138,13 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     )
 
 
-def _answered_part(
+def _answered_prompts(
     own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
 ) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
-    """Return a trace's part of the pool: its summary, the arrays of its answered prompts, and their sample ids."""
+    """Return what a trace adds to the pool: its summary, the arrays of its answered prompts, and their sample ids."""
     trace = own.trace
-    graded, order = scores(trace, ANALYSIS), _order(trace, configs)
+    graded, order = scores(trace, ANALYSIS), _config_order(trace, configs)
     answered = graded.full > rule.right
-    ids = [name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole]
     kept, tokens = own["kept_count"], own["prompt_tokens"]
     by_config = {
         **measurements.first_step_measures(trace, ANALYSIS),
@@ -159,16 +158,17 @@ def _answered_part(
     counts = (len(answered), int(answered.sum()))
     alike = int(has_only_first_token(trace)[answered].sum())
     part = GradedTrace(trace.run.dataset, trace.source, trace.digest, *counts, median(graded.full[answered]), alike)
-    return part, arrays, [name for name, right in zip(ids, answered, strict=True) if right]
+    return part, arrays, [name for name, right in zip(own.sample_ids, answered, strict=True) if right]
 
 
-def _order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
+def _config_order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
+    """Return the indices of configurations in a trace."""
     return [trace.run.configs.index(config) for config in configs]
 
 
 @record
 class Control(Record):
-    """Controls of one measure's correlation, beside the method identity baseline."""
+    """Controls of one measure's correlation: permuted scores, and pairs of answers to different prompts."""
 
     SECTION = "control"
 
@@ -183,13 +183,13 @@ class Control(Record):
 
 
 class ByMeasure:
-    """Statistics of several measures, which are looked up by the measure's name."""
+    """Statistics of several measures, looked up by the measure's name."""
 
     strengths: tuple[Strength, ...]
     names: tuple[IdentityBaselines, ...]
 
     def strength(self, measure: str) -> Strength:
-        """Return a measure's strength."""
+        """Return the correlation of one measure with the score."""
         return next(one for one in self.strengths if one.measure == measure)
 
     def identity_baselines(self, measure: str) -> IdentityBaselines:
@@ -199,7 +199,7 @@ class ByMeasure:
 
 @record
 class Setting(ByMeasure, Record):
-    """Configurations of one budget, granularity and protection, which are ranked against each other.
+    """The correlations between the configurations of one budget, granularity and protection.
 
     Attributes:
         measured: measure -> (prompt, config).
@@ -233,7 +233,7 @@ class Setting(ByMeasure, Record):
 
     @derived(key="lost")
     def lost_count(self) -> int:
-        """Answers that are lost."""
+        """Number of lost answers."""
         return int(self.lost.sum())
 
     @property
@@ -247,18 +247,18 @@ class Setting(ByMeasure, Record):
 
     @property
     def decides(self) -> bool:
-        """True where any prompt has ranks, or a lost answer beside a kept one."""
+        """True where any prompt has ranks, or both lost and kept answers."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
     @derived(key="silence")
     def undecided_reason(self) -> str:
-        """Why there are no ranks, or no lost answers beside kept ones; empty where there are."""
+        """Reason why no prompt has ranks, or lost and kept answers; empty where one has."""
         if not len(self.full):
             return "the full cache answers no prompt"
         return "; ".join(filter(None, (self.no_areas_reason(), self.no_ranks_reason())))
 
     def no_areas_reason(self) -> str:
-        """Return why no prompt has a lost answer beside a kept one; empty where one has."""
+        """Return the reason why no prompt has both lost and kept answers; empty where one has."""
         if not self.lost.any():
             return "no answer is lost"
         if self.lost.all():
@@ -266,7 +266,7 @@ class Setting(ByMeasure, Record):
         return "" if any(one.auc.prompts for one in self.strengths) else "no prompt has lost and kept answers"
 
     def no_ranks_reason(self) -> str:
-        """Return why no prompt has ranks; empty where one has."""
+        """Return the reason why no prompt has ranks; empty where one has."""
         if any(one.rho.prompts for one in self.strengths):
             return ""
         differ = (np.ptp(self.evicted, axis=1) > 0).any()
@@ -274,7 +274,7 @@ class Setting(ByMeasure, Record):
 
 
 def correlate_setting(prompts: PooledPrompts, name: str, indices: Sequence[int], rule: Rule, bins: int) -> Setting:
-    """Correlate every measure with the score between the configurations at some indices."""
+    """Correlate every measure with the score, within each prompt, between the configurations at `indices`."""
     theta_hat, evidence = prompts.relative_theta_hat(indices)
     measured = {**{measure: array[:, indices] for measure, array in prompts.measured.items()}, "theta_hat": theta_hat}
     measured = {measure: measured[measure] for measure in NAMES}
@@ -308,9 +308,10 @@ def mark_significant_settings(settings: Sequence[Setting]) -> tuple[Setting, ...
 
 
 def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool_]) -> tuple[Control, ...]:
+    """Return the controls of every measure, from (prompt, config) arrays."""
     rho_weights = np.stack([_rho_weights(array, scored) for array in measured.values()])
     area_weights = np.stack([_area_weights(array, lost) for array in measured.values()])
-    rho = score_permutation_nulls(rho_weights, _centred(scored))
+    rho = score_permutation_nulls(rho_weights, _centred_ranks(scored))
     areas = score_permutation_nulls(area_weights, lost.astype(np.float64))
     controls = []
     for index, (name, array) in enumerate(measured.items()):
@@ -320,26 +321,26 @@ def _controls(measured: dict[str, Floats], scored: Floats, lost: NDArray[np.bool
     return tuple(controls)
 
 
-def _centred(values: Floats) -> Floats:
-    """Return (prompt, config) ranks within each prompt, less their mean."""
+def _centred_ranks(values: Floats) -> Floats:
+    """Return (prompt, config) ranks of values within each prompt, less their mean."""
     ranks = mean_ranks(values.T).T
     return np.asarray(ranks - ranks.mean(axis=1, keepdims=True))
 
 
 def _rho_weights(measured: Floats, scored: Floats) -> Floats:
-    """Return (prompt, config) weights of the scores' centred ranks that sum to Spearman's ρ; NaN without a ρ."""
-    ranks, others = _centred(measured), _centred(scored)
+    """Return (prompt, config) weights whose sum with the scores' centred ranks is Spearman's ρ; NaN without a ρ."""
+    ranks, others = _centred_ranks(measured), _centred_ranks(scored)
     size = np.sqrt((ranks**2).sum(axis=1) * (others**2).sum(axis=1))
-    return _mask_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
+    return _nan_where_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
 
 
 def _area_weights(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt, config) weights of the lost answers that sum to the area less 0.5; NaN where there is none."""
+    """Return (prompt, config) weights that sum, over lost answers, to the ROC area less 0.5; NaN without an area."""
     pairs = lost.sum(axis=1) * (~lost).sum(axis=1)
-    return _mask_unmeasured(measured, np.asarray(ratio(_centred(measured), pairs[:, None])))
+    return _nan_where_unmeasured(measured, np.asarray(ratio(_centred_ranks(measured), pairs[:, None])))
 
 
-def _mask_unmeasured(measured: Floats, weights: Floats) -> Floats:
+def _nan_where_unmeasured(measured: Floats, weights: Floats) -> Floats:
     """Return the weights, NaN where a prompt lacks the measure."""
     return np.where(np.isnan(measured).any(axis=1, keepdims=True), np.nan, weights)
 
@@ -359,19 +360,22 @@ class AcrossBudgets(Record):
 
 
 def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
-    """Return one per measure, the budget itself first; nothing where no method has three budgets."""
+    """Return every measure's correlation over budgets, the budget itself first; nothing without three budgets."""
     curves = [indices for indices in sweeps(prompts.run, None) if len(indices) >= LEAST_CONFIGS]
     if not curves:
         return ()
     return tuple(
         AcrossBudgets(
-            name, estimate_mean(mean_where_known([_rho(prompts, name, indices) for indices in curves]), CORRELATION)
+            name,
+            estimate_mean(
+                mean_where_known([_rho_in_prompts(prompts, name, indices) for indices in curves]), CORRELATION
+            ),
         )
         for name in (EVICTED, *NAMES)
     )
 
 
-def _rho(prompts: PooledPrompts, measure: str, indices: list[int]) -> Floats:
+def _rho_in_prompts(prompts: PooledPrompts, measure: str, indices: list[int]) -> Floats:
     """Return (prompt,) Spearman's ρ of a measure, or of the budget, with the score over some configurations."""
     if measure == EVICTED:
         measured = 1 - prompts.kept[:, indices]

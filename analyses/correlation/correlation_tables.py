@@ -26,22 +26,22 @@ from perturbkv.display import Part, Table
 HEADLINE = "propagated"
 """The measure of conclusions and of curves on the screen, chosen beforehand."""
 AGAINST = "lost"
-"""The measure that every other one is compared with: the attention that was given up, which ignores values."""
+"""The measure that every other measure is compared with: the evicted attention 1 − S, which ignores values."""
 SHOWN = ("rho", "rho_beyond", "rho_prompts", "auc", "auc_beyond", "auc_prompts")
 _FEW_METHODS = 5
 _EQUAL = 1e-9
 """Means that differ by less were added in another order."""
 
 
-def format_estimate(one: Estimate, apart: str = "\n") -> str:
-    """Return the value with its interval, on a line of its own."""
-    return text.decimal(one.value, one.interval, separator=apart)
+def format_estimate(one: Estimate, separator: str = "\n") -> str:
+    """Return an estimate with its interval behind the separator, by default on a second line."""
+    return text.decimal(one.value, one.interval, separator=separator)
 
 
-def format_points(one: Estimate, apart: str = " ") -> str:
+def format_points(one: Estimate, separator: str = " ") -> str:
     """Return a difference of shares with its interval, in points of 100."""
     ends = one.interval and Interval(100 * one.interval.low, 100 * one.interval.high, one.interval.kind)
-    return text.decimal(100 * one.value, ends, digits=0, separator=apart)
+    return text.decimal(100 * one.value, ends, digits=0, separator=separator)
 
 
 def format_share(one: Estimate) -> str:
@@ -61,7 +61,7 @@ class Overall(ByMeasure, Record):
     names: tuple[IdentityBaselines, ...] = column("method identity baseline, one per measure")
 
     def contrast(self, first: str, second: str) -> Contrast:
-        """Return the contrast of two measures."""
+        """Return the difference between two measures."""
         return next(one for one in self.contrasts if (one.first, one.second) == (first, second))
 
 
@@ -90,23 +90,25 @@ class MeasureRow(Record):
     auc_prompts: int = column("prompts with lost and kept answers", heading="#n")
 
 
-def measure_row(measure: str, of: Overall | Setting) -> MeasureRow:
-    """Return the line of one measure."""
-    strength, names = of.strength(measure), of.identity_baselines(measure)
+def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
+    """Return a measure's line of the table."""
+    strength, names = results.strength(measure), results.identity_baselines(measure)
     return MeasureRow(
         rho=strength.rho,
-        rho_beyond=_mark_significant(format_estimate(names.rho.beyond), names.rho),
+        rho_beyond=_with_star(format_estimate(names.rho.beyond), names.rho),
         rho_prompts=strength.rho.prompts,
         auc=strength.auc,
-        auc_beyond=_mark_significant(format_points(names.auc.beyond, "\n"), names.auc),
+        auc_beyond=_with_star(format_points(names.auc.beyond, "\n"), names.auc),
         auc_prompts=strength.auc.prompts,
     )
 
 
-def measure_lines(of: Overall | Setting) -> list[Line]:
+def measure_lines(results: Overall | Setting) -> list[Line]:
     """Return a line per measure that is not circular."""
     return [
-        Line(NAMES[one.measure], (measure_row(one.measure, of),)) for one in of.strengths if one.measure in MEASURES
+        Line(NAMES[one.measure], (measure_row(one.measure, results),))
+        for one in results.strengths
+        if one.measure in MEASURES
     ]
 
 
@@ -123,13 +125,13 @@ def describe_setting(one: Setting) -> str:
 
 
 def lowest_rho_notes(every: Overall) -> list[str]:
-    """Return which measures have the lowest ρ, ties included, and the headline's ρ less that of 1 − S."""
+    """Return notes on the measures with the lowest ρ, and on ρ of propagated L1 less that of 1 − S."""
     known = [one for one in every.strengths if one.measure in MEASURES and one.rho.prompts]
     if not known:
         return []
     least = min(one.rho.value for one in known)
     tied = [one for one in known if one.rho.value - least < _EQUAL]
-    names = text.joined_names([NAMES[one.measure] for one in tied])
+    names = text.join_names([NAMES[one.measure] for one in tied])
     contrast = every.contrast(HEADLINE, AGAINST).rho
     first = f"lowest ρ, by looking: {names}{' alike' * (len(tied) > 1)}, {format_estimate(tied[0].rho, ' ')}"
     against = f"ρ of {NAMES[HEADLINE]} less that of {NAMES[AGAINST]}: {format_estimate(contrast, ' ')}"
@@ -145,18 +147,18 @@ def few_methods_note(settings: Sequence[Setting]) -> list[str]:
 
 
 def undecided_notes(settings: Sequence[Setting]) -> list[str]:
-    """Return why some settings have no ranks or no areas, each reason with its settings."""
+    """Return a sentence per reason why settings have no ranks, or no lost and kept answers, with these settings."""
     reasons: dict[str, list[str]] = {}
     for one in settings:
         if one.undecided_reason:
             reasons.setdefault(one.undecided_reason, []).append(f"b={one.name}")
-    return [f"{', '.join(names)}: {silence}." for silence, names in reasons.items()]
+    return [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
 
 
-def _mark_significant(value: str, names: IdentityBaseline) -> str:
-    """Return a value with a star behind it where it is significant."""
+def _with_star(value: str, baseline: IdentityBaseline) -> str:
+    """Return the text of a value, with a star behind the number where it is significant."""
     first, newline, ends = value.partition("\n")
-    return f"{first}{'*' * names.significant}{newline}{ends}"
+    return f"{first}{'*' * baseline.significant}{newline}{ends}"
 
 
 _STRENGTH = ("measure", "#ρ", "#τ-b", "#p", "#n", "#lost above\nkept", "#p", "#n")
@@ -189,6 +191,7 @@ def further_tables(
 
 
 def _setting_tables(one: Setting) -> list[Part]:
+    """Return the tables of measures and of controls of one setting."""
     evidence = text.percent(one.evidence)
     return [
         Table(
@@ -206,22 +209,25 @@ def _setting_tables(one: Setting) -> list[Part]:
 
 
 def _strength_row(one: Strength, names: IdentityBaselines) -> list[str]:
+    """Return the cells of one measure in the table of correlations."""
     ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(names.rho), str(one.rho.prompts)]
     return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(names.auc), str(one.auc.prompts)]
 
 
-def _format_p(names: IdentityBaseline) -> str:
-    """Return '0.012', a star behind it where it is significant beside all others."""
-    p = names.exchanged.p
-    return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * names.significant
+def _format_p(baseline: IdentityBaseline) -> str:
+    """Return the p-value of a permutation null: '0.012', with a star where the statistic is significant."""
+    p = baseline.exchanged.p
+    return "–" if isnan(p) else ("<0.001" if p < 0.001 else f"{p:.3f}") + "*" * baseline.significant
 
 
 def _control_row(one: Control, names: IdentityBaselines) -> list[str]:
+    """Return the cells of one measure in the table of controls."""
     others, between = map(format_share, (names.auc.others, one.between))
     return [NAMES[one.measure], _format_null(one.rho), format_estimate(names.rho.others), others, between]
 
 
 def _format_null(one: PermutationNull) -> str:
+    """Return the middle 95 % of a permutation null: '−0.31 … 0.30'."""
     return "–" if isnan(one.low) else f"{text.decimal(one.low)} … {text.decimal(one.high)}"
 
 
@@ -238,11 +244,13 @@ def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
 
 
 def _contrast_row(one: Contrast) -> list[str]:
+    """Return the cells of one measure compared with 1 − S."""
     rho, auc = map(format_estimate, (one.rho, one.auc))
     return [NAMES[one.first], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
 def _circular_table(settings: Sequence[Setting]) -> Table:
+    """Return the table of the circular measures, per setting."""
     rows = [
         row
         for one in settings
@@ -252,22 +260,26 @@ def _circular_table(settings: Sequence[Setting]) -> Table:
 
 
 def _circular_row(one: Strength) -> list[str]:
+    """Return the cells of one circular measure."""
     rho, auc = format_estimate(one.rho), format_share(one.auc)
     return [NAMES[one.measure], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
 
 def _curve_table(settings: Sequence[Setting]) -> Table:
+    """Return the table of calibration curves of propagated L1, per setting."""
     rows = [row for one in settings for row in _with_first_name(f"b={one.name}", map(_bin_row, one.curves[HEADLINE]))]
     return Table(f"how often an answer is lost, by {NAMES[HEADLINE]} over the outputs' norm", _CURVE, rows)
 
 
 def _bin_row(one: Bin) -> list[str]:
+    """Return the cells of one bin of a calibration curve."""
     drop = Estimate(one.drop, one.drop_interval, one.prompts)
     lost = text.percent(one.lost, one.lost_interval)
     return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, format_points(drop)]
 
 
 def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
+    """Return the table of correlations over budgets; nothing where no prompt has one."""
     if not any(one.rho.prompts for one in across):
         return []
     names = {EVICTED: "the budget itself", **NAMES}
@@ -276,5 +288,5 @@ def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
 
 
 def _with_first_name(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
-    """Return rows with one more column, which names the first of them."""
+    """Return rows with one more column in front: the name in the first row, empty below."""
     return [[fold(name) if index == 0 else "", *row] for index, row in enumerate(rows)]

@@ -30,7 +30,7 @@ AREA = share_kind(0)
 
 @record
 class Rule(Record):
-    """The rule for which prompts count and which answers are lost. Raises ConfigError for values out of range."""
+    """The thresholds of which prompts count and which answers are lost. Raises ConfigError for values out of range."""
 
     right: float = column("a prompt counts where the full cache's score is above this, in [0, 1)", default=0.0)
     lost: float = column(
@@ -51,14 +51,14 @@ class Rule(Record):
 
 
 def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt,) areas, from (prompt, config) arrays; NaN where all answers of the prompt are lost, or none."""
+    """Return (prompt,) ROC areas of lost against kept answers; NaN where a prompt has lost or kept ones alone."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
 
 
 def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
-    """Return the area over pairs of answers to different prompts, with the jackknife's interval over prompts.
+    """Return the ROC area over pairs of answers to different prompts, with the jackknife's interval over prompts.
 
     The scarcer side decides how wide that is: the prompts with lost answers, or those with kept ones.
     """
@@ -77,7 +77,10 @@ def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return (prompt of the lost, prompt of the kept) pairs whose lost answer is more perturbed, and all pairs."""
+    """Return two (prompt of the lost answer, prompt of the kept answer) counts of pairs between different prompts.
+
+    First of the pairs whose lost answer is more perturbed, ties at one half; then of all pairs.
+    """
     prompts = len(measured)
     wins, pairs = np.zeros((prompts, prompts)), np.zeros((prompts, prompts))
     for index in range(prompts):
@@ -133,9 +136,10 @@ def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, b
 
 
 def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
+    """Return the bin of the answers that are True in the (prompt, config) array `inside`."""
     perturbed = measured[inside]
-    lost_share, lost_interval = _mean(lost, inside, share_kind(0))
-    mean_drop, drop_interval = _mean(drop, inside, _DROP)
+    lost_share, lost_interval = _mean_in_bin(lost, inside, share_kind(0))
+    mean_drop, drop_interval = _mean_in_bin(drop, inside, _DROP)
     return Bin(
         low=float(perturbed.min()),
         high=float(perturbed.max()),
@@ -149,15 +153,15 @@ def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArra
     )
 
 
-def _mean(
+def _mean_in_bin(
     values: NDArray[np.generic], inside: NDArray[np.bool_], kind: StatisticKind
 ) -> tuple[float, OptionalInterval]:
     """Return the mean of (prompt, config) values in a bin, a ratio of sums over prompts, with its interval."""
     prompts = inside.any(axis=1)
-    top = np.where(inside, values, 0)[prompts].sum(axis=1, dtype=np.float64)
+    total = np.where(inside, values, 0)[prompts].sum(axis=1, dtype=np.float64)
     count = inside[prompts].sum(axis=1)
     effective = float(count.sum() ** 2 / (count**2).sum())  # as many prompts of equally many answers
     ends = intervals.of_statistic(
-        lambda weights: np.asarray(ratio(weights @ top, weights @ count)), len(top), kind, effective
+        lambda weights: np.asarray(ratio(weights @ total, weights @ count)), len(total), kind, effective
     )
-    return float(top.sum() / count.sum()), ends
+    return float(total.sum() / count.sum()), ends

@@ -98,7 +98,7 @@ def area_table(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
 
 
 def _drop_undecided(table: Floats, measured: Floats) -> Floats:
-    """Return the table with NaN for prompts that lack the measure, and for scores of prompts that do not decide."""
+    """Return a table with NaN for prompts that lack the measure (column), or whose own statistic is NaN (row)."""
     missing = np.isnan(measured).any(axis=1)
     known = np.where(missing, np.nan, table)
     return np.where(np.isnan(np.diag(known))[:, None], np.nan, known)
@@ -107,6 +107,7 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
 def _identity_baseline(
     tables: Sequence[Floats], permutations: PromptPermutations, kind: StatisticKind, differences: StatisticKind
 ) -> IdentityBaseline:
+    """Return the baseline of a statistic and of its difference from it, which are of these kinds."""
     same_dataset, prompts = permutations.same_dataset, len(permutations.same_dataset)
 
     def others(weights: Floats) -> Floats:
@@ -123,7 +124,10 @@ def _identity_baseline(
 
 
 def _mean_of_others(table: Floats, same_dataset: NDArray[np.bool_], weights: Floats) -> Floats:
-    """Return (row, prompt) weighted mean over the other prompts' measures; NaN where the prompt does not decide."""
+    """Return (row of weights, prompt) mean of a statistic over the measures of other prompts of the data set.
+
+    NaN where the prompt does not decide.
+    """
     counted = same_dataset & ~np.isnan(table) & ~np.eye(len(table), dtype=bool)
     return np.asarray(ratio(weights @ np.where(counted, table, 0).T, weights @ counted.T.astype(np.float64)))
 
@@ -218,19 +222,19 @@ def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bo
 
 
 def mean_over_settings(each: Sequence[PromptStatistics]) -> PromptStatistics:
-    """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
+    """Return each prompt's statistics, mean over several settings."""
     return PromptStatistics(
         *(mean_where_known([getattr(one, name) for one in each]) for name in ("rho", "tau", "area"))
     )
 
 
 def select_prompts(each: Mapping[str, PromptStatistics], rows: NDArray[np.bool_]) -> dict[str, PromptStatistics]:
-    """Return every measure's statistics in some of the prompts."""
+    """Return measure -> its statistics in the prompts of `rows`."""
     return {name: PromptStatistics(one.rho[rows], one.tau[rows], one.area[rows]) for name, one in each.items()}
 
 
 def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
-    """Return the strength of every measure."""
+    """Return the correlation of every measure with the score, mean over prompts."""
     return tuple(
         Strength(
             name,
@@ -243,7 +247,7 @@ def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
 
 
 def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
-    """Return the contrast of every two measures that are not circular."""
+    """Return the difference between every two measures that are not circular, mean over prompts."""
     return tuple(
         Contrast(
             first,
@@ -268,7 +272,7 @@ class CrossPromptTables:
     area: Floats
 
     def select(self, rows: NDArray[np.bool_]) -> CrossPromptTables:
-        """Return the tables of some of the prompts."""
+        """Return the tables of the prompts in `rows`."""
         return CrossPromptTables(self.rho[np.ix_(rows, rows)], self.area[np.ix_(rows, rows)])
 
 
@@ -295,7 +299,10 @@ def cross_prompt_tables(
 def identity_baselines(
     settings: Sequence[Mapping[str, CrossPromptTables]], same_dataset: NDArray[np.bool_]
 ) -> tuple[IdentityBaselines, ...]:
-    """Return every measure's baselines, of each prompt's mean over the settings; `same_dataset` (prompt, prompt)."""
+    """Return every measure's method identity baselines, from each prompt's mean over the settings.
+
+    `same_dataset` is (prompt, prompt), True where both are of one data set.
+    """
     permutations = prompt_permutations(same_dataset)
     return tuple(
         IdentityBaselines(
@@ -329,20 +336,21 @@ def mark_significant(
         for (index, measure, field, baseline, strength), passes in zip(tested, passing, strict=True)
         if passes and _is_decided(baseline, strength, *_EXPECTED[field])
     }
-    return [tuple(_mark(one, index, significant) for one in group) for index, group in enumerate(groups)]
+    return [tuple(_with_significance(one, index, significant) for one in group) for index, group in enumerate(groups)]
 
 
 _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
-"""On which side of which number a statistic lies where more perturbed answers score less."""
+"""Statistic -> (side, number): where more perturbed answers score less, it lies on that side of the number."""
 
 
 def _is_decided(baseline: IdentityBaseline, strength: Estimate, side: int, at: float) -> bool:
-    """Return whether a statistic and what it has beyond its baseline both lie on the expected side."""
+    """Return whether a statistic lies on the expected side of `at`, and its excess over the baseline on that of 0."""
     both = (interval_verdict(strength.interval, at), interval_verdict(baseline.beyond.interval, 0))
     return both == (side, side)
 
 
-def _mark(one: IdentityBaselines, index: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
+def _with_significance(one: IdentityBaselines, index: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
+    """Return a measure's baselines with `significant` set, by (index of the group, measure, statistic)."""
     rho, auc = (
         replace(getattr(one, field), significant=(index, one.measure, field) in significant) for field in ("rho", "auc")
     )

@@ -28,7 +28,7 @@ Verdicts = NDArray[np.int8]
 
 @record
 class Agreement(Record):
-    """Verdicts in float32 of the heads that one rule decides in the rounded trace, over all samples."""
+    """Counts of the heads that one rule decides in the rounded trace, by their verdict in float32."""
 
     SECTION = "verdicts kept"
 
@@ -45,7 +45,7 @@ class Agreement(Record):
 
 @record
 class Ties(Record):
-    """Agreement for one measure of two configurations, over the samples of two traces."""
+    """Agreement of verdicts between two traces, for one measure and one pair of configurations."""
 
     kind: str = column("isolated or propagated")
     distance: str = column("l1, l2 or cosine")
@@ -60,7 +60,7 @@ class Ties(Record):
 
 
 def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tuple[Ties, ...]:
-    """Compare verdicts of every pair of configurations in two traces, for each measure that both hold.
+    """Compare the heads' verdicts in float32 (`exact`) with those of a `rounded` trace, for every pair and measure.
 
     Raises TraceError where the traces are not of the same prompts and configurations, or no sample can be compared.
     """
@@ -84,6 +84,7 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
 
 
 def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
+    """Raise TraceError where two traces differ in complete samples or configurations."""
     first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
     if first != second or exact.run.configs != rounded.run.configs:
         msg = f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
@@ -91,12 +92,14 @@ def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
 
 
 def _first_tokens(trace: Trace) -> NDArray[np.int64]:
+    """Return the first decoded token of each complete sample, (sample,)."""
     return np.asarray(trace.get("token_id", ANALYSIS), dtype=np.int64)[:, 0]
 
 
 def _compare(
     exact: Measurements, rounded: Measurements, same: NDArray[np.bool_], kind: str, distance: str, pair: Pair
 ) -> Ties:
+    """Return the agreement of two traces for one measure and one pair; `same` (sample,) selects the samples."""
     expected, _ = (verdict[same] for verdict in _verdicts_by_rule(exact, kind, distance, pair))
     by_difference, alone = (verdict[same] for verdict in _verdicts_by_rule(rounded, kind, distance, pair))
     samples = zip(expected, by_difference, strict=True)
@@ -116,7 +119,7 @@ def _compare(
 
 
 def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
-    """Return (sample, layer, head) verdicts of step 0 by both rules: by the difference, and by each value alone."""
+    """Return the verdicts of step 0, (sample, layer, head), by both values' difference and by each value alone."""
     sides = measured.index(pair[0]), measured.index(pair[1])
     both, floor = compared_perturbation(measured, kind, distance, sides)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
@@ -125,6 +128,7 @@ def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pa
 
 
 def _agreement(expected: Verdicts, rounded: Verdicts) -> Agreement:
+    """Return the counts of heads that are decided in `rounded`, by their `expected` verdict."""
     decided = rounded != 0
     return Agreement(
         decided=int(decided.sum()),

@@ -19,7 +19,6 @@ from perturbkv.analyses.stats.permutation import SignFlips
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "heads"
@@ -29,7 +28,7 @@ HEADS = ("layer", "head")
 
 @record
 class HeadKind(Record):
-    """A baseline against a treatment in one kind of perturbation, isolated or propagated, head by head.
+    """A baseline against a treatment head by head, in isolated or in propagated perturbation.
 
     Attributes:
         name: isolated, propagated, or empty.
@@ -66,12 +65,6 @@ class HeadKind(Record):
     floor_relative_median: float = column("noise floor over ‖o_h‖, the median head", key="noise_floor_relative_median")
     floor_relative_max: float = column("the same of the head where it is largest", key="noise_floor_relative_max")
 
-    def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_mean, self.treatment_mean, self.noise_floor, self.verdict)}
-        if len(shapes) != 1:
-            msg = f"expected (layer, head) arrays of one shape, got {sorted(shapes)}"
-            raise TraceError(msg)
-
     @derived()
     def sign_flips(self) -> SignFlips:
         """Heads that are better or worse beyond chance; above 0: better."""
@@ -89,7 +82,7 @@ class HeadKind(Record):
 
     @derived()
     def worsened(self) -> int:
-        """Heads whose mean is higher."""
+        """Heads whose mean over samples is higher than the baseline's by more than rounding."""
         return int((self.verdict == -1).sum())
 
     @derived(key="baseline_mean")
@@ -103,7 +96,7 @@ class HeadKind(Record):
         return float(self.treatment_mean.mean())
 
     def case(self, name: str = "") -> Case:
-        """Return the sum's ratio as a case of a comparison, tied where every head ties in every sample."""
+        """Return the ratio of sums as a named case of a comparison, tied where every head ties in every sample."""
         return Case(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
@@ -167,21 +160,18 @@ def sum_ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInter
     """Return Σ treatment over Σ baseline of (sample, layer, head) values with its interval; NaN for a baseline of 0."""
     first, second = (part.sum(axis=(1, 2)) for part in (baseline, treatment))
 
-    def weighted_ratio(weights: Floats) -> Floats:
-        return np.asarray(ratio(weights @ second, weights @ first))
-
     value = float(ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum()))
-    return value, intervals.of_statistic(weighted_ratio, len(baseline), RATIO)
+    return value, intervals.of_ratio(second, first)
 
 
 def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
-    """Return the share of better heads, mean over samples with its interval, of (sample, layer, head) verdicts."""
+    """Return the share of (sample, layer, head) verdicts that are 1, with its interval over samples."""
     better = (verdict == 1).reshape(len(verdict), -1)
     return float(better.mean()), intervals.of_mean(better.mean(axis=1), share_kind(better.shape[1]))
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
-    """Return median and maximum over heads of mean noise floor over mean ‖o_h‖, of (sample, layer, head) each."""
+    """Return the noise floor over ‖o_h‖, sample means of (sample, layer, head) each: median head and largest."""
     middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
     return float(middle), float(largest)
 
@@ -192,7 +182,7 @@ class HeadComparison(PairRecord, Record):
 
     Attributes:
         flagged: (layer, head) True where the treatment's mean σ is at most 0.5: no evidence for Theorem 3.
-        retained_mass, held: of baseline and treatment.
+        retained_mass, cache_shares: of baseline and treatment.
         prefill_seconds: of baseline's and treatment's own prefills, and of the full one; NaN where there is none.
         identity: of the run.
     """
@@ -207,7 +197,7 @@ class HeadComparison(PairRecord, Record):
     propagated: HeadKind = column("every earlier layer's error included")
     flagged: NDArray[np.bool_] = column("True where the treatment's mean σ ≤ 0.5", dims=HEADS, json=False)
     retained_mass: tuple[float, float]
-    held: tuple[float, float]
+    cache_shares: tuple[float, float]
     prefill_seconds: tuple[float, float, float]
     identity: RunIdentity
 
@@ -238,7 +228,7 @@ class HeadComparison(PairRecord, Record):
 
     @derived()
     def flagged_heads(self) -> list[str]:
-        """Layer-head where the treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
+        """Heads, as layer-head, whose treatment's mean σ ≤ 0.5: no evidence for Theorem 3."""
         return [f"{self.identity.layer(layer)}-{head}" for layer, head in np.argwhere(self.flagged)]
 
     @derived(unit="share")
@@ -254,12 +244,12 @@ class HeadComparison(PairRecord, Record):
     @derived(key="held_over_full_baseline")
     def cache_share_baseline(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.held[0]
+        return self.cache_shares[0]
 
     @derived(key="held_over_full_treatment", heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the treatment's cache holds over those of the full cache."""
-        return self.held[1]
+        return self.cache_shares[1]
 
     @derived(unit="s")
     def prefill_seconds_baseline(self) -> float | None:
@@ -296,7 +286,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
     flagged = measured["sigma_stage1"][:, sides[1]].mean(axis=0) <= EVIDENCE
     mass = measured["retained_mass"].mean(axis=(0, 2, 3))
     shares, (seconds, full) = measured.cache_shares, measured.prefill_seconds
-    kinds = [_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
+    kinds = [_head_kind(measured, kind, distance, sides, flagged) for kind in ("isolated", "propagated")]
     return HeadComparison(
         baseline=baseline,
         treatment=treatment,
@@ -306,15 +296,16 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
         propagated=kinds[1],
         flagged=flagged,
         retained_mass=(float(mass[sides[0]]), float(mass[sides[1]])),
-        held=(float(shares[sides[0]]), float(shares[sides[1]])),
+        cache_shares=(float(shares[sides[0]]), float(shares[sides[1]])),
         prefill_seconds=(float(seconds[sides[0]]), float(seconds[sides[1]]), full),
         identity=about,
     )
 
 
-def _kind(
+def _head_kind(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int], flagged: NDArray[np.bool_]
 ) -> HeadKind:
+    """Return the comparison of two configurations, by index, in `isolated` or `propagated` perturbation."""
     both, floor = compared_perturbation(measured, kind, distance, sides)
     unit = distance_of(distance)
     norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
@@ -324,7 +315,7 @@ def _kind(
 def compared_perturbation(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int]
 ) -> tuple[tuple[Floats, Floats], Floats]:
-    """Return baseline and treatment, and their noise floor: (sample, layer, head) each.
+    """Return the perturbation of baseline and treatment, and the noise floor: (sample, layer, head) each.
 
     Where kept sets imply equality, the treatment has the baseline's values. `kind` is isolated or propagated. Raises
     TraceError for what the trace lacks.
@@ -335,7 +326,7 @@ def compared_perturbation(
 
 
 def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> tuple[Floats, Floats]:
-    """Return (sample, config, layer, head) perturbation and (sample, layer, head) noise floor.
+    """Return a kind of perturbation, (sample, config, layer, head), and its noise floor, (sample, layer, head).
 
     Raises as `compared_perturbation`.
     """
@@ -345,6 +336,6 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return (sample, layer, head) of both sides from (sample, config, layer, head), made equal where `same`."""
+    """Return baseline and treatment of (sample, config, layer, head) values, made equal where `same` is True."""
     baseline = values[:, sides[0]]
     return baseline, np.where(same, baseline, values[:, sides[1]])

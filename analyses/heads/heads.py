@@ -13,12 +13,13 @@ from perturbkv.analyses.heads.head_comparison import ANALYSIS, HEADS, HeadCompar
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
-    Pair,
     Sides,
     check_sides,
+    configs_of,
     pair_columns,
     pair_names,
     pairs,
+    pairs_of,
     pairs_title,
     plural,
     short_names,
@@ -26,8 +27,7 @@ from perturbkv.analyses.pairing import (
 )
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
-from perturbkv.analyses.verdicts import DISTANCES
-from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
@@ -67,35 +67,37 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         if not isinstance(index, slice):
             return self.members[index]
         members = self.members[index]
-        return HeadComparisons(members, replace(self.identity, configs=_configs(members)))
+        shown = configs_of(pairs_of(members))
+        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)))
 
     def conclusion(self) -> str:
-        """Return by how much the treatments perturb more or less, propagated, and for one pair the share of heads."""
-        pairs, first = self._pairs(), self.members[0].propagated
+        """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
+        pairs, first = pairs_of(self.members), self.members[0]
         clause = comparisons(pairs, self._cases("propagated"))
-        heads = text.percent(first.better_share, first.better_share_interval)
+        heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        where = ["propagated, sum over heads", *share, *self._settings(), sample_note(self.identity.samples)]
+        terms = non_default_terms(first.distance, first.step)
+        where = ["propagated, sum over heads", *share, *terms, sample_note(self.identity.samples)]
         return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
 
     def title(self) -> str:
-        """Return the distance, both sides, and what all configurations share."""
-        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(self._pairs())}"
+        """Return the table's title: distance, sides, and the choices that all configurations share."""
+        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(pairs_of(self.members))}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair and kind of perturbation."""
         return [
             Line(name if kind is pair.isolated else "", (kind, pair, kind.sign_flips))
-            for pair, name in zip(self.members, pair_names(self._pairs()), strict=True)
+            for pair, name in zip(self.members, pair_names(pairs_of(self.members)), strict=True)
             for kind in (pair.isolated, pair.propagated)
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return where isolated perturbation disagrees, whether tests have any power, and where Theorem 3 is silent."""
-        return [*self._disagreement(), *self._power(), *self._flagged()]
+        """Return notes on isolated perturbation that disagrees, on tests without power, and on heads with σ ≤ 0.5."""
+        return [*self._disagreement(), *self.members[0].propagated.sign_flips.power_caveat(), *self._flagged()]
 
     def details(self) -> Sequence[Part]:
-        """Return the definitions of tests, ties and floors, and the seconds of configurations' own prefills."""
+        """Return the definitions of tests, ties and noise floor, and the seconds of configurations' own prefills."""
         tests = self.members[0].propagated.sign_flips
         heads = tests.least_tests
         power = "no head can be decided" if not heads else f"{plural(heads, 'head')} must reach it"
@@ -115,21 +117,13 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         """
         return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
 
-    def _pairs(self) -> list[Pair]:
-        return [(pair.baseline, pair.treatment) for pair in self.members]
-
     def _cases(self, kind: str) -> list[Case]:
+        """Return the ratio of each comparison in `isolated` or `propagated` perturbation, as cases."""
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
-        return [each.case(name) for name, each in zip(pair_names(self._pairs()), kinds, strict=True)]
-
-    def _settings(self) -> list[str]:
-        """Return the distance and the step, where they are not the default ones."""
-        first = self.members[0]
-        distance = [] if first.distance == "l1" else [str(DISTANCES[first.distance])]
-        return distance + ([f"step {first.step}"] if first.step else [])
+        return [each.case(name) for name, each in zip(pair_names(pairs_of(self.members)), kinds, strict=True)]
 
     def _disagreement(self) -> list[str]:
-        """Return in how many pairs isolated and propagated perturbation have different verdicts."""
+        """Return the note on pairs whose isolated and propagated perturbation have different verdicts, if any."""
         verdicts = ([case.verdict for case in self._cases(kind)] for kind in _KINDS)
         different = sum(isolated != propagated for isolated, propagated in zip(*verdicts, strict=True))
         if not different or len(self) > 1:
@@ -137,17 +131,13 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         (case,) = self._cases("isolated")
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
-    def _power(self) -> list[str]:
-        """Return that no head can be significant, where there are too few samples for it."""
-        tests = self.members[0].propagated.sign_flips
-        return [] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]
-
     def _flagged(self) -> list[str]:
+        """Return the note on heads with σ ≤ 0.5, where there are any."""
         flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
     def _prefills(self) -> list[str]:
-        """Return the seconds of configurations' own prefills and of the full one; nothing without such prefills."""
+        """Return the note on the seconds of configurations' own prefills and the full prefill, where there are such."""
         seconds = {
             config: own
             for pair in self.members
@@ -203,15 +193,11 @@ def compare_heads(
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)
     members = tuple(compare_pair(measured, identity(trace, pair, step), distance) for pair in chosen)
-    return HeadComparisons(members, identity(trace, _configs(members), step))
-
-
-def _configs(pairs: Sequence[HeadComparison]) -> tuple[EvictionConfig, ...]:
-    """Return every configuration once."""
-    return tuple(dict.fromkeys(side for pair in pairs for side in (pair.baseline, pair.treatment)))
+    return HeadComparisons(members, identity(trace, configs_of(chosen), step))
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:
+    """Return the data frame rows of one comparison in one kind of perturbation, one per layer and head."""
     sides = pair_columns(pair.baseline, pair.treatment)
     labels = {**sides, "distance": pair.distance, "step": pair.step, "kind": kind.name}
     layers, heads = (range(size) for size in kind.verdict.shape)

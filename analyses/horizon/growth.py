@@ -39,14 +39,14 @@ HEADS = ("layer", "head")
 
 @dataclass(frozen=True)
 class Steps:
-    """The measured steps of each sample: `held` (sample, step) True."""
+    """The decode steps of each sample: `measured` (sample, step) is True where the sample has the step."""
 
-    held: NDArray[np.bool_]
+    measured: NDArray[np.bool_]
 
     @property
     def long(self) -> NDArray[np.bool_]:
-        """(sample,) True for three steps or more."""
-        return np.asarray(self.held.sum(axis=1) >= LEAST_STEPS)
+        """True for samples of three steps or more, (sample,)."""
+        return np.asarray(self.measured.sum(axis=1) >= LEAST_STEPS)
 
     def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
         """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps."""
@@ -56,15 +56,15 @@ class Steps:
         return first, last
 
     def _weights(self) -> tuple[Floats, Floats]:
-        """Return (long sample, step) weights of each step in the first and in the last third."""
-        counts = self.held[self.long].sum(axis=1)
-        step, third = np.arange(self.held.shape[1]), (counts // 3)[:, None]
+        """Return the weights that average over the first and over the last third of steps, (long sample, step) each."""
+        counts = self.measured[self.long].sum(axis=1)
+        step, third = np.arange(self.measured.shape[1]), (counts // 3)[:, None]
         last = (step >= counts[:, None] - third) & (step < counts[:, None])
         return (step < third) / third, last / third
 
 
 def steps_of(trace: Trace) -> Steps:
-    """Return the steps of a trace's complete samples. Raises ConfigError where no text has three of them."""
+    """Return the decode steps of a trace's complete samples. Raises ConfigError where no text has three of them."""
     counts = measured_steps(trace)
     if counts.max() < LEAST_STEPS:
         msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
@@ -73,19 +73,19 @@ def steps_of(trace: Trace) -> Steps:
 
 
 def by_step(measured: Measurements, name: str, steps: Steps, config: int | None = None) -> Floats:
-    """Return (sample, step, …) of a variable, of one configuration where it has several; 0 at steps without values.
+    """Return a variable as (sample, step, …), of one configuration if an index is given; 0 at steps without values.
 
-    `measured` holds all steps.
+    `measured` is of all steps.
     """
     array = measured[name]
-    array = (array if config is None else array[:, config])[:, : steps.held.shape[1]]
-    mask = steps.held.reshape(*steps.held.shape, *[1] * (array.ndim - 2))
+    array = (array if config is None else array[:, config])[:, : steps.measured.shape[1]]
+    mask = steps.measured.reshape(*steps.measured.shape, *[1] * (array.ndim - 2))
     return np.where(mask, array, 0.0)
 
 
 @record
 class Curve(Record):
-    """One kind of perturbation of one configuration over the decode steps."""
+    """Isolated or propagated perturbation of one configuration over the decode steps."""
 
     SECTION = "curve over steps"
 
@@ -120,7 +120,7 @@ class Curve(Record):
 
 @record
 class ConfigHorizon(Record):
-    """One configuration over the decode steps.
+    """Perturbation, KL and top-1 agreement of one configuration over the decode steps.
 
     Attributes:
         curves: by kind of perturbation.
@@ -155,20 +155,21 @@ class _Growth:
 
     @classmethod
     def from_thirds(cls, early: list[Floats], late: list[Floats]) -> _Growth:
-        """Return the growth between two thirds, each a list of perturbation, norm and noise floor."""
+        """Return the growth between two thirds of the steps, each a list of perturbation, norm and noise floor."""
         (first, first_floor), (last, last_floor) = (
-            [np.asarray(ratio(part, norm)) for part in (moved, noise)] for moved, norm, noise in (early, late)
+            [np.asarray(ratio(part, norm)) for part in (perturbation, noise)]
+            for perturbation, norm, noise in (early, late)
         )
         return cls(first, last, TIE_FLOORS * np.maximum(first_floor, last_floor))
 
     @property
     def above(self) -> NDArray[np.bool_]:
-        """True where both thirds exceed the noise."""
+        """True where the perturbation of both thirds exceeds two noise floors."""
         return np.asarray((self.first > self.noise) & (self.last > self.noise))
 
     @property
     def factor(self) -> Floats:
-        """Last third over first; NaN where one of them may be noise."""
+        """Perturbation of the last third over that of the first; NaN where either may be noise."""
         return np.where(self.above, ratio(self.last, self.first), np.nan)
 
     @property
@@ -181,8 +182,8 @@ class _Growth:
 def config_horizon(
     measured: Measurements, index: int, norm: Floats, floors: Mapping[str, Floats], steps: Steps
 ) -> ConfigHorizon:
-    """Return one configuration over the steps; `norm` and `floors`, by kind, are (sample, step, layer, head)."""
-    counts, kl = steps.held.sum(axis=0), by_step(measured, "logit_kl", steps, index)
+    """Return the curves of a configuration; `norm` and `floors`, by kind, are (sample, step, layer, head)."""
+    counts, kl = steps.measured.sum(axis=0), by_step(measured, "logit_kl", steps, index)
     return ConfigHorizon(
         config=measured.trace.run.configs[index],
         cache_share=float(measured.cache_shares[index]),
@@ -191,51 +192,51 @@ def config_horizon(
             for kind, name in KINDS.items()
         },
         kl=kl.sum(axis=0) / counts,
-        kl_interval=step_intervals(kl, np.ones_like(kl), steps.held, POSITIVE),
+        kl_interval=step_intervals(kl, np.ones_like(kl), steps.measured, POSITIVE),
         top1=by_step(measured, "top1_agreement", steps, index).sum(axis=0) / counts,
     )
 
 
-def _curve(kind: str, moved: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
-    """Return the curve of (sample, step, layer, head) perturbation, norm and noise floor."""
-    early, late = steps.thirds(moved, norm, floor)
+def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
+    """Return the curve of one kind of perturbation; arrays are (sample, step, layer, head)."""
+    early, late = steps.thirds(perturbation, norm, floor)
     total, heads, samples = (
         _Growth.from_thirds(*([np.asarray(add(part)) for part in third] for third in (early, late)))
         for add in (np.sum, partial(np.sum, axis=0), np.asarray)
     )
-    weighted_growth = partial(_growth, early=early[:2], late=late[:2])
+    growth_of_weights = partial(_weighted_growth, early=early[:2], late=late[:2])
     return Curve(
         kind=kind,
-        relative=relative(moved, norm),
-        relative_interval=step_intervals(moved.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.held, RATIO),
+        relative=relative_perturbation(perturbation, norm),
+        relative_interval=step_intervals(perturbation.sum(axis=(2, 3)), norm.sum(axis=(2, 3)), steps.measured, RATIO),
         first=float(total.first),
         last=float(total.last),
         growth=float(total.factor),
-        growth_interval=intervals.of_statistic(weighted_growth, len(early[0]), RATIO) if total.above else None,
+        growth_interval=intervals.of_statistic(growth_of_weights, len(early[0]), RATIO) if total.above else None,
         head_growth=heads.factor,
         sign_flips=permutation.sign_flip_tests(samples.logarithm),
     )
 
 
-def relative(moved: Floats, norm: Floats) -> Floats:
-    """Return (step,) Σ moved / Σ norm over samples and heads, of (sample, step, layer, head) each."""
-    return np.asarray(ratio(moved.sum(axis=(0, 2, 3)), norm.sum(axis=(0, 2, 3))))
+def relative_perturbation(perturbation: Floats, norm: Floats) -> Floats:
+    """Return Σ perturbation / Σ norm over samples and heads, (step,), of (sample, step, layer, head) each."""
+    return np.asarray(ratio(perturbation.sum(axis=(0, 2, 3)), norm.sum(axis=(0, 2, 3))))
 
 
-def _growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
-    """Return (row,) the relative perturbation of the last third over the first; both have perturbation and norm."""
+def _weighted_growth(weights: Floats, early: list[Floats], late: list[Floats]) -> Floats:
+    """Return the relative perturbation of the last third over the first's, for each row of weights."""
     first, last = (ratio(*(weights @ part.sum(axis=(1, 2)) for part in third)) for third in (early, late))
     return np.asarray(ratio(last, first))
 
 
-def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind: StatisticKind) -> Band:
-    """Return each step's interval of Σ top / Σ bottom over its samples; NaN where these are too few.
+def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[np.bool_], kind: StatisticKind) -> Band:
+    """Return the interval of Σ numerators / Σ denominators at each step; NaN where its samples are too few.
 
-    `tops`, `bottoms` and `held` are (sample, step).
+    `numerators`, `denominators` and `measured` are (sample, step).
     """
     by_step = [
-        _step_interval(top[rows], bottom[rows], kind)
-        for top, bottom, rows in zip(tops.T, bottoms.T, held.T, strict=True)
+        intervals.of_ratio(top[rows], bottom[rows], kind)
+        for top, bottom, rows in zip(numerators.T, denominators.T, measured.T, strict=True)
     ]
     first = by_step[0]
     if first is None:
@@ -244,10 +245,6 @@ def step_intervals(tops: Floats, bottoms: Floats, held: NDArray[np.bool_], kind:
     low, high = (np.array([np.nan if step is None else getattr(step, end) for step in known])
                  for end in ("low", "high"))  # fmt: skip
     return Interval(low, high, first.kind)
-
-
-def _step_interval(top: Floats, bottom: Floats, kind: StatisticKind) -> OptionalInterval:
-    return intervals.of_statistic(lambda weights: np.asarray(ratio(weights @ top, weights @ bottom)), len(top), kind)
 
 
 @record
@@ -271,7 +268,7 @@ class Advantage(PairRecord, Record):
     last_ratio_interval: OptionalInterval = column("over samples", key="last_interval")
 
     def cases(self, name: str = "") -> tuple[Case, Case]:
-        """Return the first and the last third as cases of comparisons."""
+        """Return the ratios of the first and of the last third as named cases of comparisons."""
         return (
             Case(name, self.first_ratio, self.first_ratio_interval),
             Case(name, self.last_ratio, self.last_ratio_interval),
@@ -279,19 +276,21 @@ class Advantage(PairRecord, Record):
 
 
 def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tuple[Advantage, ...]:
-    """Compare each later side with the first, wherever the trace has both with equal other choices."""
+    """Compare every later side with the first side, wherever the trace has both with equal other choices."""
     run, floors = measured.trace.run, steps.thirds(by_step(measured, "noise_floor", steps))
 
     def thirds(config: EvictionConfig) -> _Thirds:
         return steps.thirds(by_step(measured, KINDS["propagated"], steps, run.configs.index(config)))
 
     return tuple(
-        _advantage(pair, floors, *map(thirds, pair)) for side in sides[1:] for pair in _pairs(run, sides[0], side)
+        _advantage(pair, floors, *map(thirds, pair))
+        for side in sides[1:]
+        for pair in _pairs_or_none(run, sides[0], side)
     )
 
 
-def _pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Return the pairs, or none: sides without comparable configurations still have curves."""
+def _pairs_or_none(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
+    """Return the pairs of two sides; none where these cannot be compared, as they still have curves."""
     with contextlib.suppress(TraceError):
         return pairs(run, baseline, treatment)
     return []
@@ -303,17 +302,14 @@ _Thirds = tuple[list[Floats], list[Floats]]
 def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Thirds) -> Advantage:
     """Return the advantage of a pair; each third is a list of one (sample, layer, head) array."""
     (first, first_interval), (last, last_interval) = (
-        _ratio(*(parts[0].sum(axis=(1, 2)) for parts in third))
+        _third_ratio(*(parts[0].sum(axis=(1, 2)) for parts in third))
         for third in zip(treatment, baseline, floors, strict=True)
     )
     return Advantage(*pair, first, first_interval, last, last_interval)
 
 
-def _ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:
-    """Return the ratio of (sample,) sums with its interval; NaN and None within noise."""
+def _third_ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:
+    """Return Σ treatment / Σ baseline of (sample,) values with its interval; NaN, None within two noise floors."""
     if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
         return float("nan"), None
-    interval = intervals.of_statistic(
-        lambda weights: np.asarray(ratio(weights @ treatment, weights @ baseline)), len(baseline), RATIO
-    )
-    return float(ratio(treatment.sum(), baseline.sum())), interval
+    return float(ratio(treatment.sum(), baseline.sum())), intervals.of_ratio(treatment, baseline)

@@ -26,13 +26,13 @@ from perturbkv.analyses.horizon.growth import (
     advantages,
     by_step,
     config_horizon,
-    relative,
+    relative_perturbation,
     steps_of,
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Pair, common, plural, short_names, side_indices, side_names
+from perturbkv.analyses.pairing import common, method_names, pairs_of, plural, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _LISTED = 6
 _SIDES = ("attention", "two-stage")
-_GROWS = {
+_GROWTH_CLAUSES = {
     1: ("the error grows", "it grows"),
     -1: ("the error shrinks", "it shrinks"),
     0: ("whether the error grows is undecided", "it is undecided"),
@@ -62,7 +62,7 @@ _ISOLATED = ("kind", "first", "last", "growth", "head_counts")
 
 @record
 class Horizon(Result):
-    """The requested configurations over the decode steps.
+    """Perturbation of the requested configurations over the decode steps.
 
     Attributes:
         identity: of the run.
@@ -86,19 +86,19 @@ class Horizon(Result):
 
     def conclusion(self) -> str:
         """Return whether a selection's advantage lasts, and whether the error grows."""
-        clauses = [*self._advantage(), self._growth()]
-        names = [side_names(*pair)[1] for pair in self._pairs()]
+        clauses = [*self._advantage_clauses(), self._growth_clause()]
+        names = [side_names(*pair)[1] for pair in pairs_of(self.advantages)]
         return sentence(f"{'; '.join(clauses)} ({sample_note(self.samples_with_growth)})", *names)
 
     def title(self) -> str:
-        """Return the quantity, the number of steps and the shared choices."""
+        """Return the table's title: the quantity, the number of steps and the shared choices."""
         return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
         by_treatment = {advantage.treatment: advantage for advantage in self.advantages}
         return [
-            Line(name, [one for one in (config, config.curves["propagated"], by_treatment.get(config.config)) if one])
+            Line(name, list(filter(None, (config, config.curves["propagated"], by_treatment.get(config.config)))))
             for name, config in self._named()
         ]
 
@@ -107,20 +107,19 @@ class Horizon(Result):
         return text.intervals_note(self.samples_with_growth)
 
     def caveats(self) -> Sequence[str]:
-        """Return which samples lack steps, the meaning of a dash, and whether tests have any power."""
+        """Return notes on samples that lack steps, on dashes in the table, and on tests without power."""
         counts, short = self.samples_at_step, self.samples_too_short_for_growth
         ends = f"Texts end: step 0 is of {plural(int(counts[0]), 'sample')}, the last step of {counts[-1]}"
         left_out = f"; {short} of fewer than 3 steps have no growth" if short else ""
-        tests = self.configs[0].curves["propagated"].sign_flips
         dash = any(isnan(config.curves["propagated"].growth) for config in self.configs)
         return [
             *([f"{ends}{left_out}."] if counts[0] != counts[-1] or short else []),
             *(["A dash: within two noise floors."] if dash else []),
-            *([] if tests.least_tests else [f"No head can be significant: the smallest p is {tests.smallest:.2g}."]),
+            *self.configs[0].curves["propagated"].sign_flips.power_caveat(),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return isolated perturbation beside the propagated one, the heads that grow most, and the noise floor."""
+        """Return a table of both kinds of perturbation, the heads that grow most, and the noise floor."""
         lines = [
             Line(name if curve.kind == "propagated" else "", (curve,))
             for name, config in self._named()
@@ -151,28 +150,25 @@ class Horizon(Result):
         ]
 
     def plot_heads(self, width_mm: float = 174) -> Figure:
-        """Return maps of each head's growth, layer × head."""
+        """Return a figure of each head's growth as maps of layer × head."""
         return self._draw("Horizon.plot_heads", width_mm)
 
     def _named(self) -> list[tuple[str, ConfigHorizon]]:
-        names = [name or "evicted" for name in short_names(self.identity.configs)]
-        return list(zip(names, self.configs, strict=True))
+        """Return the configurations with their short names."""
+        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
-    def _pairs(self) -> list[Pair]:
-        return [(advantage.baseline, advantage.treatment) for advantage in self.advantages]
-
-    def _advantage(self) -> list[str]:
-        """Return whether treatments perturb less in the first third of the steps, and in the last."""
+    def _advantage_clauses(self) -> list[str]:
+        """Return clauses on whether treatments perturb less in the first third of the steps, and in the last."""
         clauses = []
-        for (baseline, treatment), settings in pairs_by_sides(self._pairs()).items():
+        for (baseline, treatment), settings in pairs_by_sides(pairs_of(self.advantages)).items():
             first, last = zip(*(self.advantages[index].cases(name) for index, name in settings), strict=True)
             where = f" in the first third of {self.steps} decode steps"
             clauses += [comparison(treatment, baseline, first, where)]
             clauses += [comparison("it", baseline, last, " in the last third")]
         return clauses
 
-    def _growth(self) -> str:
-        """Return whether the propagated error grows from the first third of the steps to the last."""
+    def _growth_clause(self) -> str:
+        """Return a clause on whether propagated perturbation grows from the first third of the steps to the last."""
         curves = [(name, config.curves["propagated"]) for name, config in self._named()]
         known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
         if not known:
@@ -181,11 +177,11 @@ class Horizon(Result):
             [(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known], "of"
         )
         verdicts = [interval_verdict(curve.growth_interval, 1) for _, curve in known]
-        clause = "the error changes" if None in verdicts else tally(verdicts, _GROWS, "configuration")
+        clause = "the error changes" if None in verdicts else tally(verdicts, _GROWTH_CLAUSES, "configuration")
         return f"{clause}, last third over first: {factors}"
 
     def _fastest_heads(self, curve: Curve) -> str:
-        """Return the heads that grow beyond chance, the fastest first."""
+        """Return the heads whose perturbation grows beyond chance as text, the fastest first: '3-1 ×4.2 0-2 ×3.9'."""
         grows = (curve.head_verdict == 1) & (curve.head_growth > 0)  # a sum over samples may be noise where most grow
         ranked = sorted(
             ((float(curve.head_growth[index]), index) for index in zip(*grows.nonzero(), strict=True)), reverse=True
@@ -220,11 +216,11 @@ def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
     floors = {kind: by_step(measured, name, steps) for kind, name in FLOORS.items()}
     return Horizon(
         identity=identity(trace, [trace.run.configs[index] for index in indices]),
-        steps=steps.held.shape[1],
-        samples_at_step=steps.held.sum(axis=0),
+        steps=steps.measured.shape[1],
+        samples_at_step=steps.measured.sum(axis=0),
         samples_with_growth=int(steps.long.sum()),
         samples_too_short_for_growth=int((~steps.long).sum()),
-        noise_floor=relative(floors["propagated"], norm),
+        noise_floor=relative_perturbation(floors["propagated"], norm),
         configs=tuple(config_horizon(measured, index, norm, floors, steps) for index in indices),
         advantages=advantages(measured, sides, steps),
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import pairing, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.layers.drift import distances
+from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
 from perturbkv.analyses.pairing import Sides, check_sides, common, plural, sweeps
 from perturbkv.analyses.result import Result, Sequenced
@@ -33,7 +33,7 @@ _MOST_CURVES = 2
 
 @record
 class Quantities(Record):
-    """Quantities of a curve over its budgets."""
+    """Drift, KL and top-1 agreement at each budget of a curve."""
 
     drift: Floats = column("drift after the last layer, in the distance's unit", dims=BUDGET)
     kl: Floats = column("KL(full ‖ evicted) of the next token", unit="nat", dims=BUDGET)
@@ -42,7 +42,7 @@ class Quantities(Record):
 
 @record
 class Bands(Record):
-    """Intervals of a curve's quantities over its budgets; None for one sample."""
+    """Intervals of drift, KL and top-1 agreement at each budget of a curve; None for one sample."""
 
     drift: Band = column("intervals of the drift")
     kl: Band = column("intervals of KL")
@@ -51,7 +51,7 @@ class Bands(Record):
 
 @record
 class BudgetPoint(Record):
-    """One configuration of a curve, as a line of the table."""
+    """One budget of a curve, as a line of the table."""
 
     kept: float = column("share of a head's entries that is kept, mean over heads and samples", unit="share",
                          heading="#kept of\na head")  # fmt: skip
@@ -68,7 +68,7 @@ class BudgetPoint(Record):
 
 @record
 class BudgetCurve(Record):
-    """One selection over its budgets, smallest first."""
+    """The drift, KL and top-1 agreement of one selection over its budgets, smallest first."""
 
     name: str = column("selection, and whatever tells the curve from the others")
     configs: tuple[EvictionConfig, ...] = column("configuration of each budget")
@@ -93,7 +93,7 @@ class BudgetCurve(Record):
         return tuple(config.budget for config in self.configs)
 
     def at(self, index: int) -> BudgetPoint:
-        """Return the configuration at an index, with the intervals of its numbers."""
+        """Return the numbers of the budget at an index, with their intervals."""
         return BudgetPoint(
             kept=float(self.kept[index]),
             cache_share=float(self.cache_shares[index]),
@@ -107,13 +107,13 @@ class BudgetCurve(Record):
 
 
 def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
-    """Return the curve of the configurations at some indices. Raises TraceError for what the trace lacks."""
+    """Return the curve through the configurations at some indices. Raises TraceError for what the trace lacks."""
     kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]
     drift, kl, top1 = (
         array[:, ordered]
-        for array in (distances(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
+        for array in (drift_values(measured, distance)[:, :, -1], measured["logit_kl"], measured["top1_agreement"])
     )
     configs, same = tuple(measured.trace.run.configs[index] for index in ordered), top1.mean(axis=0)
     agreement = _share_intervals(top1 > 0)
@@ -125,28 +125,24 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
         medians=Quantities(np.median(drift, axis=0), np.median(kl, axis=0), same),
         means=Quantities(drift.mean(axis=0), kl.mean(axis=0), same),
         intervals=Bands(intervals.of_medians(drift), intervals.of_medians(kl), agreement),
-        mean_intervals=Bands(_mean_intervals(drift), _mean_intervals(kl), agreement),
+        mean_intervals=Bands(intervals.of_means(drift, POSITIVE), intervals.of_means(kl, POSITIVE), agreement),
         cliff=_cliff([config.budget for config in configs], kept[rising], np.median(kl, axis=0)),
     )
 
 
 def _kept_share(measured: Measurements, index: int) -> float:
-    """Return the mean share of the prompt's entries that a configuration keeps; in (0, 1]."""
+    """Return the share of a prompt's entries that a head keeps, in (0, 1], mean over heads and samples."""
     return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
-def _mean_intervals(array: Floats) -> Band:
-    return intervals.of_statistics(lambda weights: weights @ array, len(array), POSITIVE)
-
-
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
-    """Return the exact interval of each budget's share of samples with the same token."""
+    """Return the exact interval of the share of True per budget, of (sample, budget) booleans."""
     known = [interval for interval in map(intervals.of_share, same.T) if interval]
-    return Interval(np.array([one.low for one in known]), np.array([one.high for one in known])) if known else None
+    return Interval(np.array([ends.low for ends in known]), np.array([ends.high for ends in known])) if known else None
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
-    """Return the budgets between which KL rises most per halving of the kept share."""
+    """Return the neighbouring budgets between which KL rises most per halving of the kept share, if any."""
     if len(budgets) < 2:
         return None
     rise = np.asarray(ratio(kl[:-1] - kl[1:], np.log2(kept[1:] / kept[:-1])))
@@ -168,6 +164,8 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     SECTION = "layers"
     KEY = "budgets"
     SHOWN = ("kept", "cache_share", "drift", "kl", "top1")
+    HAS_SHARES = True
+    HAS_MEDIANS = True
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")
@@ -179,39 +177,34 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         """Return how often the next token is the full run's, at the smallest budget and at the largest."""
         counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
-            shares = [
-                (f"b={budget} of {curve.name}", *_agreement(curve, index))
-                for curve in self.members
-                for index, budget in enumerate(curve.budgets)
-            ]
-            return f"The share of samples whose next token is the full run's goes from {extremes(shares)} {counts}."
+            shares = [(name, *_agreement(curve, index)) for name, curve, index in self._points()]
+            span = extremes(shares, "with")
+            return f"The share of samples whose next token is the full run's goes from {span} {counts}."
         clauses = (f"{_agreement_range(curve)} of samples with {curve.name}" for curve in self.members)
         return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
 
     def title(self) -> str:
-        """Return the distance, and what all configurations share."""
+        """Return the table's title: the distance, and the choices that all configurations share."""
         shared = common(self.identity.configs, "budget")
         return f"{DISTANCES[self.distance]} drift after the last layer and next token by budget: {shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per selection and budget."""
-        return [
-            Line(f"{curve.name} b={budget}", (curve.at(index),))
-            for curve in self.members
-            for index, budget in enumerate(curve.budgets)
-        ]
+        return [Line(name, (curve.at(index),)) for name, curve, index in self._points()]
 
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True, medians=True)
+    def _points(self) -> list[tuple[str, BudgetCurve, int]]:
+        """Return the configuration's name, the curve and the index of the budget, per configuration."""
+        points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
+        names = pairing.method_names([curve.configs[index] for curve, index in points])
+        return [(name, *point) for name, point in zip(names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return why cache shares exceed 1, where some do."""
+        """Return the note on cache shares above 1, where there are any."""
         above = any((curve.cache_shares > 1).any() for curve in self.members)
         return [f"Cache share: {text.ABOVE_FULL}"] if above else []
 
     def details(self) -> Sequence[Part]:
-        """Return where KL rises most, and the noise floor."""
+        """Return the budgets between which KL rises most, and the noise floor of KL."""
         cliffs = [
             f"{curve.name}: median KL rises most per halving of the budget from {curve.cliff[0]} to {curve.cliff[1]}."
             for curve in self.members
@@ -227,6 +220,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         return [row for curve in self.members for row in self._rows(curve)]
 
     def _rows(self, curve: BudgetCurve) -> Iterator[dict[str, Any]]:
+        """Yield the data frame rows of a curve, one per budget."""
         for index, config in enumerate(curve.configs):
             yield {
                 "curve": curve.name,
@@ -243,13 +237,13 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
 
 def _agreement(curve: BudgetCurve, index: int) -> tuple[float, str]:
-    """Return the share of samples with the same token, and its text."""
+    """Return the share of samples with the full run's token at one budget, and its text with interval."""
     point = curve.at(index)
     return point.top1, text.percent(point.top1, point.top1_interval)
 
 
 def _agreement_range(curve: BudgetCurve) -> str:
-    """Return the shares at the smallest and the largest budget: '25 % [3, 65] (b=0.01) to 88 % [47, 100] (b=0.4)'."""
+    """Return the share of samples with the full run's token at both ends: '25 % [3, 65] (b=0.01) to 88 % (b=0.4)'."""
     ends = dict.fromkeys((0, len(curve.budgets) - 1))
     return " to ".join(f"{_agreement(curve, index)[1]} (b={curve.budgets[index]})" for index in ends)
 

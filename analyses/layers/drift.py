@@ -19,7 +19,6 @@ from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalIn
 from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import TraceError
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 
@@ -95,12 +94,6 @@ class LayerDrift(DriftPair):
     verdict: NDArray[np.int8] = column("1 drifts less, 0 tied, −1 more; of the means, without a test", dims=LAYER)
     noise_floor: Floats | None = column("mean over samples, in the distance's unit", dims=LAYER)
 
-    def __post_init__(self) -> None:
-        shapes = {array.shape for array in (self.baseline_drift, self.treatment_drift, self.ratio, self.verdict)}
-        if len(shapes) != 1:
-            msg = f"expected (layer,) arrays of one shape, got {sorted(shapes)}"
-            raise TraceError(msg)
-
     @derived()
     def samples(self) -> int:
         """Complete samples that have the step."""
@@ -117,7 +110,7 @@ class LayerDrift(DriftPair):
         return text.verdict_counts(self.verdict)
 
     def after(self, layer: int) -> LayerRatio:
-        """Return both sides' drift after one layer, by its index."""
+        """Return both sides' drift after the layer at an index, with the ratio of means."""
         return LayerRatio(
             baseline_median=float(self.baseline_median_drift[layer]),
             treatment_median=float(self.treatment_median_drift[layer]),
@@ -127,7 +120,7 @@ class LayerDrift(DriftPair):
         )
 
     def case(self, name: str = "") -> Case:
-        """Return the last layer's ratio as a case of a comparison."""
+        """Return the ratio of mean drifts after the last layer as a named case of a comparison."""
         last = self.after(-1)
         return Case(name, last.mean_ratio, last.mean_ratio_interval, last.tied)
 
@@ -145,9 +138,9 @@ def summarise(
 
 def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LayerDrift:
     """Compare the drift of the two configurations of an identity after each layer. Raises as `summarise`."""
-    first, second = _sides(measured, about, distance)
-    means, norms = (first.mean(axis=0), second.mean(axis=0)), _norms(measured, distance)
-    mean_ratio, noise = drift_ratio(first, second), floors(measured, distance)
+    first, second = _both_drifts(measured, about, distance)
+    means, norms = (first.mean(axis=0), second.mean(axis=0)), _mean_norms(measured, distance)
+    mean_ratio, noise = drift_ratio(first, second), drift_floors(measured, distance)
     floor = None if noise is None else noise.mean(axis=0)
     return LayerDrift(
         baseline=about.configs[0],
@@ -157,9 +150,9 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
         cache_shares=_cache_shares(measured, about),
         identity=about,
         baseline_drift=means[0],
-        baseline_drift_interval=mean_drift(first)[1],
+        baseline_drift_interval=intervals.of_means(first, POSITIVE),
         treatment_drift=means[1],
-        treatment_drift_interval=mean_drift(second)[1],
+        treatment_drift_interval=intervals.of_means(second, POSITIVE),
         baseline_median_drift=np.median(first, axis=0),
         baseline_median_drift_interval=intervals.of_medians(first),
         treatment_median_drift=np.median(second, axis=0),
@@ -174,45 +167,46 @@ def compare_layers(measured: Measurements, about: RunIdentity, distance: str = "
 
 
 def mean_drift(drift: Floats) -> tuple[Floats, Band]:
-    """Return the (layer,) mean of (sample, layer) drift, with its interval."""
-    return drift.mean(axis=0), intervals.of_statistics(lambda weights: weights @ drift, len(drift), POSITIVE)
+    """Return the mean over samples of (sample, layer) drift, (layer,), with its interval."""
+    return drift.mean(axis=0), intervals.of_means(drift, POSITIVE)
 
 
 def drift_ratio(baseline: Floats, treatment: Floats) -> tuple[Floats, Band]:
-    """Return the (layer,) ratio of mean drifts of (sample, layer) each, with its interval; NaN for a baseline of 0."""
+    """Return the ratio of mean (sample, layer) drifts, (layer,), with its interval; NaN where the baseline's is 0."""
     means = np.asarray(ratio(treatment.mean(axis=0), baseline.mean(axis=0)))
     return means, intervals.of_statistics(
         lambda weights: ratio(weights @ treatment, weights @ baseline), len(baseline), RATIO
     )
 
 
-def distances(measured: Measurements, distance: str) -> Floats:
-    """Return (sample, config, layer) drift. Raises UnknownNameError for a distance that no trace holds."""
+def drift_values(measured: Measurements, distance: str) -> Floats:
+    """Return the drift in a distance, (sample, config, layer). Raises UnknownNameError for an unknown distance."""
     distance_of(distance)
     return measured[f"hidden_drift_{distance}"]
 
 
-def floors(measured: Measurements, distance: str) -> Floats | None:
-    """Return the (sample, layer) noise floor of a distance; None where the trace holds none of it."""
+def drift_floors(measured: Measurements, distance: str) -> Floats | None:
+    """Return the noise floor of drift in a distance, (sample, layer); None where the trace lacks it."""
     name = f"hidden_noise_floor{distance_of(distance).suffix}"
     return None if VARIABLES[name].optional and name not in measured else measured[name]
 
 
-def _sides(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
-    """Return (sample, layer) drift of both configurations, equal where all kept sets up to the layer are equal."""
+def _both_drifts(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
+    """Return both configurations' drift, (sample, layer), equal where all kept sets up to the layer are equal."""
     first, second = map(measured.index, about.configs)
-    drift = distances(measured, distance)
+    drift = drift_values(measured, distance)
     same = equal_layers(measured.trace, first, second)
     return drift[:, first], np.where(same, drift[:, first], drift[:, second])
 
 
 def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, float]:
+    """Return the cache shares of an identity's two configurations."""
     first, second = (float(measured.cache_shares[measured.index(config)]) for config in about.configs)
     return first, second
 
 
-def _norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the (layer,) mean norm of the full run's residual stream; None for cosine, which is relative already."""
+def _mean_norms(measured: Measurements, distance: str) -> Floats | None:
+    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which is relative already."""
     name = f"hidden_norm{distance_of(distance).suffix}"
     return measured[name].mean(axis=0) if name in measured else None
 
@@ -246,18 +240,10 @@ class LastLayer(DriftPair):
         return text.verdict_counts(self.verdict)
 
 
-def summarise_last_layer(
-    trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1", step: int = 0
-) -> LastLayer:
-    """Compare the last layer's drift of two configurations in every complete sample. Raises as `summarise`."""
-    measured = Measurements(trace, LAST_LAYER_ANALYSIS, step)
-    return compare_samples(measured, identity(trace, (baseline, treatment), step), distance)
-
-
 def compare_samples(measured: Measurements, about: RunIdentity, distance: str = "l1") -> LastLayer:
     """Compare the last layer's drift of an identity's two configurations by sample. Raises as `summarise`."""
-    first, second = (side[:, -1] for side in _sides(measured, about, distance))
-    floor = floors(measured, distance)
+    first, second = (side[:, -1] for side in _both_drifts(measured, about, distance))
+    floor = drift_floors(measured, distance)
     verdict = verdicts(first, second, np.zeros_like(first) if floor is None else floor[:, -1], distance)
     order = np.argsort(-first, kind="stable")
     improved = verdict == 1
@@ -273,9 +259,7 @@ def compare_samples(measured: Measurements, about: RunIdentity, distance: str = 
         treatment_drift=second[order],
         verdict=verdict[order],
         mean_ratio=float(ratio(second.sum(), first.sum())),
-        mean_ratio_interval=intervals.of_statistic(
-            lambda weights: np.asarray(ratio(weights @ second, weights @ first)), len(first), RATIO
-        ),
+        mean_ratio_interval=intervals.of_ratio(second, first),
         improved_share=float(improved.mean()),
         improved_share_interval=intervals.of_share(improved),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
@@ -31,6 +32,7 @@ from perturbkv.analyses.pairing import (
     configs_of,
     pair_columns,
     pair_names,
+    pairs_of,
     pairs_title,
     plural,
     side_names,
@@ -38,7 +40,7 @@ from perturbkv.analyses.pairing import (
 from perturbkv.analyses.result import Result, Sequenced, Several
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
-from perturbkv.analyses.verdicts import DISTANCES
+from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -48,7 +50,7 @@ _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
 class _LayerTable(ABC):
-    """The conclusion, the title and the lines of drifts after the last layer, of one series or of all."""
+    """The conclusion, title and table lines on drift by layer, shared by one series and several."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
@@ -57,6 +59,7 @@ class _LayerTable(ABC):
         "mean_ratio",
         "layer_counts",
     )
+    HAS_MEDIANS = True
 
     @abstractmethod
     def _drifts(self) -> Sequence[LayerDrift]:
@@ -65,21 +68,25 @@ class _LayerTable(ABC):
     def conclusion(self) -> str:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
         drifts, first = self._drifts(), self._drifts()[0]
-        pairs = _pairs(drifts)
+        pairs = pairs_of(drifts)
         clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
         layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
-        where = ["mean over samples", *([layers] if len(drifts) == 1 else []), *_settings(first)]
+        where = [
+            "mean over samples",
+            *([layers] if len(drifts) == 1 else []),
+            *non_default_terms(first.distance, first.step),
+        ]
         return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
 
     def title(self) -> str:
-        """Return the distance and the sides."""
+        """Return the table's title: distance, baseline, treatments and shared choices."""
         return _title(self._drifts())
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair, with its last layer and the number of layers in which the treatment drifts less."""
         drifts = self._drifts()
         return [Line(name, (drift, drift.after(-1)))
-                for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]  # fmt: skip
+                for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]  # fmt: skip
 
     def details(self) -> Sequence[Part]:
         """Return a table of the first, the middle and the last layer, and the definitions of drift and tie."""
@@ -87,7 +94,7 @@ class _LayerTable(ABC):
         last = len(drifts[0].ratio) - 1
         lines = [
             Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
-            for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)
+            for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)
             for layer in dict.fromkeys((0, last // 2, last))
         ]
         return [
@@ -112,14 +119,11 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
     identity: RunIdentity
 
     def _drifts(self) -> Sequence[LayerDrift]:
+        """Return the drifts, one per pair of configurations."""
         return self.members
 
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, medians=True)
-
     def caveats(self) -> Sequence[str]:
-        """Return that only equal drifts tie, where the trace holds no noise floor."""
+        """Return the note that only equal drifts tie, where the trace holds no noise floor."""
         known = self.members[0].noise_floor_known
         return [] if known else ["The trace holds no noise floor of this distance: only equal drifts are ties."]
 
@@ -143,29 +147,22 @@ class LayerDrifts(_LayerTable, Several[DriftSeries]):
         return tuple(drift for series in self.members for drift in series)
 
     def _drifts(self) -> Sequence[LayerDrift]:
+        """Return the drifts, one per pair of configurations."""
         return self.drifts
 
 
-def _pairs(drifts: Sequence[DriftPair]) -> list[Pair]:
-    return [(drift.baseline, drift.treatment) for drift in drifts]
-
-
 def _title(drifts: Sequence[DriftPair]) -> str:
-    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(_pairs(drifts))}"
-
-
-def _settings(drift: DriftPair) -> list[str]:
-    """Return the distance and the step, where they are not the default ones."""
-    distance = [] if drift.distance == "l1" else [str(DISTANCES[drift.distance])]
-    return distance + ([f"step {drift.step}"] if drift.step else [])
+    """Return the title of a table of drifts: distance, sides and shared choices."""
+    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(pairs_of(drifts))}"
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return a sentence in which a treatment's name keeps its case at the beginning."""
+    """Return a clause as a sentence that may begin with a treatment's name as typed."""
     return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
 
 
 def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
+    """Return the data frame rows of a drift, one per layer."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     arrays = drift.arrays(*LAYER)
     axes = {"layer": [drift.identity.layer(layer) for layer in range(len(drift.ratio))]}
@@ -208,18 +205,14 @@ def layer_drift(
     for pairs in series:
         drifts = tuple(compare_layers(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(DriftSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return LayerDrifts(tuple(members), _joint_identity(trace, series, step))
-
-
-def _joint_identity(trace: Trace, series: Sequence[Sequence[Pair]], step: int) -> RunIdentity:
-    """Return the identity of a trace with the configurations of all series, each once."""
-    return identity(trace, list(dict.fromkeys(config for pairs in series for config in configs_of(pairs))), step)
+    return LayerDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
 
 
 class _SampleTable(ABC):
-    """The conclusion, the title and the lines of single samples' drifts, of one series or of all."""
+    """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
+    HAS_SHARES = True
 
     @abstractmethod
     def _drifts(self) -> Sequence[LastLayer]:
@@ -228,7 +221,7 @@ class _SampleTable(ABC):
     def conclusion(self) -> str:
         """Return in how many samples the treatments drift less than their baselines, by exact intervals."""
         drifts, first = self._drifts(), self._drifts()[0]
-        pairs, names = _pairs(drifts), pair_names(_pairs(drifts))
+        pairs, names = pairs_of(drifts), pair_names(pairs_of(drifts))
         sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
         baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
         shares = extremes([
@@ -240,20 +233,24 @@ class _SampleTable(ABC):
             -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
             0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
         }
-        where = ["after the last layer", *_settings(first), f"n = {plural(first.identity.samples, 'sample')}"]
+        where = [
+            "after the last layer",
+            *non_default_terms(first.distance, first.step),
+            f"n = {plural(first.identity.samples, 'sample')}",
+        ]
         clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
         if first.identity.samples >= MIN_SAMPLES:
             clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
         return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
 
     def title(self) -> str:
-        """Return the distance and the sides."""
+        """Return the table's title: distance, baseline, treatments and shared choices."""
         return _title(self._drifts())
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""
         drifts = self._drifts()
-        return [Line(name, (drift,)) for name, drift in zip(pair_names(_pairs(drifts)), drifts, strict=True)]
+        return [Line(name, (drift,)) for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]
 
 
 @record
@@ -269,11 +266,8 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
     identity: RunIdentity
 
     def _drifts(self) -> Sequence[LastLayer]:
+        """Return the drifts, one per pair of configurations."""
         return self.members
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
@@ -294,10 +288,12 @@ class SampleDrifts(_SampleTable, Several[SampleSeries]):
         return tuple(drift for series in self.members for drift in series)
 
     def _drifts(self) -> Sequence[LastLayer]:
+        """Return the drifts, one per pair of configurations."""
         return self.per_sample
 
 
 def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:
+    """Return the data frame rows of a drift, one per sample."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
     return list(long_form(labels, {"sample": drift.sample_ids}, drift.arrays(*SAMPLE)))
 
@@ -326,4 +322,4 @@ def last_layer(
     for pairs in series:
         drifts = tuple(compare_samples(measured, identity(trace, pair, step), distance) for pair in pairs)
         members.append(SampleSeries(drifts, identity(trace, configs_of(pairs), step)))
-    return SampleDrifts(tuple(members), _joint_identity(trace, series, step))
+    return SampleDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))

@@ -27,7 +27,7 @@ from perturbkv.analyses.needle.retrieval import (
     measures,
     retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, plural, short_names
+from perturbkv.analyses.pairing import LEAST_CONFIGS, common, method_names, plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_CLAUSES = {
+_PREDICTION_CLAUSES = {
     -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
     1: ("methods that perturb a prompt's first step more find more digits", "more"),
     0: ("whether methods that perturb a prompt's first step more find fewer digits is undecided", "undecided"),
@@ -52,7 +52,7 @@ _RANKS_NOTE = (
 
 @record
 class LengthScore(Record):
-    """The numbers found in prompts of one length."""
+    """The share of hidden numbers found in prompts of one length."""
 
     length: int = column("tokens of the prompts", heading="#tokens")
     score: float = column("share of the prompts whose number is found", unit="share", heading="#number\nfound")
@@ -72,6 +72,7 @@ class Needle(Result):
     SECTION = "needle"
     SHOWN = ("cache_share", "score", "digits")
     FIRST = "method"
+    HAS_SHARES = True
 
     identity: RunIdentity
     samples: tuple[str, ...]
@@ -86,31 +87,27 @@ class Needle(Result):
     correlation: RetrievalCorrelations = column("rank correlations between perturbation and retrieval")
 
     def conclusion(self) -> str:
-        """Return the shares that the best and the worst method find, and whether perturbation predicts them."""
+        """Return the shares of numbers that the best and the worst method find, and if perturbation predicts them."""
         full = text.percent(self.full.score, self.full.score_interval)
         prompts = f"n = {plural(self.identity.samples, 'prompt')}"
         if not self.full.score:
             return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
-        clauses = f"{self._retrieved()}; the full cache finds {full} ({prompts}); {self._predicted()}"
+        clauses = f"{self._retrieval_clause()}; the full cache finds {full} ({prompts}); {self._prediction_clause()}"
         return sentence(clauses, *self._names())
 
     def title(self) -> str:
-        """Return the haystack, the scenario and the shared choices."""
+        """Return the table's title: the haystack, the scenario and the shared choices."""
         return f"needle in {self.haystack}, {self.scenario}: {common(self.identity.configs)}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per method, the full cache first."""
-        return [Line(name, (method,)) for name, method in self._methods()]
-
-    def interval_note(self) -> str:
-        """Return the note on n and intervals."""
-        return text.intervals_note(self.identity.samples, exact=True)
+        return [Line(name, (method,)) for name, method in self._named_methods()]
 
     def details(self) -> Sequence[Part]:
-        """Return the share found by prompt length, all rank correlations, and why a cache share exceeds 1."""
+        """Return tables of numbers found by length and of rank correlations, and a note on cache shares above 1."""
         shares = [method.cache_share for method in self.methods]
         above = [text.cache_share_note(shares)] if any(share > 1 for share in shares) else []
-        return [*above, self._by_length(), *self._ranks()]
+        return [*above, self._length_table(), *self._rank_tables()]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per sample and method: scores in [0, 1] and measures, which the full cache lacks.
@@ -129,33 +126,36 @@ class Needle(Result):
         return rows
 
     def plot_digits(self, width_mm: float = 174) -> Figure:
-        """Return maps of the share of leading digits that are right, length × depth, one per method."""
+        """Return a figure of the share of right leading digits as maps of length × depth, one per method."""
         return self._draw("Needle.plot_digits", width_mm)
 
     def plot_depths(self, width_mm: float = 174) -> Figure:
-        """Return both shares by depth, over all lengths."""
+        """Return a figure of the shares of numbers and of leading digits by depth, over all lengths."""
         return self._draw("Needle.plot_depths", width_mm)
 
     def plot_correlation(self, width_mm: float = 174) -> Figure:
-        """Return the rank correlation of every measure with both outcomes."""
+        """Return a figure of the rank correlation of every measure with numbers and with leading digits found."""
         return self._draw("Needle.plot_correlation", width_mm)
 
     def _names(self) -> list[str]:
-        return [name or "evicted" for name in short_names(self.identity.configs)]
+        """Return the short name of each evicted method."""
+        return method_names(self.identity.configs)
 
-    def _methods(self) -> list[tuple[str, Retrieval]]:
+    def _named_methods(self) -> list[tuple[str, Retrieval]]:
+        """Return the full cache and all methods, with their names."""
         return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]
 
-    def _by_length(self) -> Part:
+    def _length_table(self) -> Part:
+        """Return a table of the numbers found by prompt length."""
         lines = [
             Line(name if number == 0 else "", (LengthScore(length, score),))
-            for name, method in self._methods()
+            for name, method in self._named_methods()
             for number, (length, score) in enumerate(zip(self.lengths, method.by_length(), strict=True))
         ]
         return table("numbers found, by prompt length", lines, ("length", "score"), self.FIRST)
 
-    def _ranks(self) -> list[Part]:
-        """Return the rank correlations of each budget, those of circular measures in a table of their own."""
+    def _rank_tables(self) -> list[Part]:
+        """Return tables of the rank correlations of each budget, of circular measures in a table of their own."""
         few = [f"b={name}: fewer than {LEAST_CONFIGS} methods, no ranks" for name in self.correlation.too_few]
         if not self.correlation.budgets:
             return [*few]
@@ -172,8 +172,8 @@ class Needle(Result):
             _RANKS_NOTE,
         ]
 
-    def _retrieved(self) -> str:
-        """Return the methods that find most and least, with their shares."""
+    def _retrieval_clause(self) -> str:
+        """Return a clause on the methods that find most and least, with their shares."""
         ordered = sorted(zip(self._names(), self.methods, strict=True), key=lambda pair: pair[1].score)
         (worst, least), (best, most) = ordered[0], ordered[-1]
         shares = [text.percent(method.score, method.score_interval) for method in (least, most)]
@@ -182,11 +182,11 @@ class Needle(Result):
         if least.score == most.score:
             each = "both" if len(ordered) == 2 else f"all {len(ordered)}"
             return f"{each} methods find {shares[0]} of the numbers"
-        unsure = " (their intervals overlap)" if _overlap(least, most) else ""
+        unsure = " (their intervals overlap)" if _intervals_overlap(least, most) else ""
         return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
 
-    def _predicted(self) -> str:
-        """Return whether methods with more perturbation at the first step find less."""
+    def _prediction_clause(self) -> str:
+        """Return a clause on whether methods with more perturbation at the first step find fewer digits."""
         correlations = [budget.principal() for budget in self.correlation.budgets]
         known = [each for each in correlations if not isnan(each.rho)]
         if not known:
@@ -198,7 +198,7 @@ class Needle(Result):
         if prompts < MIN_SAMPLES:
             return f"too few samples to decide whether those that perturb more find fewer digits: {number}"
         verdicts = [interval_verdict(each.rho_interval, 0) for each in known]
-        return f"{tally(verdicts, _CLAUSES, 'budget')}: {number}"
+        return f"{tally(verdicts, _PREDICTION_CLAUSES, 'budget')}: {number}"
 
 
 def needle(trace: Trace) -> Needle:
@@ -239,6 +239,7 @@ def needle(trace: Trace) -> Needle:
 
 
 def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[RetrievalCorrelation]]]) -> Part:
+    """Return a table of correlations, each line under its budget."""
     lines = []
     for budget, correlations in budgets:
         names = {0: budget.name, 1: f"cache {' to '.join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))}"}
@@ -247,10 +248,11 @@ def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[Retri
 
 
 def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
+    """Return outcome -> score of a method's answer to one sample."""
     return {name: float(answers[sample]) for name, answers in method.answers.items()}
 
 
-def _overlap(least: Retrieval, most: Retrieval) -> bool:
+def _intervals_overlap(least: Retrieval, most: Retrieval) -> bool:
     """Return whether the exact intervals of two methods overlap; False for a single prompt, which has none."""
     low, high = most.score_interval, least.score_interval
     return low is not None and high is not None and low.low <= high.high

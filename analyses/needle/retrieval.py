@@ -71,7 +71,7 @@ class Retrieval(Record):
     kept_entries: float = column("mean entries per head and layer; of the full cache the prompt's length")
 
     def by_length(self) -> list[float]:
-        """Return the mean score of each length over the depths that have prompts; NaN where none has."""
+        """Return the mean score of each prompt length, over the depths that have prompts; NaN where none has."""
         columns = [values[~np.isnan(values)] for values in self.grid.T]
         return [float(values.mean()) if len(values) else float("nan") for values in columns]
 
@@ -126,15 +126,15 @@ class RankedBudget(Record):
 
     @property
     def cache_share_range(self) -> tuple[float, float]:
-        """The least and the largest cache share."""
+        """The least and the largest cache share of the configurations."""
         return float(self.cache_shares.min()), float(self.cache_shares.max())
 
     def by_outcome(self, outcome: str) -> list[RetrievalCorrelation]:
-        """Return the correlations with one outcome, circular ones last."""
+        """Return the correlations with one outcome, `score` or `digits`; circular ones last."""
         return [each for each in (*self.correlations, *self.circular) if each.outcome == outcome]
 
     def principal(self) -> RetrievalCorrelation:
-        """Return the correlation of propagated perturbation with digits, as one digit alone loses the whole number."""
+        """Return the correlation of propagated perturbation with digits, finer than that with whole numbers."""
         (only,) = [each for each in self.by_outcome("digits") if each.measure == "propagated"]
         return only
 
@@ -157,7 +157,7 @@ def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
 
     Raises TraceError for a run that is not of needles with answers.
     """
-    answers = {name: _with_full(measured, name) for name in OUTCOMES}
+    answers = {name: _outcome_with_full(measured, name) for name in OUTCOMES}
     kept, tokens = measured["kept_count"], measured["prompt_tokens"]
     entries = [float(tokens.mean()), *kept.mean(axis=(0, 2, 3)).tolist()]
     shares = [1.0, *measured.cache_shares.tolist()]
@@ -170,14 +170,15 @@ def retrieval(measured: Measurements) -> tuple[Retrieval, ...]:
     )  # fmt: skip
 
 
-def _with_full(measured: Measurements, name: str) -> Floats:
-    """Return (sample, 1 + config) an outcome, the full cache's first."""
+def _outcome_with_full(measured: Measurements, name: str) -> Floats:
+    """Return an outcome as (sample, 1 + config), with the full cache in column 0."""
     return np.concatenate([measured[f"{name}_full"][:, None], measured[name]], axis=1)
 
 
 def _retrieval(
     trace: Trace, config: EvictionConfig | None, answers: dict[str, Floats], entries: float, cache_share: float
 ) -> Retrieval:
+    """Return the retrieval of one configuration from its answers: outcome -> (sample,)."""
     lengths, depths = grid_of(trace)
     cells, shape = cells_of(trace), (len(depths), len(lengths))
     depth_alone = np.stack([cells[:, 0], np.zeros_like(cells[:, 0])], axis=1)
@@ -211,14 +212,14 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """Return (sample, 2) grid indices of depth and length of each complete sample; samples take the cells in turns."""
+    """Return the grid indices of depth and length of each complete sample, (sample, 2); samples take cells in turns."""
     lengths, depths = grid_of(trace)
     cells = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
     return np.stack([cells % len(depths), cells // len(depths)], axis=1)
 
 
 def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Band:
-    """Return exact intervals of each depth's share: NaN where fewer than two prompts fell, None where all are NaN."""
+    """Return the exact interval of each depth's share: NaN for fewer than two prompts, None where all are NaN."""
     each = [intervals.of_share(score[depth == index] > 0) for index in range(depths)]
     if not any(each):
         return None
@@ -227,6 +228,7 @@ def _depth_intervals(score: Floats, depth: NDArray[np.int64], depths: int) -> Ba
 
 
 def _cell_means(values: Floats, cells: NDArray[np.int64], shape: tuple[int, int]) -> Floats:
+    """Return the mean of (sample,) values in each cell of a grid; NaN in cells without samples."""
     total, count = np.zeros(shape), np.zeros(shape)
     np.add.at(total, tuple(cells.T), values)
     np.add.at(count, tuple(cells.T), 1)
@@ -254,28 +256,28 @@ def check_scored(trace: Trace) -> None:
 
 
 def measures(measured: Measurements) -> dict[str, Floats]:
-    """Return (sample, config) of each measure, equal where all kept sets are, relative to the full run's norms."""
+    """Return measure -> (sample, config), relative to the full run's norms; equal where all kept sets are equal."""
     trace = measured.trace
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
     heads = measured["output_norm"].sum(axis=(2, 3))[:, None]
-    moved = measured["perturbation_propagated"].sum(axis=(3, 4)) / heads
+    propagated = measured["perturbation_propagated"].sum(axis=(3, 4)) / heads
     drift = measured["hidden_drift_l1"][..., -1] / measured["hidden_norm"][:, None, :, -1]
     later = {
         "kl_all": _mean_over_steps(measured["logit_kl"], steps),
         "drift_all": _mean_over_steps(drift, steps),
-        "propagated_all": _mean_over_steps(moved, steps),
+        "propagated_all": _mean_over_steps(propagated, steps),
     }
     return {**measurements.first_step_measures(trace, ANALYSIS), **measurements.equalise_identical_runs(trace, later)}
 
 
 def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
-    """Return the (sample, config) mean over the steps that each sample has."""
+    """Return the mean of (sample, config, step) values over the steps that each sample has, (sample, config)."""
     known = steps[:, None]
     return np.asarray(np.where(known, array, 0).sum(axis=-1) / known.sum(axis=-1))
 
 
 def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
-    """Return the correlations of a run's `measures` with its answers. Raises TraceError for a trace without answers."""
+    """Return the rank correlations of a run's `measures` with its answers. Raises TraceError where it has none."""
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}
@@ -285,7 +287,7 @@ def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> Retri
         left_out=int((~answered).sum()),
         steps=run.steps,
         budgets=tuple(
-            _ranked(measured, name, indices, answered_measures, outcomes)
+            _ranked_budget(measured, name, indices, answered_measures, outcomes)
             for name, indices in budgets.items()
             if len(indices) >= LEAST_CONFIGS
         ),
@@ -293,17 +295,18 @@ def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> Retri
     )
 
 
-def _ranked(
+def _ranked_budget(
     measured: Measurements,
     name: str,
     indices: Sequence[int],
     by_measure: Mapping[str, Floats],
     outcomes: Mapping[str, Floats],
 ) -> RankedBudget:
+    """Return the rank correlations over the configurations at some indices, which share a budget."""
     own = {measure: array[:, indices] for measure, array in by_measure.items()}
     scored = {outcome: array[:, indices] for outcome, array in outcomes.items()}
     first, circular = (
-        tuple(_correlation(one, outcome, own[one], scored[outcome]) for outcome in OUTCOMES for one in names)
+        tuple(_correlation(name, outcome, own[name], scored[outcome]) for outcome in OUTCOMES for name in names)
         for names in (FIRST_STEP_MEASURES, CIRCULAR)
     )
     return RankedBudget(
@@ -319,12 +322,7 @@ def _ranked(
 
 
 def _correlation(measure: str, outcome: str, measured: Floats, answers: Floats) -> RetrievalCorrelation:
+    """Return ρ of a measure with an outcome, (sample, config) each, ranked within each sample."""
     within = spearman(measured.T, answers.T) if len(answers) else np.empty(0)
-    known = within[~np.isnan(within)]
-    return RetrievalCorrelation(
-        measure=measure,
-        outcome=outcome,
-        rho=float(ratio(known.sum(), len(known))),
-        rho_interval=intervals.of_mean(known, CORRELATION),
-        deciding=len(known),
-    )
+    mean = intervals.estimate_mean(within, CORRELATION)
+    return RetrievalCorrelation(measure, outcome, mean.value, mean.interval, mean.prompts)

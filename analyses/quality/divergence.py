@@ -1,8 +1,8 @@
-"""Divergence: how soon and how far long answers from evicted caches leave the full cache's (paper, appendix K).
+"""Divergence: how soon and how far long answers from evicted caches differ from the full cache's (paper, appendix K).
 
-Two questions that are kept distinct. Free answers: where is the first token that differs, and how much of the text is
-the same? Forced ones: every cache reads the full cache's answer, so that each next token's distribution can be compared
-to the end; this nearly is the score itself and explains nothing of it (METHOD: not circular).
+Two questions that are kept distinct. In free answers: where is the first token that differs, and how much of the text
+is the same? In forced reading, every cache reads the full cache's answer, so that each next token's distribution can be
+compared to the end; this nearly is the score itself and explains nothing of it (METHOD: not circular).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import columns, text
-from perturbkv.analyses.budget.budget_axis import above_full
+from perturbkv.analyses.budget.budget_axis import above_full_caveat
 from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
@@ -48,7 +48,7 @@ class Divergence(Result):
     )
 
     def conclusion(self) -> str:
-        """Return after how many tokens the median answer diverges, and the median KL of reading the full cache's."""
+        """Return after how many tokens the median answer first differs, and the median KL in forced reading."""
         named, share = self._with_shares()
         medians = [(name, one.median_first_difference) for name, one in named]
         never = sum(isinf(median) for _, median in medians)
@@ -68,7 +68,7 @@ class Divergence(Result):
         return sentence(f"{'; '.join(clauses)} ({sample_note(len(self.samples))}{share})")
 
     def title(self) -> str:
-        """Return how long answers are, how often caches were compressed, and what all configurations share."""
+        """Return the lengths of answers, how often caches were compressed, and the choices all configurations share."""
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
         length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
@@ -83,15 +83,15 @@ class Divergence(Result):
         return text.intervals_note(len(self.samples), exact=True, medians=True)
 
     def caveats(self) -> Sequence[str]:
-        """Return what cache shares are of, and how KL is measured where it was not."""
+        """Return when cache shares were taken, and how to measure KL where it was not measured."""
         return [
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
             *([] if self.noise_floor.size else ["KL was not measured: perturbkv generate --divergence does."]),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return KL in the last third of answers, what differences and KL are, and the noise floor."""
+        """Return the table of KL in the last third of answers, and notes on differences, KL and its noise floor."""
         parts: list[Part] = [
             "An answer that ends before the other differs there; never: no token differs, to the end or to the longest "
             "answer that was generated."
@@ -128,11 +128,11 @@ class Divergence(Result):
         return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        names = method_names(self.identity.configs)
-        return list(zip(names, self.configs, strict=True))
+        """Return each configuration with its short name."""
+        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
     def _with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
-        """Return the configurations by name, and their cache share; where shares differ, each behind its name."""
+        """Return (name, configuration) pairs, and the cache share if all have the same; else the names include it."""
         start = " at the start" if self.compress_every else ""
         shares = [f"cache share {text.cache_share(one.cache_share)}{start}" for one in self.configs]
         if len(set(shares)) == 1:
@@ -141,10 +141,10 @@ class Divergence(Result):
 
 
 def divergence(answers: WrittenAnswers) -> Divergence:
-    """Measure how soon and how far answers from evicted caches leave the full cache's.
+    """Measure how soon and how far answers from evicted caches differ from the full cache's.
 
     Args:
-        answers: of `read_answers`, or a `generate`'s `.written`. KL is there where `generate` was asked for it.
+        answers: from `read_answers`, or `.written` of `generate`'s result. KL needs `generate(…, divergence=True)`.
 
     Raises ConfigError for anything else.
 
@@ -160,9 +160,9 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     rows = answers.rows
     lengths = tuple(len(row["full"]["tokens"]) for row in rows)
     span = max(1, -(-max(lengths) // MOST_SPANS))
-    followed = all(row.get("divergence") is not None for row in rows) and max(lengths) > 0
-    read = rows if followed else tuple({**row, "divergence": None} for row in rows)
-    floors = spans([row["divergence"]["noise_floor"] for row in rows], span) if followed else np.zeros((1, 0))
+    has_kl = all(row.get("divergence") is not None for row in rows) and max(lengths) > 0
+    read = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
+    floors = spans([row["divergence"]["noise_floor"] for row in rows], span) if has_kl else np.zeros((1, 0))
     return Divergence(
         identity=answers_identity(answers),
         samples=tuple(row["sample"] for row in rows),
@@ -175,6 +175,6 @@ def divergence(answers: WrittenAnswers) -> Divergence:
 
 
 def _format_kl(one: DivergencePoint) -> str:
-    """Return '0.22 nat [0.1, 0.3]'."""
+    """Return a configuration's median KL with its interval: '0.22 nat [0.1, 0.3]'."""
     value, _, ends = text.three_digits(one.kl or 0.0, one.kl_interval).partition("\n")
     return f"{value} nat {ends}".rstrip()

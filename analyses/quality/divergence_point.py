@@ -1,4 +1,4 @@
-"""Divergence points: one configuration's own answers, and its predictions along the full cache's answer.
+"""One configuration's divergence: its own answers, and its next-token predictions along the full cache's answer.
 
 Texts are compared by ROUGE-L: the longest common subsequence of words (Lin, 2004, section 3).
 """
@@ -57,17 +57,18 @@ Row = Mapping[str, Any]
 
 
 def _format_tokens(value: float, ends: OptionalInterval = None) -> str:
-    """Return a number of tokens, or never, with its interval."""
+    """Return a number of tokens with its interval; 'never' for infinity."""
     return _format_count(value) + words.interval_text(ends, _format_count, " ")
 
 
 def _format_count(value: float) -> str:
+    """Return a number of tokens; 'never' for infinity."""
     return "never" if isinf(value) else f"{value:,.0f}"
 
 
 @record
 class ForcedReading(Record):
-    """One cache's prediction of each next token of the full cache's answer; a sample without tokens is NaN.
+    """One cache's predictions of each next token of the full cache's answer; a sample without tokens is NaN.
 
     KL is summarised by medians over samples: a single one can dominate a mean.
     """
@@ -101,7 +102,7 @@ class ForcedReading(Record):
 
 @record
 class DivergencePoint(Record):
-    """One configuration's answers beside the full cache's."""
+    """One configuration's answers compared with the full cache's."""
 
     SECTION = "divergence point"
 
@@ -128,7 +129,7 @@ class DivergencePoint(Record):
 
     @property
     def equal(self) -> NDArray[np.bool_]:
-        """(sample,) whether no token differs."""
+        """(sample,) True where no token of the answer differs."""
         return np.isinf(self.first_difference)
 
     @derived(unit="share", heading="#equal\nanswers")
@@ -172,7 +173,7 @@ class DivergencePoint(Record):
         return self.forced.top1_interval if self.forced else None
 
     def alike_after(self, tokens: int) -> tuple[Floats, Band]:
-        """Return (tokens + 1,) shares of samples in whose first 0, 1, … tokens none differs, and their exact band."""
+        """Return (tokens + 1,) shares of samples whose first 0, 1, … tokens are equal, and their exact intervals."""
         counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
         samples = len(self.first_difference)
         ends = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
@@ -184,7 +185,7 @@ class DivergencePoint(Record):
 
 
 def spans(values: Sequence[Sequence[float]], span: int) -> Floats:
-    """Return (sample, span) means over `span` steps of each sample's values; NaN where a sample has none of them."""
+    """Return (sample, span) means of each sample's values over spans of `span` steps; NaN without such steps."""
     count = -(-max(map(len, values)) // span)
     return np.array(
         [[_mean_or_nan(one[index * span : (index + 1) * span]) for index in range(count)] for one in values],
@@ -217,6 +218,7 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
 
 
 def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
+    """Return the predictions of the cache `label` along the full cache's answers."""
     read = [row["divergence"]["caches"][label] for row in rows]
     kl, top1 = (np.array([_mean_or_nan(one[name]) for one in read]) for name in ("kl", "top1"))
     last = np.array([_mean_or_nan(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
@@ -234,12 +236,12 @@ def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading
 
 
 def _median_interval(each: Floats) -> OptionalInterval:
-    """Return the interval of the median over the samples (sample,) that are not NaN."""
+    """Return the interval of the median of (sample,) values; samples that are NaN are left out."""
     return intervals.of_median(each[~np.isnan(each)])
 
 
 def _median_intervals(curves: Floats) -> Band:
-    """Return the intervals of each span's median over (sample, span) values; NaN where its kind is not the first's."""
+    """Return the interval of each span's median of (sample, span) values; NaN if its kind is not the first's."""
     each = [_median_interval(values) for values in curves.T]
     if not each or each[0] is None:
         return None
@@ -250,6 +252,7 @@ def _median_intervals(curves: Floats) -> Band:
 
 
 def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:
+    """Return the index of the first token that differs, or the shorter answer's end; infinity for equal answers."""
     if full == evicted:
         return float("inf")
     pairs = enumerate(zip(full, evicted, strict=False))
@@ -257,4 +260,5 @@ def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:
 
 
 def _mean_or_nan(values: Sequence[float]) -> float:
+    """Return the mean; NaN for no values."""
     return float(np.mean(values)) if len(values) else np.nan

@@ -1,4 +1,4 @@
-"""Graded data sets side by side, and the terms of their grades: metric, length of answers, cut prompts, chat template.
+"""Graded data sets, and the terms of their scores: metric, length of answers, cut prompts, chat template.
 
 Traces of one table share model, scenario and number type; each data set and each prompt is there once.
 """
@@ -27,16 +27,16 @@ _OWN_METRICS = {NEEDLE: frozenset({"exact-number"})}
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions of a data set's scores beside model, prompts and configurations.
+    """The conditions of a run's scores other than model, prompts and configurations.
 
     Attributes:
-        metrics: that graded; empty where the trace does not name them.
-        own_metrics: the data set's; empty where it has none.
-        answer: tokens of an answer at most.
-        own_answers: data set -> tokens that it gives an answer; a file may have several, or none.
-        max_tokens: to which longer prompts were cut; None: they were not.
+        metrics: the metrics of the scores; empty where the trace does not name them.
+        own_metrics: the data set's own metrics; empty where it has none.
+        answer: largest number of tokens of an answer.
+        own_answers: data set -> its own number of tokens of an answer; a file may have several, or none.
+        max_tokens: tokens to which longer prompts were cut; None: prompts were not cut.
         chat: whether prompts went through the chat template.
-        own_chats: whether the data sets go with one; where nothing is recorded, they do.
+        own_chats: whether the data sets are meant for a chat template; where nothing is recorded, they are.
     """
 
     metrics: frozenset[str]
@@ -49,38 +49,40 @@ class Terms:
 
 
 NamedTerms = Sequence[tuple[str, Terms]]
-"""The terms of data sets, by the data sets' names in tables."""
+"""(Name in tables, terms) of each data set."""
 
 
 def terms(run: RunConfig) -> Terms:
     """Return the terms of a run's scores."""
     recorded = _recorded_wording(run)
-    own = frozenset(_metric(str(one["metric"])) for one in recorded.values() if "metric" in one)
-    lengths = ((name, one["generation_length"]) for name, one in recorded.items() if "generation_length" in one)
+    metrics = frozenset(_metric_name(str(wording["metric"])) for wording in recorded.values() if "metric" in wording)
+    lengths = ((name, wording["generation_length"]) for name, wording in recorded.items()
+               if "generation_length" in wording)  # fmt: skip
     return Terms(
         metrics=frozenset(run.dataset_options.get(METRICS, ())),
-        own_metrics=own or _OWN_METRICS.get(run.dataset, frozenset()),
+        own_metrics=metrics or _OWN_METRICS.get(run.dataset, frozenset()),
         answer=run.generate,
         own_answers=tuple(sorted(lengths)),
         max_tokens=run.max_tokens,
         chat=run.chat_template,
-        own_chats=frozenset(bool(one.get("chat_template", True)) for one in recorded.values()) or frozenset({True}),
+        own_chats=frozenset(bool(wording.get("chat_template", True)) for wording in recorded.values())
+        or frozenset({True}),
     )
 
 
 def _recorded_wording(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return data set -> recorded wording, of LongBench and RULER; needle's is a list of sentences without terms."""
+    """Return data set -> recorded wording of LongBench and RULER; empty for needle, whose wording has no terms."""
     wording = run.dataset_options.get("wording", {})
     return {name: one for name, one in wording.items() if isinstance(one, dict)}
 
 
-def _metric(function: str) -> str:
-    """Return `qa_f1` for LongBench's `get_qa_f1_with_score`."""
+def _metric_name(function: str) -> str:
+    """Return the short name of LongBench's metric function: `qa_f1` for `get_qa_f1_with_score`."""
     return function.removeprefix("get_").removesuffix("_with_score")
 
 
 def metrics_text(named: NamedTerms) -> str:
-    """Return 'the data sets' own metrics (qa_f1, rouge)', or each data set's metric."""
+    """Return 'the data sets' own metrics (qa_f1, rouge)', or the metric of each data set that is not its own."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
     foreign = [one for one in named if one not in own]
     parts = [_with_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics)]
@@ -93,47 +95,51 @@ def metrics_text(named: NamedTerms) -> str:
 
 
 def term_notes(named: NamedTerms) -> list[str]:
-    """Return a sentence for each of answers' length, cut and chat template that is not the data sets' own."""
+    """Return a sentence each on answers' length, cut prompts and chat template, where not the data sets' own."""
     return list(filter(None, (_length_note(named), _cut_note(named), *_chat_notes(named))))
 
 
 def _metrics(one: Terms) -> str:
+    """Return the metrics of a data set's scores: 'f1, rouge'."""
     return ", ".join(sorted(one.metrics)) or "a metric that the trace does not name"
 
 
 def _length_note(named: NamedTerms) -> str:
-    """Return the lengths of answers where the data sets have none of their own, or another one."""
+    """Return the sentence on answers' lengths that are not the data sets' own; empty where all are."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
     used = [
-        _with_names(part, names, named) for part, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
+        _with_names(length, names, named) for length, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
     ]
-    own = sorted({kept for _, one in other for kept in one.own_answers if kept[1] != one.answer})
+    own = sorted({(name, length) for _, one in other for name, length in one.own_answers if length != one.answer})
     lengths = f" (own lengths: {', '.join(f'{name} {length}' for name, length in own)})" if own else ""
     return f"Answers: at most {', '.join(used)}{lengths}." if used else ""
 
 
 def _cut_note(named: NamedTerms) -> str:
+    """Return the sentence on how long prompts were cut; empty where none was."""
     if all(one.max_tokens is None for _, one in named):
         return ""
     return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _group_names(named, _cut))}."
 
 
 def _cut(one: Terms) -> str:
+    """Return how a data set's prompts were cut: 'cut to at most 512 tokens'."""
     return "uncut" if one.max_tokens is None else f"cut to at most {one.max_tokens:,} tokens"
 
 
 def _chat_notes(named: NamedTerms) -> list[str]:
-    """Return a sentence where the chat template is used otherwise than the data sets have it."""
+    """Return sentences on the use of a chat template, where it is not that of the data sets."""
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
     return [f"{_with_names(part, names, named)}." for part, names in _group_names(other, _chat)]
 
 
 def _chat(one: Terms) -> str:
+    """Return whether a data set's prompts went through a chat template, in words."""
     return "With a chat template" if one.chat else "Without a chat template"
 
 
 def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
-    """Return each description with the names of its data sets."""
+    """Return (description, names of the data sets that have it) for each distinct description."""
     groups: dict[str, list[str]] = {}
     for name, one in named:
         groups.setdefault(describe(one), []).append(name)
@@ -141,13 +147,13 @@ def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tu
 
 
 def _with_names(description: str, names: Sequence[str], named: NamedTerms) -> str:
-    """Return 'f1 (mine, yours)', without names where all data sets are meant."""
+    """Return a description with the names of its data sets: 'f1 (mine, yours)'; without names for all data sets."""
     return description if len(names) == len(named) else f"{description} ({', '.join(names)})"
 
 
 ANALYSIS = "quality"
 _SHARED = ("model", "revision", "random_weights", "scenario", "dtype", "head_scores")
-"""Settings that runs share whose scores stand in one table; `Terms` may differ."""
+"""Settings in which runs must agree for their scores to be in one table; `Terms` may differ."""
 
 
 @dataclass(frozen=True)
@@ -155,18 +161,18 @@ class Task:
     """One data set, as a trace measured it.
 
     Attributes:
-        name: in tables: the data set's, of a file its stem, where no two have the same.
-        dataset: as the run names it.
-        kind: of task, one of `KINDS`.
+        name: name in tables: the data set's; a file's stem, where no two data sets have the same.
+        dataset: name of the data set in the run.
+        kind: kind of task, one of `KINDS`.
         samples: names of the complete samples.
-        failed: how many others there are.
-        terms: of their scores.
+        failed: number of samples that failed.
+        terms: conditions of the scores.
         full: (sample,) scores of the full cache's answers, in [0, 1].
         evicted: (sample, config) of the configurations that all traces share.
         cache_shares: (sample, config) entries of the cache over those of the full one; NaN where the trace lacks them.
         propagated: (sample, config) propagated L1 of the first step over the norms of the full run's heads.
         kl: (sample, config) KL(full ‖ evicted) of the first step, in nat.
-        alike: samples whose full answer has no token but one that all caches share, as `first_token_note` says.
+        alike: number of samples whose full answer is one token or none, alike for all caches.
     """
 
     name: str
@@ -184,8 +190,8 @@ class Task:
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
-    """Return one task per trace, those of a kind together. Raises TraceError for answers that are not graded."""
-    names = _names([trace.run.dataset for trace in traces])
+    """Return one task per trace, tasks of one kind together. Raises TraceError for answers that are not graded."""
+    names = _dataset_names([trace.run.dataset for trace in traces])
     each = [
         _task(name, trace, [trace.run.configs.index(config) for config in configs])
         for name, trace in zip(names, traces, strict=True)
@@ -194,6 +200,7 @@ def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[T
 
 
 def _task(name: str, trace: Trace, indices: list[int]) -> Task:
+    """Return the task of a trace, with the configurations at these indices."""
     measured = Measurements(trace, ANALYSIS, 0)
     graded = scores(trace, ANALYSIS)
     perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
@@ -202,7 +209,7 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
         name=name,
         dataset=trace.run.dataset,
         kind=_kind(trace.run),
-        samples=tuple(name for name, whole in zip(trace.sample_ids, trace.ok, strict=True) if whole),
+        samples=measured.sample_ids,
         failed=len(trace.failures),
         terms=terms(trace.run),
         full=graded.full,
@@ -214,34 +221,34 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
     )
 
 
-def _names(datasets: Sequence[str]) -> list[str]:
-    """Return names of data sets, and stems of files where these are different."""
+def _dataset_names(datasets: Sequence[str]) -> list[str]:
+    """Return the data sets' names in tables: the stems of files, unless two would have the same name."""
     stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
     return stems if len(set(stems)) == len(stems) else list(datasets)
 
 
 def _kind(run: RunConfig) -> str:
-    """Return the kind of task; of a file whose rows are all of one known data set, that one's."""
+    """Return the kind of task of a run; for a file whose rows are all of one known data set, that data set's."""
     kind, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
     return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
 
 
 def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that all traces hold, in the first one's order.
+    """Return the configurations that all traces hold, in the order of the first trace.
 
-    Raises TraceError, which names the trace, for none at all, a data set or a prompt that is there twice, runs of other
-    models or scenarios, and where no configuration is shared.
+    Raises TraceError for no trace, a data set or a prompt that is in two traces, runs of different models or scenarios,
+    and where no configuration is shared.
     """
     if not traces:
         msg = f"{ANALYSIS} needs at least one trace, got none"
         raise TraceError(msg)
-    _check_alike(traces)
+    _check_equal_settings(traces)
     _check_distinct(traces)
-    each = [trace.run.configs for trace in traces]
-    common = tuple(config for config in each[0] if all(config in configs for configs in each))
+    every = [trace.run.configs for trace in traces]
+    common = tuple(config for config in every[0] if all(config in configs for configs in every))
     if not common:
         got = ", ".join(f"{plural(len(configs), 'configuration')} in {_trace_name(trace)}"
-                        for configs, trace in zip(each, traces, strict=True))  # fmt: skip
+                        for configs, trace in zip(every, traces, strict=True))  # fmt: skip
         msg = f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
         raise TraceError(msg)
     return common
@@ -253,7 +260,8 @@ def partial_configs(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) 
     return tuple(config for config in every if config not in configs)
 
 
-def _check_alike(traces: Sequence[Trace]) -> None:
+def _check_equal_settings(traces: Sequence[Trace]) -> None:
+    """Raise TraceError for traces that differ in a setting that scores in one table share."""
     first = traces[0]
     for other in traces[1:]:
         for name in _SHARED:
@@ -269,6 +277,7 @@ def _check_alike(traces: Sequence[Trace]) -> None:
 
 
 def _check_distinct(traces: Sequence[Trace]) -> None:
+    """Raise TraceError for a data set or a prompt that is in two traces."""
     seen: dict[str, Trace] = {}
     for trace in traces:
         if before := seen.get(trace.run.dataset):
@@ -282,4 +291,5 @@ def _check_distinct(traces: Sequence[Trace]) -> None:
 
 
 def _trace_name(trace: Trace) -> str:
+    """Return the path of a trace, or a name by its data set."""
     return trace.source or f"the trace of {trace.run.dataset}"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.budget.budget_axis import above_full
+from perturbkv.analyses.budget.budget_axis import above_full_caveat
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
@@ -37,7 +37,7 @@ _FALLS = {
 
 @record
 class JudgeRequest(Record):
-    """The judge, and how it was asked."""
+    """The external judge's command and its settings."""
 
     SECTION = "judge request"
 
@@ -52,7 +52,7 @@ class ScoredCache(Record):
     """The judge's scores of one cache's answers.
 
     Attributes:
-        drop: (sample,) the full cache's score less this one's.
+        drop: (sample,) the full cache's score less this cache's.
     """
 
     SECTION = "scored cache"
@@ -73,12 +73,12 @@ class ScoredCache(Record):
 
     @derived()
     def mean_drop(self) -> float:
-        """Full cache's score less this one's, mean over samples."""
+        """Full cache's score less this cache's, mean over samples."""
         return float(self.drop.mean())
 
     @derived(heading="#full −\nthis", json=False)
     def shown_drop(self) -> float | None:
-        """Full cache's score less this one's, mean over samples."""
+        """Full cache's score less this cache's, mean over samples."""
         return None if self.config is None else self.mean_drop
 
     @property
@@ -110,7 +110,7 @@ class JudgeScores(Result):
     judgements: tuple[Judgement, ...]
 
     def conclusion(self) -> str:
-        """Return whether evicted caches' answers are scored lower, and by how much."""
+        """Return whether the judge scores evicted caches' answers lower than the full cache's, and by how much."""
         drops = [(name, one.mean_drop, text.decimal(one.mean_drop, one.mean_drop_interval))
                  for name, one in self._named()]  # fmt: skip
         undecided = None if len(self.samples) < MIN_SAMPLES else 0
@@ -125,7 +125,7 @@ class JudgeScores(Result):
         return sentence(f"{clause}: {numbers} ({sample_note(len(self.samples))})")
 
     def title(self) -> str:
-        """Return what all configurations share."""
+        """Return the quantity of the table, and the choices that all configurations share."""
         return " · ".join(filter(None, ("the judge's scores", common(self.identity.configs))))
 
     def lines(self) -> Sequence[Line]:
@@ -137,26 +137,31 @@ class JudgeScores(Result):
         return text.intervals_note(len(self.samples))
 
     def caveats(self) -> Sequence[str]:
-        """Return the range of the scores, and that equal scores have no interval."""
+        """Return the range of the scores, that equal scores have no interval, and notes on cache shares."""
         every = np.concatenate([one.scores for one in (self.full, *self.configs)])
         limit = "" if self.judge.scale else ", beyond which no interval goes"
         return [
             f"Scores given: {every.min():g} to {every.max():g}{limit}.",
             *(["No interval: all alike; --scale bounds what was not seen."] if self._unbounded else []),
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return what cache shares are."""
+        """Return the note on cache shares."""
         return [text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per answer: the judge's score and comment; of the full cache `config` is None."""
+        """Return a row per answer: the judge's score and comment; `config` is None for the full cache."""
         labels = {one.label(): config_columns(one) for one in self.identity.configs}
-        nobody = dict.fromkeys(config_columns(self.identity.configs[0]))
+        full_cache = dict.fromkeys(config_columns(self.identity.configs[0]))
         return [
-            {**labels.get(one.label or "", nobody), "sample": one.sample, "score": one.score, "comment": one.comment}
+            {
+                **labels.get(one.label or "", full_cache),
+                "sample": one.sample,
+                "score": one.score,
+                "comment": one.comment,
+            }
             for one in self.judgements
         ]
 
@@ -168,23 +173,23 @@ class JudgeScores(Result):
         return len(self.samples) > 1 and None in ends
 
     def _named(self) -> list[tuple[str, ScoredCache]]:
-        names = method_names(self.identity.configs)
-        return list(zip(names, self.configs, strict=True))
+        """Return each configuration with its short name."""
+        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
 
 def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> JudgeScores:
     """Return the result of a judge's scores of every answer."""
-    given = {(one.sample, one.label): one.score for one in judgements}
+    by_answer = {(one.sample, one.label): one.score for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
 
     def scores(label: str | None) -> Floats:
-        return np.array([given[sample, label] for sample in samples], dtype=np.float64)
+        return np.array([by_answer[sample, label] for sample in samples], dtype=np.float64)
 
     every = [float(one.score) for one in judgements if one.score is not None]
     full, limits = scores(None), judge.scale or (min(every), max(every))
     width = limits[1] - limits[0]
 
-    def scored(config: EvictionConfig | None) -> ScoredCache:
+    def scored_cache(config: EvictionConfig | None) -> ScoredCache:
         label = None if config is None else config.label()
         own = scores(label)
         drop = full - own
@@ -197,13 +202,13 @@ def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Jud
             mean_drop_interval=bounded_interval(drop, difference_kind(width), judge),
         )
 
-    configs = tuple(scored(config) for config in answers.run.configs)
+    configs = tuple(scored_cache(config) for config in answers.run.configs)
     return JudgeScores(
         identity=answers_identity(answers),
         judge=JudgeRequest(**judge.record()["judge"]),
         samples=samples,
         compress_every=answers.compress_every,
-        full=scored(None),
+        full=scored_cache(None),
         configs=configs,
         judgements=tuple(judgements),
     )
@@ -215,7 +220,7 @@ def bounded_interval(each: Floats, kind: StatisticKind, judge: Judge) -> Optiona
 
 
 OUTCOMES = ("win", TIE, "loss")
-"""Outcomes of the evicted cache's answer against the full cache's."""
+"""Outcomes of a comparison of the evicted cache's answer with the full cache's."""
 _LOSES = {
     1: ("the judge prefers the full cache's answers", "the full cache's"),
     -1: ("the judge prefers answers from evicted caches", "the evicted one's"),
@@ -240,27 +245,28 @@ class PreferredCache(Record):
 
     @derived()
     def lost(self) -> float:
-        """Losses among the samples that are no ties."""
+        """Share of losses among the samples that are no ties."""
         counts = {name: self.outcomes.count(name) for name in OUTCOMES}
-        played = counts["win"] + counts["loss"]
-        return counts["loss"] / played if played else np.nan
+        decided = counts["win"] + counts["loss"]
+        return counts["loss"] / decided if decided else np.nan
 
     @derived(heading="#wins", json=False)
     def wins(self) -> str:
         """Share of samples in which the evicted cache's answer is preferred."""
-        return self._share("win")
+        return self._format_share("win")
 
     @derived(heading="#ties", json=False)
     def ties(self) -> str:
         """Share of samples in which neither answer is preferred."""
-        return self._share(TIE)
+        return self._format_share(TIE)
 
     @derived(heading="#losses", json=False)
     def losses(self) -> str:
         """Share of samples in which the full cache's answer is preferred."""
-        return self._share("loss")
+        return self._format_share("loss")
 
-    def _share(self, outcome: str) -> str:
+    def _format_share(self, outcome: str) -> str:
+        """Return the share of samples with an outcome, its interval on a second line."""
         return text.percent(self.shares[outcome], self.intervals[outcome], "\n")
 
 
@@ -288,7 +294,7 @@ class Preferences(Result):
     judgements: tuple[Judgement, ...]
 
     def conclusion(self) -> str:
-        """Return whose answers are preferred, and how often the evicted caches' lose."""
+        """Return whether the judge prefers the full cache's answers, and how often evicted caches' answers lose."""
         count = f"n = {plural(len(self.samples), 'sample')}"
         if self.same == len(self.judgements):
             return f"All answers from evicted caches are the full cache's: the judge was asked nothing ({count})."
@@ -299,7 +305,7 @@ class Preferences(Result):
         return sentence(f"{clause}: evicted caches' answers lose {extremes(shares, 'of')} ({count})")
 
     def title(self) -> str:
-        """Return what all configurations share."""
+        """Return the quantity of the table, and the choices that all configurations share."""
         return " · ".join(filter(None, ("answers against the full cache's", common(self.identity.configs))))
 
     def lines(self) -> Sequence[Line]:
@@ -311,21 +317,21 @@ class Preferences(Result):
         return f"n = {plural(len(self.samples), 'sample')}. {text.shares_note(len(self.samples))}"
 
     def caveats(self) -> Sequence[str]:
-        """Return how many pairs were equal and not judged, and how often the answer shown first won."""
+        """Return how many pairs of equal texts were not judged, and how often the answer shown first won."""
         return [
             f"{plural(self.same, 'pair')} of the same text: ties, which the judge did not get.",
             f"The answer shown first won {text.percent(self.first)} of {plural(self.pairs, 'decided pair')}.",
             *([AT_START] if self.compress_every else []),
-            *above_full(one.cache_share for one in self.configs),
+            *above_full_caveat(one.cache_share for one in self.configs),
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the seed of the order, and what cache shares are."""
+        """Return the seed of the order within pairs, and the note on cache shares."""
         share = text.cache_share_note([one.cache_share for one in self.configs], self.compress_every)
         return [f"The order within pairs is drawn by seed {self.judge.seed}.", share]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per pair: outcome of the evicted cache's answer, the full cache's side, the comment."""
+        """Return a row per pair: outcome of the evicted cache's answer, position of the full cache's, and comment."""
         labels = {one.label(): config_columns(one) for one in self.identity.configs}
         return [
             {**labels[one.label or ""], "sample": one.sample, "outcome": one.outcome, "full_is": one.full_is,
@@ -334,18 +340,18 @@ class Preferences(Result):
         ]  # fmt: skip
 
     def _named(self) -> list[tuple[str, PreferredCache]]:
-        names = method_names(self.identity.configs)
-        return list(zip(names, self.configs, strict=True))
+        """Return each configuration with its short name."""
+        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
 
 def judge_preferences(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Preferences:
-    """Return the result of a judge's preferences in every pair."""
-    given = {(one.sample, one.label): str(one.outcome) for one in judgements}
+    """Return the result of a judge's preferences in every pair of answers."""
+    by_answer = {(one.sample, one.label): str(one.outcome) for one in judgements}
     samples = tuple(row["sample"] for row in answers.rows)
     firsts = [one.first for one in judgements if one.first is not None]
     configs = []
     for config in answers.run.configs:
-        outcomes = tuple(given[sample, config.label()] for sample in samples)
+        outcomes = tuple(by_answer[sample, config.label()] for sample in samples)
         configs.append(_preferred_cache(config, mean_cache_share(answers.rows, config.label()), outcomes))
     first = float(np.mean(firsts)) if firsts else np.nan
     texts = [(row["full"]["text"], one["text"]) for row in answers.rows for one in row["evicted"].values()]
@@ -364,13 +370,14 @@ def judge_preferences(answers: WrittenAnswers, judge: Judge, judgements: Sequenc
 
 
 def _preferred_cache(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
+    """Return one configuration's outcomes with the share of each and its interval."""
     hits = {name: np.array([one == name for one in outcomes]) for name in OUTCOMES}
-    played = hits["loss"][~hits[TIE]]
+    decided = hits["loss"][~hits[TIE]]
     return PreferredCache(
         config=config,
         cache_share=share,
         outcomes=outcomes,
         shares={name: float(hit.mean()) for name, hit in hits.items()},
         intervals={name: intervals.of_share(hit) for name, hit in hits.items()},
-        lost_interval=intervals.of_share(played) if len(played) else None,
+        lost_interval=intervals.of_share(decided) if len(decided) else None,
     )

@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import APART, comparable_groups, method_names, pairs, plural, short_names
+from perturbkv.analyses.pairing import CACHE_SIZE_CHOICES, comparable_groups, method_names, pairs, plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -42,16 +42,16 @@ from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 _MOST_NAMED = 4
-"""Data sets in a figure's foot, which grows with each."""
+"""Largest number of data sets that are named in a figure's foot."""
 _MOST_BEST = 3
 """Budgets whose best method a conclusion names; of more the least and the largest."""
 _ROUNDED = 0.005
-"""Shares that differ by less are written alike."""
+"""Cache shares that differ by less are printed alike."""
 
 
 @record
 class ShownScore(Record):
-    """One line of a table of scores: a configuration, or the full cache."""
+    """A line of a table of scores: a configuration, or the full cache where `method` is None."""
 
     cache_share: float = column(
         "entries of the cache over those of the full one, mean over data sets", heading="#cache\nshare"
@@ -89,9 +89,9 @@ class Quality(Result):
 
     Attributes:
         identity: of all runs together.
-        lacking: the data sets that lack a configuration that others have.
-        tasks: the data sets, those of a kind together, with each sample's scores.
-        pairs: indices of a baseline and a treatment that differ in selection alone; none where there is no such pair.
+        lacking: the data sets without a configuration that another data set has.
+        tasks: the data sets with each sample's scores, those of a kind together.
+        pairs: indices of each baseline and treatment that differ in selection alone; empty without such a pair.
     """
 
     SECTION = "quality"
@@ -112,30 +112,30 @@ class Quality(Result):
     average: ScoreColumn = column("the mean over all data sets, each of which counts the same")
 
     def conclusion(self) -> str:
-        """Return the best configuration of each budget beside the full cache, and how often the treatment wins."""
+        """Return the scores of the full cache and of each budget's best method, and how often the treatment wins."""
         average = self.average
-        full, over = text.points(average.full, average.full_interval), _describe(average)
+        full, over = text.points(average.full, average.full_interval), _data_phrase(average)
         if not average.full:
             return f"Even the full cache scores 0 ({over}): there is nothing that eviction can lose."
         best = "; ".join(self._best_of_groups())
-        contest = self._contest()
+        contest = self._treatment_clause()
         clauses = [f"the full cache scores {full} of 100 ({over})", best, *([contest] if contest else [])]
         return sentence("; ".join(clauses), *short_names(self.configs))
 
     def title(self) -> str:
-        """Return the data set or their average, and what the baseline is."""
-        return self._title(self.average)
+        """Return the data set, or that it is an average of several, and the baseline."""
+        return self._column_title(self.average)
 
     def lines(self) -> Sequence[Line]:
         """Return the full cache, then a line per configuration."""
-        return self._lines(self.average)
+        return self._column_lines(self.average)
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
         return f"n = {score_tables.sample_counts(self.datasets)}. {score_tables.brackets_note(self.datasets)}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the terms that are not the data sets' own, how much was left out, and answers that cannot be lost."""
+        """Return terms that are not the data sets' own, configurations left out, and answers that cannot change."""
         left = f"Left out: {plural(len(self.left_out), 'configuration')} that not all data sets have."
         terms = score_tables.terms_notes(self.datasets)
         return [
@@ -145,13 +145,13 @@ class Quality(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the tables of every kind of task and data set, what graded, and what was left out."""
+        """Return tables of each kind of task and each data set, and notes on metrics and configurations left out."""
         several = len(self.datasets) > 1
         kinds = [kind for kind in self.kinds if 1 < len(kind.tasks) < len(self.tasks)]
         left = ", ".join(config.label() for config in self.left_out)
         alike = sum(task.alike for task in self.tasks)
         return [
-            *(self._table(one) for one in [*kinds, *(self.datasets if several else [])]),
+            *(self._column_table(one) for one in [*kinds, *(self.datasets if several else [])]),
             score_tables.grades_note(self.datasets),
             *(["Every data set counts the same in a kind's mean and in the average."] if several else []),
             f"*: {score_tables.BEST}; differences show whether that is decided.",
@@ -185,16 +185,20 @@ class Quality(Result):
         return tuple(lay_out(self.configs, shown, self.average) for shown in [*summed, self.datasets])
 
     def _caption(self) -> str:
+        """Return the caption of the exported tables: the run, metrics and intervals."""
         return f"{self.identity.lines()[0]}. {score_tables.caption(self.datasets)}"
 
-    def _table(self, one: ScoreColumn) -> Table:
-        return columns.table(self._title(one), self._lines(one), self.SHOWN, self.FIRST)
+    def _column_table(self, one: ScoreColumn) -> Table:
+        """Return the table of one data set, kind of task or average."""
+        return columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
 
-    def _title(self, one: ScoreColumn) -> str:
+    def _column_title(self, one: ScoreColumn) -> str:
+        """Return the name of one data set, or of a kind or average with its number of data sets, and the baseline."""
         name = one.tasks[0].name if len(one.tasks) == 1 else f"{one.name} of {len(one.tasks)} data sets"
         return name + (f"; baseline: {self.baseline}" if self.pairs else "")
 
-    def _lines(self, one: ScoreColumn) -> list[Line]:
+    def _column_lines(self, one: ScoreColumn) -> list[Line]:
+        """Return the lines of one data set, kind of task or average: the full cache, then each configuration."""
         names = method_names(self.configs)
         gains = {gain.treatment: gain for gain in reversed(one.gains)}
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
@@ -206,16 +210,16 @@ class Quality(Result):
         return lines
 
     def _best_of_groups(self) -> list[str]:
-        """Return the highest score of each budget and granularity; of many those of the least and largest budget."""
-        names = method_names(self.configs, "budget", *APART)
+        """Return a clause per group on its best method; of more than three, for the least and largest budget."""
+        names = method_names(self.configs, "budget", *CACHE_SIZE_CHOICES)
         evicted = rows(self.configs, [self.average])[1:]
-        groups = [list(some) for _, some in groupby(evicted, key=lambda row: row.group)]
+        groups = [list(group) for _, group in groupby(evicted, key=lambda row: row.group)]
         ends = (evicted[0].budget, evicted[-1].budget)
-        named = [some for some in groups if len(groups) <= _MOST_BEST or some[0].budget in ends]
-        return [f"at b={some[0].group} {_best_clause(some, self.configs, names)}" for some in named]
+        shown = [group for group in groups if len(groups) <= _MOST_BEST or group[0].budget in ends]
+        return [f"at b={group[0].group} {_best_clause(group, self.configs, names)}" for group in shown]
 
-    def _contest(self) -> str:
-        """Return in how many cases the treatment scores higher than the baseline; empty without such pairs."""
+    def _treatment_clause(self) -> str:
+        """Return the clause on how often the treatment scores higher than the baseline; empty without such pairs."""
         if not self.pairs:
             return ""
         words: Words = {
@@ -230,36 +234,38 @@ class Quality(Result):
 
 
 def _format_score(value: float, interval: Any) -> str:
-    return text.points(value, interval, apart="\n", end_digits=0)
+    """Return a score × 100, its interval on a second line."""
+    return text.points(value, interval, separator="\n", end_digits=0)
 
 
-def _format_difference(one: ScoreDifference | None) -> str:
-    return "" if one is None else _format_score(one.difference, one.difference_interval)
+def _format_difference(difference: ScoreDifference | None) -> str:
+    """Return a difference of scores × 100, its interval on a second line; empty for None."""
+    return "" if difference is None else _format_score(difference.difference, difference.difference_interval)
 
 
-def _best_clause(some: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
-    """Return 'two-stage scores best by looking, 45.1 [40.2, 50.0]' of a group, equal ones together."""
-    first = max(some, key=lambda row: row.cells[0].value)
+def _best_clause(group: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
+    """Return 'two-stage scores best by looking, 45.1 [40.2, 50.0]', with all methods of the group that are equal."""
+    first = max(group, key=lambda row: row.cells[0].value)
     index = first.index or 0
     score = text.points(first.cells[0].value, first.cells[0].interval) + _share_clause(
         first.cache_share, configs[index]
     )
-    if len(some) == 1:
+    if len(group) == 1:
         return f"{names[index]} scores {score}"
-    best = [names[row.index or 0] for row in some if row.cells[0].best]
+    best = [names[row.index or 0] for row in group if row.cells[0].best]
     if not best:
-        return f"all {len(some)} methods score {score}"
+        return f"all {len(group)} methods score {score}"
     return f"{' and '.join(best)} {'score alike and' if len(best) > 1 else 'scores'} best by looking, {score}"
 
 
 def _share_clause(share: float, config: EvictionConfig) -> str:
-    """Return ' (cache share 1.20)' where that is not the budget, which in entries is no share; empty where unknown."""
+    """Return ' (cache share 1.20)'; empty where it is unknown or equal to the budget."""
     alike = isinstance(config.budget.value, float) and abs(share - config.budget.value) < _ROUNDED
     return "" if isnan(share) or alike else f" (cache share {text.cache_share(share)})"
 
 
-def _describe(one: ScoreColumn) -> str:
-    """Return '24 samples', or 'the average of 3 data sets, 24 samples'."""
+def _data_phrase(one: ScoreColumn) -> str:
+    """Return the samples that scores are of: '24 samples', or 'the average of 3 data sets, 24 samples'."""
     samples = plural(one.samples, "sample")
     return samples if len(one.tasks) == 1 else f"the average of {len(one.tasks)} data sets, {samples}"
 
@@ -273,7 +279,7 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     Args:
         traces: one of each data set, with answers that were generated from the full cache and from every evicted one.
         baseline: a selection, or policy:selection.
-        treatment: what is compared with it at the same budget and, of two selections, the same policy.
+        treatment: compared with the baseline at the same budget and, for two selections, the same policy.
 
     Raises TraceError for traces without graded answers, without a complete sample, of one data set twice, of different
     models or scenarios, or without a configuration that all of them hold.
@@ -286,8 +292,8 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
     graded = as_traces(traces)
     configs = shared_configs(graded)
     partial = partial_configs(graded, configs)
-    chosen = _pairs(graded[0].run, configs, baseline, treatment)
-    compared, datasets = Comparison(configs, chosen, comparable_groups(configs)), tasks(graded, configs)
+    pair_indices = _pair_indices(graded[0].run, configs, baseline, treatment)
+    compared, datasets = Comparison(configs, pair_indices, comparable_groups(configs)), tasks(graded, configs)
     return Quality(
         identity=_identity(graded, configs),
         configs=configs,
@@ -296,17 +302,17 @@ def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", tre
         tasks=datasets,
         baseline=baseline,
         treatment=treatment,
-        pairs=chosen,
+        pairs=pair_indices,
         datasets=by_dataset(datasets, compared),
         kinds=by_kind(datasets, compared),
         average=score_column(AVERAGE, datasets, compared),
     )
 
 
-def _pairs(
+def _pair_indices(
     run: RunConfig, configs: tuple[EvictionConfig, ...], baseline: str, treatment: str
 ) -> tuple[tuple[int, int], ...]:
-    """Return indices of each baseline and treatment; none where the configurations hold no such pair."""
+    """Return the indices of each baseline and its treatment; empty where the configurations hold no such pair."""
     try:
         both = pairs(replace(run, configs=configs), baseline, treatment)
     except TraceError:
@@ -323,21 +329,22 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
         samples=sum(one.samples for one in each),
         failed=sum(one.failed for one in each),
         trace=_names_or_count([one.trace for one in each if one.trace], "one of each"),
-        byte_shares=tuple(sum(some) / len(each) for some in zip(*(one.byte_shares for one in each), strict=True)),
+        byte_shares=tuple(sum(shares) / len(each) for shares in zip(*(one.byte_shares for one in each), strict=True)),
     )
 
 
 def _names_or_count(names: Sequence[str], many: str) -> str:
-    """Return the names; where they are too many, `many`."""
+    """Return the names, joined by commas; the text `many` for more than four."""
     return ", ".join(names) if len(names) <= _MOST_NAMED else many
 
 
 def _task_records(task: Task, configs: Sequence[EvictionConfig]) -> list[dict[str, Any]]:
-    whole = {"config": "full cache", "policy": None, "selection": None, "budget": None}
+    """Return the rows of `Quality.records` of one data set."""
+    full_cache = {"config": "full cache", "policy": None, "selection": None, "budget": None}
     records: list[dict[str, Any]] = []
     for index, sample in enumerate(task.samples):
         labels = {"dataset": task.dataset, "kind": task.kind, "sample": sample, "full": float(task.full[index])}
-        records.append({**whole, **labels, "score": labels["full"], "held": 1.0, "propagated": None, "kl": None})
+        records.append({**full_cache, **labels, "score": labels["full"], "held": 1.0, "propagated": None, "kl": None})
         for number, config in enumerate(configs):
             first_step = {name: float(getattr(task, name)[index, number]) for name in ("propagated", "kl")}
             score, share = float(task.evicted[index, number]), float(task.cache_shares[index, number])

@@ -24,11 +24,11 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Comparison:
-    """The configurations, and which of them are compared with each other.
+    """The configurations, and the pairs and groups in which they are compared with each other.
 
     Attributes:
-        configs: of every data set.
-        pairs: indices of baseline and treatment.
+        configs: the configurations, which all data sets have.
+        pairs: indices of each baseline and its treatment.
         groups: name -> indices of the configurations of one budget, granularity and protection.
     """
 
@@ -39,7 +39,7 @@ class Comparison:
 
 @record
 class ScoreDifference(Record):
-    """One cache's answers against another's to the same prompts."""
+    """The difference between two caches' scores of answers to the same prompts."""
 
     SECTION = "score difference"
 
@@ -51,7 +51,7 @@ class ScoreDifference(Record):
 
     @property
     def samples(self) -> str:
-        """'3/4/1': better, as good, worse."""
+        """Numbers of samples with a better, an equally good and a worse answer: '3/4/1'."""
         return f"{self.wins}/{self.ties}/{self.losses}"
 
 
@@ -67,7 +67,7 @@ class Gain(ScoreDifference):
 
 @record
 class MethodScore(Record):
-    """One configuration's score."""
+    """One configuration's mean score, and its difference from the full cache's."""
 
     SECTION = "method's score"
 
@@ -86,7 +86,7 @@ class MethodScore(Record):
 
 @record
 class ScoreColumn(Record):
-    """One data set, one kind of task, or all data sets; every data set counts the same."""
+    """Mean scores over one data set, one kind of task, or all data sets; every data set counts the same."""
 
     SECTION = "scores"
 
@@ -99,7 +99,7 @@ class ScoreColumn(Record):
 
     @derived()
     def kind(self) -> str:
-        """Kind of task; empty of the average."""
+        """Kind of task; empty for the average over all data sets."""
         return "" if self.name == AVERAGE else self.tasks[0].kind
 
     @derived()
@@ -115,7 +115,7 @@ class ScoreColumn(Record):
 
 @record
 class FirstStep(Record):
-    """The first decode step of one configuration."""
+    """One configuration's perturbation and KL at the first decode step."""
 
     SECTION = "first step"
 
@@ -137,12 +137,12 @@ class DatasetScores(ScoreColumn):
 
 
 def score_column(name: str, tasks: Sequence[Task], compared: Comparison) -> ScoreColumn:
-    """Return the column of some data sets."""
+    """Return the mean scores over some data sets, under a name."""
     return ScoreColumn(**_scores(name, tasks, compared))
 
 
 def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScores, ...]:
-    """Return a column per data set."""
+    """Return the scores of each data set, and its first decode step."""
     return tuple(
         DatasetScores(
             **_scores(task.name, [task], compared),
@@ -154,14 +154,15 @@ def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScor
 
 
 def by_kind(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
-    """Return a column per kind of task: the mean over its data sets."""
+    """Return the mean scores over the data sets of each kind of task."""
     return tuple(score_column(kind, list(some), compared) for kind, some in groupby(tasks, key=lambda task: task.kind))
 
 
 def _scores(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str, Any]:
+    """Return the fields of a `ScoreColumn` over some data sets."""
     full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
     means = [_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
-    best, shares = _best([value for value, _ in means], compared), cache_shares(tasks)
+    best, shares = _is_best([value for value, _ in means], compared), cache_shares(tasks)
     methods = tuple(
         MethodScore(
             config=config,
@@ -193,12 +194,12 @@ def _scores(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str,
 
 
 def cache_shares(tasks: Sequence[Task]) -> Floats:
-    """Return (config,) entries over the full cache's, mean over data sets of each one's mean over samples."""
+    """Return (config,) cache shares: entries over the full cache's, mean over samples, then over data sets."""
     return np.asarray(np.mean([task.cache_shares.mean(axis=0) for task in tasks], axis=0))
 
 
 def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
-    """Return medians over samples, with their intervals."""
+    """Return the medians over samples of one configuration's perturbation and KL, with their intervals."""
     propagated, kl = (array[:, index] for array in (task.propagated, task.kl))
     return FirstStep(
         config=config,
@@ -210,11 +211,12 @@ def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
 
 
 def _mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
+    """Return the mean over data sets of each one's mean score over samples, with its interval."""
     return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
 
 
 def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, Any]:
-    """Return the fields of a difference, sample by sample, data set by data set."""
+    """Return the fields of a `ScoreDifference`, from each data set's (sample,) scores of both sides."""
     differences = [own - base for own, base in zip(first, second, strict=True)]
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
@@ -227,8 +229,8 @@ def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, 
     }
 
 
-def _best(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return for each mean whether it is the highest of its group, ties included; False where all are equal."""
+def _is_best(means: Sequence[float], compared: Comparison) -> list[bool]:
+    """Return, per configuration, whether its mean is the highest of its group, ties included; not if all are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
         some = [means[index] for index in indices]
@@ -242,11 +244,11 @@ FULL = "full cache"
 
 @dataclass(frozen=True)
 class Cell:
-    """One score.
+    """One mean score of a table.
 
     Attributes:
-        value: in [0, 1]; `interval` of it.
-        best: whether none of its group has a higher one.
+        value: the score in [0, 1]; `interval` is its interval.
+        best: whether no configuration of the same group has a higher score.
     """
 
     value: float
@@ -256,13 +258,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The full cache, or one configuration.
+    """A row of a table of scores: the full cache, or one configuration.
 
     Attributes:
-        index: among the configurations; None of the full cache.
-        method: its short name without the budget.
-        budget: as the user gave it; empty of the full cache.
-        group: name of the configurations that it is compared with, as in `comparable_groups`; empty for the full cache.
+        index: index of the configuration; None for the full cache.
+        method: short name without the budget.
+        budget: as the user gave it; empty for the full cache.
+        group: name of its group of comparable configurations, as in `comparable_groups`; empty for the full cache.
         cache_share: entries over the full cache's, mean over the data sets shown; NaN where a trace lacks them.
         cells: one per column.
     """
@@ -277,11 +279,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """One table of a paper.
+    """The columns and rows of one table of scores, as a paper prints it.
 
     Attributes:
-        columns: names, the average behind the others, where there are several.
-        kinds: kind and number of columns of those beside each other that share it; empty names stand for none.
+        columns: names of the columns; where there are several, the average is last.
+        kinds: (kind of task, number of neighbouring columns of that kind); an empty kind has no heading.
         rows: the full cache, then the configurations, the smallest budget first, groups together.
     """
 
@@ -291,12 +293,12 @@ class Layout:
 
     def starts_group(self, row: Row) -> bool:
         """Return whether a row is the first of its group."""
-        before = self.rows[self.rows.index(row) - 1]
-        return row.index is not None and row.group != before.group
+        previous = self.rows[self.rows.index(row) - 1]
+        return row.index is not None and row.group != previous.group
 
 
 def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], average: ScoreColumn) -> Layout:
-    """Return the layout of some columns, with the average where they are several."""
+    """Return the layout of a table of some columns, with the average where there are several."""
     shown = (*columns, average) if len(columns) > 1 else tuple(columns)
     kinds = ["" if one.name in (AVERAGE, one.kind) else one.kind for one in shown]
     return Layout(
@@ -307,7 +309,7 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], av
 
 
 def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
-    """Return the full cache, then every configuration, the smallest budget first: shares of a prompt before entries."""
+    """Return the row of the full cache, then of every configuration by budget, shares of a prompt before entries."""
     names = method_names(configs, "budget")
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
     groups = comparable_groups(configs)
@@ -317,15 +319,17 @@ def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> t
             index, names[index], str(configs[index].budget), group, float(shares[index]),
             tuple(_cell(one.methods[index]) for one in columns),
         )
-        for group in sorted(groups, key=lambda group: _size(configs[groups[group][0]]))
+        for group in sorted(groups, key=lambda group: _budget_key(configs[groups[group][0]]))
         for index in groups[group]
     ]  # fmt: skip
     return (full, *evicted)
 
 
 def _cell(method: MethodScore) -> Cell:
+    """Return the cell of a configuration's score."""
     return Cell(method.score, method.score_interval, method.best)
 
 
-def _size(config: EvictionConfig) -> tuple[bool, float]:
+def _budget_key(config: EvictionConfig) -> tuple[bool, float]:
+    """Return the sort key of a configuration's budget: shares of a prompt before entries, the smallest first."""
     return isinstance(config.budget.value, int), float(config.budget.value)

@@ -18,35 +18,35 @@ BEST = "the highest mean of its budget, granularity and protection, by looking, 
 
 
 def scores_note(datasets: Sequence[ScoreColumn]) -> str:
-    """Return what graded the scores, of how many samples, and which terms are not the data sets' own."""
+    """Return the note on metrics, number of samples, and terms that are not the data sets' own."""
     return " ".join([grades_note(datasets), *terms_notes(datasets)])
 
 
 def grades_note(datasets: Sequence[ScoreColumn]) -> str:
-    """Return what graded the scores, and of how many samples."""
+    """Return the note on the metrics of the scores and the number of samples."""
     graded = metrics_text([(one.name, one.tasks[0].terms) for one in datasets])
     return f"Scores × 100: means of {graded}, n = {sample_counts(datasets)}."
 
 
 def terms_notes(datasets: Sequence[ScoreColumn]) -> list[str]:
-    """Return a sentence for each of answers' length, cut and chat template that is not the data sets' own."""
+    """Return a sentence each on answers' length, cut prompts and chat template, where not the data sets' own."""
     return term_notes([(one.name, one.tasks[0].terms) for one in datasets])
 
 
 def sample_counts(datasets: Sequence[ScoreColumn]) -> str:
-    """Return '5 to 6 of each data set', or of one data set '6'."""
+    """Return the number of samples: '5 to 6 of each data set', or '6' for one data set."""
     sizes = sorted({one.samples for one in datasets})
     counts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return counts + (" of each data set" if len(datasets) > 1 else "")
 
 
 def caption(datasets: Sequence[ScoreColumn]) -> str:
-    """Return the caption of a table: its scores, brackets and bold numbers."""
+    """Return the caption of a table of scores: metrics, intervals, and the meaning of bold numbers."""
     return f"{scores_note(datasets)} {brackets_note(datasets)} Bold: {BEST}."
 
 
 def brackets_note(datasets: Sequence[ScoreColumn]) -> str:
-    """Return what brackets and parentheses mean, as far as there are any."""
+    """Return the note on the intervals in brackets and the ranges in parentheses, as far as there are any."""
     several = "; over several data sets each one's interval counts by itself" if len(datasets) > 1 else ""
     kinds = {one.full_interval.kind for one in datasets if one.full_interval is not None}
     parts = [f"In brackets: 95 % intervals over samples{several}."] if "interval" in kinds else []
@@ -57,7 +57,7 @@ def brackets_note(datasets: Sequence[ScoreColumn]) -> str:
 
 
 COMMENT = "% perturbkv quality: needs \\usepackage{booktabs} and \\usepackage{graphicx}\n"
-"""The first line of such a file."""
+"""The first line of a LaTeX file of scores."""
 _SIGNS = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -68,16 +68,17 @@ _SIGNS = {
 
 
 def latex(layouts: Sequence[Layout], caption: str) -> str:
-    """Return the LaTeX of every table as a float over both columns, its caption above it."""
+    """Return every table in LaTeX, as a float over both columns of a page with the caption above it."""
     return COMMENT + "\n".join("\n".join(_float(layout, caption)) + "\n" for layout in layouts)
 
 
 def escape_latex(text: str) -> str:
-    """Return the text with TeX's characters escape_latex: nothing in it is a command."""
+    """Return the text with TeX's special characters escaped, so that nothing in it is a command."""
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
 def _float(layout: Layout, caption: str) -> Iterator[str]:
+    """Yield the lines of a LaTeX float with the table and its caption."""
     yield r"\begin{table*}"
     yield r"\centering"
     yield rf"\caption{{{escape_latex(caption)}}}"
@@ -88,11 +89,12 @@ def _float(layout: Layout, caption: str) -> Iterator[str]:
 
 
 def _tabular(layout: Layout) -> Iterator[str]:
+    """Yield the lines of the LaTeX table."""
     yield rf"\begin{{tabular}}{{lrr{'r' * len(layout.columns)}}}"
     yield r"\toprule"
     if any(kind for kind, _ in layout.kinds):
         yield _latex_row(["", "", "", *_kind_headings(layout)])
-        yield "".join(_rules(layout))
+        yield "".join(_kind_rules(layout))
     yield _latex_row(["method", "$b$", "held / full", *map(escape_latex, layout.columns)])
     yield r"\midrule"
     for row in layout.rows:
@@ -104,10 +106,12 @@ def _tabular(layout: Layout) -> Iterator[str]:
 
 
 def _kind_headings(layout: Layout) -> list[str]:
+    """Return the LaTeX headings of kinds of tasks, each over its columns."""
     return [rf"\multicolumn{{{count}}}{{c}}{{{escape_latex(kind)}}}" for kind, count in layout.kinds]
 
 
-def _rules(layout: Layout) -> Iterator[str]:
+def _kind_rules(layout: Layout) -> Iterator[str]:
+    """Yield the LaTeX rule below the heading of each kind of task."""
     first = 4
     for kind, count in layout.kinds:
         if kind:
@@ -116,7 +120,7 @@ def _rules(layout: Layout) -> Iterator[str]:
 
 
 def _latex_rows(row: Row) -> Iterator[str]:
-    """Yield the scores, and small beneath them their intervals."""
+    """Yield the LaTeX rows of a configuration: its scores, and below them their intervals in small type."""
     yield _latex_row(
         [
             escape_latex(row.method),
@@ -125,37 +129,41 @@ def _latex_rows(row: Row) -> Iterator[str]:
             *map(_latex_score, row.cells),
         ]
     )
-    beneath = [_latex_ends(cell) for cell in row.cells]
-    if any(beneath):
-        yield _latex_row(["", "", "", *beneath])
+    intervals = [_latex_ends(cell) for cell in row.cells]
+    if any(intervals):
+        yield _latex_row(["", "", "", *intervals])
 
 
 def _latex_score(cell: Cell) -> str:
+    """Return a score in LaTeX, bold where it is the best."""
     shown = escape_latex(text.points(cell.value))
     return rf"\textbf{{{shown}}}" if cell.best else shown
 
 
 def _latex_ends(cell: Cell) -> str:
+    """Return the interval of a score in LaTeX, in small type; empty where there is none."""
     shown = escape_latex(text.points(cell.value, cell.interval).partition(" ")[2])
     return rf"{{\tiny {shown}}}" if shown else ""
 
 
 def _latex_row(cells: Sequence[str]) -> str:
+    """Return the cells as a row of a LaTeX table."""
     return " & ".join(cells) + r" \\"
 
 
 MARKDOWN = "<!-- perturbkv quality -->\n"
-"""The first line of such a page."""
+"""The first line of a Markdown file of scores."""
 CSV = ("config", "policy", "selection", "budget", "held")
-"""The first columns of such a file."""
+"""The first columns of a CSV file of scores."""
 
 
 def markdown(layouts: Sequence[Layout], caption: str) -> str:
-    """Return every table beneath its caption; the best of a budget is bold."""
+    """Return the caption, then every table in Markdown, with the best score of each group in bold."""
     return "\n".join([f"{MARKDOWN}{_escape_markdown(caption)}\n", *map(_markdown_table, layouts)])
 
 
 def _markdown_table(layout: Layout) -> str:
+    """Return one table in Markdown."""
     heads = ["method", "b", "held / full", *map(_escape_markdown, _column_names(layout))]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     rows = [_markdown_row(one) for one in layout.rows]
@@ -169,6 +177,7 @@ def _column_names(layout: Layout) -> list[str]:
 
 
 def _markdown_row(row: Row) -> list[str]:
+    """Return the cells of a row in Markdown."""
     return [
         _escape_markdown(row.method),
         row.budget,
@@ -178,17 +187,18 @@ def _markdown_row(row: Row) -> list[str]:
 
 
 def _markdown_cell(cell: Cell) -> str:
+    """Return a score with its interval in Markdown, bold where it is the best."""
     score, space, ends = text.points(cell.value, cell.interval).partition(" ")
     return f"**{score}**{space}{ends}" if cell.best else f"{score}{space}{ends}"
 
 
 def _escape_markdown(text: str) -> str:
-    r"""Return the text with Markdown's characters escape_latex by backslashes."""
+    """Return the text with Markdown's special characters escaped by backslashes."""
     return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>#|~" else sign for sign in in_a_line(text))
 
 
 def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
-    """Return a row per method, a column per score × 100 and two for its interval's ends, empty where there is none."""
+    """Return a table as CSV: a row per method, per score × 100 a column and two for the ends of its interval."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -205,12 +215,13 @@ def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
 
 
 def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], list[float | None]]:
-    """Return the texts and the numbers of a row of the CSV."""
+    """Return the text cells and the numbers of a row of the CSV."""
     labels = {"config": FULL} if row.index is None else config_columns(configs[row.index])
     texts = [labels.get(name, "") for name in CSV[:-1]]
     return texts, [row.cache_share, *(number for cell in row.cells for number in _csv_numbers(cell))]
 
 
 def _csv_numbers(cell: Cell) -> list[float | None]:
+    """Return score × 100 and the ends of its interval; None for ends that do not exist."""
     low, high = (None, None) if cell.interval is None else (100 * cell.interval.low, 100 * cell.interval.high)
     return [100 * cell.value, low, high]

@@ -15,7 +15,7 @@ def ratio(numerator: Any, denominator: Any) -> Any:
 
 
 def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int | None = None) -> NDArray[np.float64]:
-    """Return (level, …) quantiles of the numbers that are not NaN; NaN where all are."""
+    """Return (level, …) quantiles along an axis, or of all numbers, without those that are NaN; NaN where all are."""
     flat = array.reshape(-1) if axis is None else np.moveaxis(array, axis, 0)
     result = np.full((len(levels), *flat.shape[1:]), np.nan)
     known = ~np.isnan(flat).all(axis=0) if len(flat) else np.zeros(flat.shape[1:], dtype=bool)

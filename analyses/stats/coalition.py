@@ -47,7 +47,7 @@ def draw_orders(players: int, permutations: int, seed: int) -> Orders:
 
 
 def coalitions_along(drawn: Orders) -> list[Coalition]:
-    """Return the coalitions that orders pass through, from nobody to everybody, each once."""
+    """Return each coalition that some order passes through, from no player to all players."""
     passed = (frozenset(order[:count].tolist()) for order in drawn for count in range(drawn.shape[1] + 1))
     return list(dict.fromkeys(passed))
 
@@ -65,9 +65,9 @@ def extreme_coalitions(players: int) -> list[Coalition]:
 
 
 def required_coalitions(players: int, drawn: Orders | None) -> list[Coalition]:
-    """Return the coalitions whose outcomes the values need: those along the orders and the extreme ones.
+    """Return the coalitions whose outcomes Shapley values need: those along the orders and the extreme ones.
 
-    Without drawn orders (None) all of them; for an empty array of orders none.
+    All coalitions where `drawn` is None; none where it is empty.
     """
     if drawn is None:
         return subsets(players)
@@ -75,13 +75,13 @@ def required_coalitions(players: int, drawn: Orders | None) -> list[Coalition]:
 
 
 def subsets(players: int) -> list[Coalition]:
-    """Return all coalitions, small ones first."""
+    """Return all coalitions of some players, small ones first."""
     sizes = range(players + 1)
     return [frozenset(members) for size in sizes for members in itertools.combinations(range(players), size)]
 
 
 def marginal_contributions(values: Values, drawn: Orders) -> Floats:
-    """Return (order, player, sample) contribution of each player at its position in each order."""
+    """Return the contribution of each player at its position in each order, (order, player, sample)."""
     each = np.empty((*drawn.shape, len(next(iter(values.values())))))
     for row, order in enumerate(drawn.tolist()):
         for position, player in enumerate(order):
@@ -108,7 +108,7 @@ def exact_values(values: Values, players: int) -> Floats:
 
 
 def first_contributions(values: Values, players: int) -> Floats:
-    """Return (player, sample) contributions of each player switched before all others.
+    """Return the contribution of each player that is switched before all others, (player, sample).
 
     Example, of the two players of `exact_values`:
         >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
@@ -120,7 +120,7 @@ def first_contributions(values: Values, players: int) -> Floats:
 
 
 def last_contributions(values: Values, players: int) -> Floats:
-    """Return (player, sample) contributions of each player switched after all others.
+    """Return the contribution of each player that is switched after all others, (player, sample).
 
     Example, of the two players of `exact_values`:
         >>> sizes = {(): 0.0, (0,): 1.0, (1,): 2.0, (0, 1): 5.0}
@@ -139,7 +139,7 @@ def pair_means(each: Sequence[Floats] | Floats) -> Floats:
 
 
 def draw_halves(samples: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw two halves of the samples, as sorted indices; the first has the odd one."""
+    """Draw two halves of the samples, as sorted indices; the first half is the larger one of an odd number."""
     drawn = np.random.default_rng(seed % 2**64).permutation(samples)
     middle = -(-samples // 2)
     return np.sort(drawn[:middle]), np.sort(drawn[middle:])
@@ -159,14 +159,14 @@ class GreedyPath:
     chosen: list[int] = field(default_factory=list)
 
     def candidates(self, players: int) -> list[Coalition]:
-        """Return the coalitions that could come next: the chosen players, and one more."""
+        """Return the coalitions that could come next: the chosen players and one more player."""
         chosen = frozenset(self.chosen)
         return [chosen | {player} for player in range(players) if player not in chosen]
 
     def choose(self, outcomes: Mapping[Coalition, Floats], better: int) -> None:
-        """Add the player with the best mean over the choosing samples; the first of equals.
+        """Add the player with the best mean outcome over the choosing samples, the first one of equals.
 
-        `outcomes` (choosing sample,) of each candidate; `better` is 1 where more is better, −1 where less is.
+        `outcomes` maps each candidate to (choosing sample,); `better` is 1 where more is better, −1 where less is.
         """
         means = {coalition: better * float(values.mean()) for coalition, values in outcomes.items()}
         best = max(means, key=lambda coalition: means[coalition])
@@ -174,14 +174,14 @@ class GreedyPath:
         self.chosen.append(player)
 
     def coalitions(self) -> list[Coalition]:
-        """Return the coalitions along the path: nobody, the first player chosen, the first two, …."""
+        """Return the coalitions along the path: no player, the first one chosen, the first two, …."""
         return [frozenset(self.chosen[:count]) for count in range(len(self.chosen) + 1)]
 
 
 def greedy_curves(
     paths: Sequence[GreedyPath], value: Callable[[Coalition, NDArray[np.int64]], Floats], samples: int
 ) -> tuple[Floats, Floats]:
-    """Return (count, sample) outcomes with 0, 1, 2, … players switched, on the choosing and on the judging samples.
+    """Return outcomes with 0, 1, 2, … players switched, (count, sample), on the choosing and on the judging samples.
 
     `value` gives a coalition's outcome in some of the samples, by their indices.
     """

@@ -52,7 +52,7 @@ class Crossing(Record):
 
     @property
     def known(self) -> bool:
-        """True where it lies among the budgets measured."""
+        """True where `value` lies within the measured budgets."""
         return 0 < self.value < inf
 
     @derived(key="value")
@@ -93,19 +93,21 @@ class Crossing(Record):
         return "–" if isnan(self.cache_bytes) else f"{self.cache_bytes / _MEGABYTE:.3g}"
 
     def _beyond(self, value: float) -> str:
+        """Return the side on which a budget lies beyond those measured: 'above 0.4'; empty for a known budget."""
         return {0.0: f"below {self.measured[0]:g}", inf: f"above {self.measured[1]:g}"}.get(value, "")
 
     def _with_sign(self, value: float) -> str:
-        """Return a budget, or `< 0.005` and `> 0.4` beyond those measured."""
+        """Return a budget as text; `< 0.005` or `> 0.4` beyond those measured."""
         smallest, largest = map(self._format, self.measured)
         return {0.0: f"< {smallest}", inf: f"> {largest}"}.get(value) or self._format(value)
 
     def _format(self, value: float) -> str:
+        """Return a budget as text: '1,024' entries or '0.05' of the prompt."""
         return f"{value:,.0f}" if self.entries else f"{value:.2g}"
 
 
 def crossing(budgets: Floats, each: Floats, threshold: float) -> Crossing:
-    """Return where the median of `each` (sample, budget), in nat, passes the threshold; `budgets` (budget,) rise."""
+    """Return where the median of (sample, budget) KL in nat passes the threshold; `budgets` (budget,) rise."""
     median, band = np.median(each, axis=0), intervals.of_medians(each)
     interval = None
     if band is not None:
@@ -122,7 +124,7 @@ def crossing(budgets: Floats, each: Floats, threshold: float) -> Crossing:
 
 
 def last_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
-    """Return the budget from which on a curve (budget,) stays below the threshold: 0: everywhere, infinite: nowhere."""
+    """Return the budget from which on a curve (budget,) stays below the threshold; 0 everywhere, infinite nowhere."""
     above = np.flatnonzero(curve >= threshold)
     if not len(above):
         return 0.0
@@ -131,7 +133,7 @@ def last_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
 
 
 def first_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
-    """Return the budget at which a curve (budget,) first is below the threshold; 0: the smallest, infinite: nowhere."""
+    """Return the budget at which a curve (budget,) is first below the threshold; 0: the smallest, infinite: nowhere."""
     below = np.flatnonzero(curve < threshold)
     if not len(below):
         return inf
@@ -140,7 +142,7 @@ def first_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
 
 
 def _between(budgets: Floats, curve: Floats, index: int, threshold: float) -> float:
-    """Return the budget at which the line from one budget, at the threshold or above, to the next, below it, passes."""
+    """Return where the line from the budget at `index`, not below the threshold, to the next, below it, crosses it."""
     high, low = np.log(np.maximum(curve[index : index + 2], _SMALLEST))
     share = (high - np.log(threshold)) / (high - low)
     return float(budgets[index] * (budgets[index + 1] / budgets[index]) ** share)
@@ -180,7 +182,7 @@ class CrossingRatio(Record):
 
 
 def crossing_ratio(budgets: tuple[Floats, Floats], each: tuple[Floats, Floats], threshold: float) -> CrossingRatio:
-    """Return the treatment's crossing over the baseline's: `budgets` and (sample, budget) KL of both, baseline first.
+    """Return the ratio of treatment's to baseline's crossing: `budgets` and (sample, budget) KL, the baseline's first.
 
     A sample whose crossing lies beyond the budgets measured counts with all that its ratio can be.
     """
@@ -194,13 +196,13 @@ def crossing_ratio(budgets: tuple[Floats, Floats], each: tuple[Floats, Floats], 
 
 
 def _crossing_limits(budgets: Floats, curves: Floats, threshold: float) -> tuple[Floats, Floats]:
-    """Return (sample,) least and largest possible crossings of (sample, budget) curves; equal where one is known."""
+    """Return the least and the largest possible crossing of each (sample, budget) curve; equal where it is known."""
     crossings = np.array([last_crossing(budgets, curve, threshold) for curve in curves])
     return np.where(crossings == inf, budgets[-1], crossings), np.where(crossings == 0, budgets[0], crossings)
 
 
 def _median_ratio(ratios: Floats) -> float:
-    """Return the median of (sample,) ratios: of two middle ones their geometric mean."""
+    """Return the median of (sample,) ratios; of an even number the geometric mean of the two middle ones."""
     ordered = np.sort(ratios)
     low, high = ordered[(len(ratios) - 1) // 2], ordered[len(ratios) // 2]
     return float(high if np.isinf(high) else np.sqrt(low * high))

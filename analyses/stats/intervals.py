@@ -107,7 +107,7 @@ CORRELATION = StatisticKind(3 / 8, limits=(-1, 1))
 
 
 def difference_kind(width: float) -> StatisticKind:
-    """Return the kind of a mean of differences between two scores that lie at most `width` apart."""
+    """Return the kind of a mean of differences, where two scores differ by at most `width`."""
     return StatisticKind(3 / 8, limits=(-width, width), rare=True)
 
 
@@ -116,7 +116,7 @@ DIFFERENCE = difference_kind(1)
 
 
 def share_kind(heads: int) -> StatisticKind:
-    """Return the kind of a mean over samples of each sample's share of `heads` heads; 0: of any share."""
+    """Return the kind of a mean over samples of each sample's share of `heads` heads; 0 for shares of anything else."""
     return StatisticKind(3 / 8, limits=(0, 1), heads=heads)
 
 
@@ -126,7 +126,7 @@ def rare_share_kind(heads: int) -> StatisticKind:
 
 
 def of_share(hits: NDArray[np.bool_]) -> OptionalInterval:
-    """Return the exact interval of the share of samples that hit (Clopper–Pearson); None for fewer than two samples."""
+    """Return the exact interval of the share of `hits` that are True (Clopper–Pearson); None for a single sample."""
     count, successes = len(hits), int(np.sum(hits))
     if count < 2:
         return None
@@ -140,6 +140,18 @@ def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
     """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
     known = per_sample[~np.isnan(per_sample)]
     return of_statistic(lambda weights: weights @ known, len(known), kind)
+
+
+def of_means(per_sample: Floats, kind: StatisticKind) -> Band:
+    """Return the interval of each mean over samples of (sample, …) values."""
+    return of_statistics(lambda weights: weights @ per_sample, len(per_sample), kind)
+
+
+def of_ratio(numerators: Floats, denominators: Floats, kind: StatisticKind = RATIO) -> OptionalInterval:
+    """Return the interval of Σ numerators / Σ denominators, of (sample,) values each."""
+    return of_statistic(
+        lambda weights: np.asarray(ratio(weights @ numerators, weights @ denominators)), len(numerators), kind
+    )
 
 
 def of_median(per_sample: Floats) -> OptionalInterval:
@@ -165,12 +177,12 @@ def of_medians(per_sample: Floats) -> Band:
 
 
 def median_level(samples: int) -> float:
-    """Return the exact coverage of the interval of `of_medians`, for a continuous value."""
+    """Return the exact coverage of the intervals of `of_medians` for a number of samples of a continuous value."""
     return float(_median_levels(samples)[-1])
 
 
 def _median_levels(samples: int) -> Floats:
-    """Return the coverage of the k-th least to the k-th largest, k = 1, 2, …, down to `MEDIAN_LEVEL`."""
+    """Return how surely the k-th least to the k-th largest sample cover the median: (k,), down to `MEDIAN_LEVEL`."""
     tails = accumulate(math.comb(samples, count) for count in range(samples // 2))
     inside = np.array([1 - 2 * (tail / 2**samples) for tail in tails])
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
@@ -229,13 +241,13 @@ def jackknife(
 
 
 def _variance(left_out: Floats) -> Floats:
-    """Return (…) squared standard error by the jackknife."""
+    """Return the squared standard error (…) by the jackknife, of values without each sample, (sample, …)."""
     count = len(left_out)
     return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
 
 
 def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
-    """Return the variance (…) of the share, were all heads of all samples independent."""
+    """Return the variance (…) that a share of heads would have if all heads of all samples were independent."""
     share = np.clip(value, 0, 1)
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
@@ -243,7 +255,7 @@ def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
 def _widen_for_unseen(
     value: Floats, low: Floats, high: Floats, left_out: Floats, kind: StatisticKind, deciding: float
 ) -> tuple[Floats, Floats]:
-    """Return the ends, moved out to where samples that were not seen, as they are rare, could bring the mean."""
+    """Return the interval's ends, moved outward to where rare samples that were not drawn could bring the mean."""
     count, (least, most) = len(left_out), kind.limits
     rest = 1 - ((1 - LEVEL) / 2) ** (1 / deciding)
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
@@ -256,7 +268,7 @@ def _widen_for_unseen(
 
 
 def _rare_extension(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floats, Floats]:
-    """Return how much further out the ends of a mean of rare differences lie, (sample, …); 0 where they leave out 0."""
+    """Return how much to move out the ends of a mean of (sample, …) differences; 0 unless most of these are 0."""
     size = np.abs(each).max(axis=0)
     rare = (np.abs(each) <= len(each) * _ROUNDING * size).mean(axis=0) >= _RARE_TIES
     mean, least, most = each.mean(axis=0), np.minimum(each.min(axis=0), 0), np.maximum(each.max(axis=0), 0)
@@ -264,7 +276,7 @@ def _rare_extension(low: Floats, high: Floats, each: Floats, rest: float) -> tup
 
 
 def _single_departure(distance: Floats, count: int) -> Floats:
-    """Return (…) 1 where at most one sample of (sample, …) is off the limit, 0 where two or more are equally far."""
+    """Return (…) 1 where at most one of (sample, …) distances from a limit is not 0; 0 where two are equally far."""
     departing = np.where(distance < count * _ROUNDING, 0, distance)
     squares = (departing**2).sum(axis=0)
     effective = departing.sum(axis=0) ** 2 / np.where(squares > 0, squares, 1)  # k equal departures: k
@@ -320,8 +332,7 @@ def estimate_mean(each: Floats, kind: StatisticKind) -> Estimate:
     return Estimate(float(ratio(known.sum(), len(known))), of_mean(known, kind), len(known))
 
 
-def mean_where_known(each: Sequence[Floats]) -> Floats:
-    """Return (prompt,) mean of several (prompt,) values over those that are not NaN; NaN where all are."""
-    stacked = np.stack(each)
-    known = ~np.isnan(stacked)
-    return np.asarray(ratio(np.where(known, stacked, 0).sum(axis=0), known.sum(axis=0)))
+def mean_where_known(values: Sequence[Floats] | Floats, axis: int | tuple[int, ...] = 0) -> Floats:
+    """Return the mean along some axes over the numbers that are not NaN; NaN where all are."""
+    known = ~np.isnan(values)
+    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))

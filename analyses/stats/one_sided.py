@@ -39,23 +39,23 @@ _LARGEST_EXPONENT = 700.0
 
 
 def share_at_least(hits: NDArray[np.bool_], samples: int | None = None) -> float:
-    """Return the lower bound of the share of samples that hit, or of as large a share of `samples` samples."""
+    """Return the lower bound of the share of `hits` that are True, were there `samples` of them with that share."""
     count = samples or len(hits)
     successes = int(hits.mean() * count + 1e-9)
     return float(special.betaincinv(successes, count - successes + 1, RISK)) if successes else 0.0
 
 
 def mean_at_least(each: Floats, samples: int | None = None) -> float:
-    """Return the lower bound of the mean of (sample,) numbers in [0, 1], or of `samples` numbers like these."""
+    """Return the lower bound of the mean of (sample,) numbers in [0, 1], were there `samples` like these."""
     times, low, high = (samples or len(each)) / len(each), 0.0, float(each.mean())
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _capital(each, middle, times) >= -np.log(RISK) else (low, middle)
+        low, high = (middle, high) if _log_capital(each, middle, times) >= -np.log(RISK) else (low, middle)
     return low
 
 
-def _capital(each: Floats, mean: float, times: float) -> float:
-    """Return the logarithm of a gambler's capital after these samples, repeated `times`, that began as 1."""
+def _log_capital(each: Floats, mean: float, times: float) -> float:
+    """Return the log of a gambler's capital, 1 at first, after betting against `mean` on the samples, `times` over."""
     if mean == 0:
         return np.inf
     with np.errstate(divide="ignore"):  # the largest stake loses all
@@ -64,7 +64,7 @@ def _capital(each: Floats, mean: float, times: float) -> float:
 
 
 def mean_at_most(each: Floats, samples: int | None = None) -> float:
-    """Return the upper bound of the mean of (sample,) positive numbers, or of `samples` numbers like these.
+    """Return the upper bound of the mean of (sample,) positive numbers, were there `samples` like these.
 
     Infinite for fewer than five samples.
     """
@@ -72,11 +72,11 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
     if min(count, len(each)) < MIN_SAMPLES:
         return float("inf")
     student = each.mean() + special.stdtrit(count - 1, 1 - RISK) * each.std(ddof=1) / np.sqrt(count)
-    return max(float(student), _lognormal(np.log(each), count))
+    return max(float(student), _lognormal_bound(np.log(each), count))
 
 
-def _lognormal(logs: Floats, count: int) -> float:
-    """Return the bound of a lognormal's mean from the median of its logarithms and their spread above it."""
+def _lognormal_bound(logs: Floats, count: int) -> float:
+    """Return the upper bound of a lognormal's mean from the median of the logarithms and their spread above it."""
     middle = float(np.median(logs))
     spread = float(((np.sort(logs)[-(len(logs) // 2) :] - middle) ** 2).mean())
     if spread == 0:
@@ -95,7 +95,7 @@ def _lognormal(logs: Floats, count: int) -> float:
 
 
 def samples_for(holds: Callable[[int], bool], samples: int) -> int | None:
-    """Return the smallest number of samples, above `samples`, with which a bound holds; None where a million do not."""
+    """Return the smallest number above `samples` for which `holds` is true; None where it is false for a million."""
     low, high = samples, 2 * samples
     while not holds(high):
         if high > MOST_SAMPLES:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.stats.arithmetic import ratio
+from perturbkv.analyses.stats.intervals import mean_where_known
 
 LEVEL = 0.05
 MOST_EXACT = 12
@@ -53,23 +54,27 @@ class SignFlips(Record):
 
     @derived()
     def above(self) -> int:
-        """Tests decided above 0, corrected for their number."""
+        """Tests significantly above 0, corrected for their number."""
         return int((self.significant == 1).sum())
 
     @derived()
     def below(self) -> int:
-        """Tests decided below 0."""
+        """Tests significantly below 0."""
         return int((self.significant == -1).sum())
 
     @derived()
     def least_tests_together(self) -> int | None:
-        """How many tests must reach the smallest p for any to count; null: none can."""
+        """Number of tests that must reach the smallest p for any to be significant; null: none can be."""
         return self.least_tests or None
 
     @derived(heading="#significant\n+ / −", json=False)
     def counts(self) -> str:
         """Heads better / worse beyond chance (sign flips, corrected)."""
         return f"{self.above}/{self.below}"
+
+    def power_caveat(self) -> list[str]:
+        """Return the note that no head can be significant, where there are too few samples for it."""
+        return [] if self.least_tests else [f"No head can be significant: the smallest p is {self.smallest:.2g}."]
 
 
 def sign_flip_tests(differences: Floats) -> SignFlips:
@@ -91,13 +96,13 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
         uncorrected=int(passing[0]),
         chance_mean=float(passing.mean()),
         chance_high=int(np.quantile(passing, 0.95, method="higher")),
-        least_tests=_least_together(smallest, flat.shape[1]),
+        least_tests=_least_tests(smallest, flat.shape[1]),
         smallest=smallest,
     )
 
 
 def _flips(samples: int) -> Floats:
-    """Return (flip, sample) signs, the first of which changes nothing."""
+    """Return the signs of all flips, or of drawn ones, (flip, sample); the first flip changes nothing."""
     if samples <= MOST_EXACT:
         bits = np.arange(2**samples)[:, None] >> np.arange(samples) & 1
     else:
@@ -107,7 +112,7 @@ def _flips(samples: int) -> Floats:
 
 
 def _p_values(sizes: Floats) -> Floats:
-    """Return (flip, test) share of all flips whose sum is at least as large as this one's: the flips form a group."""
+    """Return the p-value of each test under each flip, (flip, test): the share of flips with as large a sum."""
     shares = []
     for test in np.ascontiguousarray(sizes.T):
         below = np.searchsorted(np.sort(test), test * (1 - _ROUNDING), side="left")
@@ -127,8 +132,8 @@ def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
     return np.asarray(adjusted <= LEVEL)
 
 
-def _least_together(smallest: float, count: int) -> int:
-    """Return how many tests must reach the smallest p to pass, as k of m do where p ≤ 0.05 k / m; 0: none can."""
+def _least_tests(smallest: float, count: int) -> int:
+    """Return how many of `count` tests must reach the smallest p, k with p ≤ 0.05 k / count, to pass; 0: none can."""
     return 0 if smallest > LEVEL else int(np.ceil(smallest * count / LEVEL - _ROUNDING))
 
 
@@ -138,7 +143,7 @@ _ENDS = (0.025, 0.975)
 
 @record
 class PermutationNull(Record):
-    """The distribution of a statistic over permutations; NaN where no prompt decides."""
+    """The null distribution of a statistic over permutations; NaN where no prompt decides."""
 
     low: float = column("lower end of the middle 95 % of the permutations")
     high: float = column("upper end")
@@ -184,20 +189,23 @@ def prompt_permutations(same_dataset: NDArray[np.bool_]) -> PromptPermutations:
 
 
 def prompt_permutation_null(tables: Sequence[Floats], permutations: PromptPermutations) -> PermutationNull:
-    """Return the null of measures exchanged among the prompts of a data set, by the same permutation in all tables.
+    """Return the null of a mean statistic under exchange of measures among the prompts of a data set.
 
-    A table is of one setting: (prompt scored, prompt measured) statistic of the one's scores with the other's measure,
-    NaN where there is none. Of these the mean over tables, then over prompts.
+    There is a table per setting, (prompt scored, prompt measured): the statistic of one prompt's scores with another
+    prompt's measure, NaN where there is none. All tables are permuted alike; the mean is over tables, then prompts.
     """
     rows = np.flatnonzero(~np.isnan([np.diag(table) for table in tables]).all(axis=0))
     if not len(rows):
         return PermutationNull(math.nan, math.nan, math.nan, 0, True)
-    permuted = np.stack([table[rows, permutations.indices[:, rows]] for table in tables])
-    expected = np.stack([_mean(np.where(permutations.same_dataset, table, np.nan)[rows], 1) for table in tables])
-    return _null(_mean(_mean(permuted, 0), 1), permutations.exact, float(_mean(_mean(expected, 0), 0)))
+    permuted = [table[rows, permutations.indices[:, rows]] for table in tables]
+    same = [np.where(permutations.same_dataset, table, np.nan)[rows] for table in tables]
+    expected = mean_where_known([mean_where_known(table, axis=1) for table in same])
+    means = mean_where_known(mean_where_known(permuted), axis=1)
+    return _null(means, permutations.exact, float(mean_where_known(expected)))
 
 
 def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
+    """Return the prompts' indices in all permutations within groups, (permutation, prompt)."""
     indices = np.arange(prompts)[None]
     for group in groups:
         orders = group[_all_orders(len(group))]
@@ -207,17 +215,12 @@ def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDA
 
 
 def _drawn_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
+    """Return the prompts' indices in drawn permutations within groups, (permutation, prompt)."""
     draw = np.random.default_rng(0)
     indices = np.empty((_MOST_PERMUTATIONS, prompts), dtype=np.int64)
     for group in groups:
         indices[:, group] = group[_drawn_orders(draw, len(group))]
     return indices
-
-
-def _mean(values: Floats, axis: int) -> Floats:
-    """Return the mean along an axis of the numbers that are not NaN."""
-    known = ~np.isnan(values)
-    return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))
 
 
 def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
@@ -232,17 +235,19 @@ def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
 
 
 def _all_orders(count: int) -> NDArray[np.int64]:
+    """Return all orders of 0 to `count` − 1, (order, position), the rising one first."""
     return np.array(list(itertools.permutations(range(count))))
 
 
 def _drawn_orders(draw: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Return drawn orders of 0 to `count` − 1, (order, position), the rising one first."""
     orders = np.argsort(draw.random((_MOST_PERMUTATIONS, count)), axis=1)
     orders[0] = np.arange(count)
     return orders
 
 
 def _null(means: Floats, exact: bool, expected: float = 0) -> PermutationNull:
-    """Return the null of (permutation,) means, the real one first; `expected` is their expectation."""
+    """Return the null of (permutation,) means, of which the first is the real one; `expected` is their expectation."""
     if np.isnan(means[0]):
         return PermutationNull(math.nan, math.nan, math.nan, 0, exact)
     low, high = np.quantile(means, _ENDS)

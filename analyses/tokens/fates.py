@@ -1,4 +1,4 @@
-"""Fates of a prompt's tokens in one head under two configurations, and evicted entries' share of its output."""
+"""Fates (kept or evicted) of a prompt's tokens in one head under two configurations, and evicted entries' shares."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PromptText:
 
     Attributes:
         sample: its id.
-        index: along the trace's `sample` axis.
-        tokens: ids, those of a context-only run's question last.
-        pieces: text of each token; empty for one that is a part of the next one's character.
+        index: the sample's index along the trace's axis `sample`.
+        tokens: token ids; in a context-only run those of the question are last.
+        pieces: text of each token; empty for a token that is a part of the next one's character.
         compressed: n, the number of tokens in the cache before eviction.
         cut_tokens: number of tokens cut out of the prompt's middle.
     """
@@ -46,7 +46,7 @@ class PromptText:
 def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
     """Return the prompt of a sample, by default of the first that is complete and has its text.
 
-    Raises TraceError for an unknown or failed sample, where the trace holds no text, and for one that was changed.
+    Raises TraceError for an unknown or failed sample, where the trace holds no text, and for a text that was changed.
     """
     counts = trace.arrays["prompt_count"] if set(TEXT) <= set(trace.arrays) else np.zeros(len(trace.sample_ids))
     known = [name for name, count in zip(trace.sample_ids, counts, strict=True) if count and name not in trace.failures]
@@ -70,6 +70,7 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
 
 
 def _no_text_message(trace: Trace, name: str | None) -> str:
+    """Return the error message for a trace, or a sample, without text."""
     owner = "the prompts" if name is None else f"'{name}'"
     return (
         f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-text, or an "
@@ -78,7 +79,7 @@ def _no_text_message(trace: Trace, name: str | None) -> str:
 
 
 def _text_command(trace: Trace) -> str:
-    """Return the command that adds the text, without the options that the trace does not know."""
+    """Return the command that adds the text; options that the trace does not record are left out."""
     if not trace.source:
         return "pk.measure with text=True and the path of its trace"
     path = Path(trace.source)
@@ -106,7 +107,7 @@ class Token(Record):
 
 @record
 class Loss(Record):
-    """An evicted entry."""
+    """An evicted entry and its contribution to the head's output."""
 
     position: int = column("of the entry in the prompt")
     output: float = column(
@@ -126,7 +127,7 @@ class Loss(Record):
 
 @record
 class ChangedHead(Record):
-    """A head under both configurations."""
+    """A head's perturbation and numbers of kept tokens under both configurations."""
 
     layer: int = column("from 0")
     head: int = column("query head, from 0")
@@ -147,9 +148,9 @@ class ChangedHead(Record):
 
 
 def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return (layer, head) isolated perturbation over ‖o_h‖₁ of both sides, first decode step; 0 without output.
+    """Return each side's (layer, head) isolated perturbation over ‖o_h‖₁ at the first decode step; 0 without output.
 
-    `sample` and `sides` are indices along the trace's axes.
+    `sample` and `sides` are indices along the trace's axes `sample` and `config`.
     """
     moved = trace.arrays["perturbation_isolated"][sample]
     norm = trace.arrays["output_norm"][sample, 0]
@@ -158,7 +159,7 @@ def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, 
 
 
 def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int | None, most: int) -> list[ChangedHead]:
-    """Return the heads of one layer or of all whose perturbation the treatment changes, the largest change first."""
+    """Return the heads, of one layer or of all, whose perturbation the treatment changes most; `most` at most."""
     first, second = changes(trace, sample, sides)
     moved = np.abs(second - first)
     if layer is not None:
@@ -196,7 +197,7 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
 def losses(
     trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int
 ) -> tuple[tuple[Loss, ...], tuple[Loss, ...]] | None:
-    """Return each side's evicted entries that add most to the output, the largest first; None if not measured."""
+    """Return each side's evicted entries that add most to the output, the largest first; None where not measured."""
     cells = [(sample, side, layer, head) for side in sides]
     if not set(_LOST) <= set(trace.arrays) or np.isnan(trace.arrays["weighted_norm"][sample, layer, head]):
         return None

@@ -47,7 +47,10 @@ _SHORTEST = 16
 
 
 def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple[int, int, bool]]:
-    """Return (first, end, whether it is shown) for every part of the prompt; both ends where no token differs."""
+    """Return (first token, end, whether it is shown) of the parts of a prompt that are shown or folded.
+
+    Shown are tokens that differ and those around them; where none differs, both ends; with `everything`, all.
+    """
     count = len(differs)
     if everything or count <= 4 * AROUND:
         return [(0, count, True)]
@@ -56,7 +59,7 @@ def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple
 
 
 def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return the parts around some positions, neighbouring parts joined."""
+    """Return the (first, end) parts of `AROUND` tokens around each position; neighbouring parts are joined."""
     parts: list[tuple[int, int]] = []
     for position in positions:
         first, end = max(0, position - AROUND), min(count, position + AROUND + 1)
@@ -69,7 +72,7 @@ def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]
 
 
 def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first parts, `MOST` tokens at most."""
+    """Return the first of the (first, end) parts, with `MOST` tokens in all at most."""
     limited: list[tuple[int, int]] = []
     left = MOST
     for first, end in parts:
@@ -80,20 +83,20 @@ def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _add_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, bool]]:
-    """Return the parts as shown, and the gaps between them as not shown."""
-    whole: list[tuple[int, int, bool]] = []
+    """Return (first, end, shown) of the parts, which are shown, and of the gaps between them, which are not."""
+    result: list[tuple[int, int, bool]] = []
     last = 0
     for first, end in parts:
-        whole += [(last, first, False)] if first > last else []
-        whole.append((first, end, True))
+        result += [(last, first, False)] if first > last else []
+        result.append((first, end, True))
         last = end
-    return whole + ([(last, count, False)] if last < count else [])
+    return result + ([(last, count, False)] if last < count else [])
 
 
 LOOKS = {BOTH: "kept", BASELINE: "lost", TREATMENT: "gained", NEITHER: "dropped", QUESTION: "plain"}
-"""Fate -> look of a token."""
+"""Fate of a token -> its look."""
 _AROUND = 14
-"""Characters before and after a lost token."""
+"""Characters shown before and after an evicted token."""
 _HALF = "·"
 _HEADS = 5
 """Largest number of heads in the table."""
@@ -115,7 +118,7 @@ class Tokens(Result):
     """The fates of one prompt's tokens in one head under two configurations.
 
     Attributes:
-        identity: of the run, of this one sample.
+        identity: of the run, with this one sample.
         prompt: the sample's tokens and their text.
         cache_shares: entries of each side's cache over those of the full cache; NaN where the trace does not tell.
         chosen: heads among which the treatment changes this one's output most: `layer` or `model`; "" where the head
@@ -162,7 +165,7 @@ class Tokens(Result):
 
     @derived()
     def chosen_among(self) -> str | None:
-        """Layer or model: the heads of which the treatment changes the shown one most; null where it was given."""
+        """Heads among which the shown one changes most: of its layer or of the model; null where the head was given."""
         return self.chosen or None
 
     @derived()
@@ -177,7 +180,7 @@ class Tokens(Result):
 
     @derived()
     def counts(self) -> dict[str, int]:
-        """Tokens of each fate."""
+        """Number of tokens of each fate."""
         return dict(Counter(self.fates))
 
     @derived()
@@ -188,12 +191,12 @@ class Tokens(Result):
 
     @derived()
     def baseline_losses(self) -> tuple[Loss, ...] | None:
-        """Evicted entries of the baseline that add most to the output, that first; null: the trace does not tell."""
+        """Evicted entries of the baseline that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[0]
 
     @derived()
     def treatment_losses(self) -> tuple[Loss, ...] | None:
-        """Evicted entries of the treatment that add most to the output, that first; null: the trace does not tell."""
+        """Evicted entries of the treatment that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[1]
 
     def conclusion(self) -> str:
@@ -211,7 +214,7 @@ class Tokens(Result):
         return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
 
     def title(self) -> str:
-        """Return both sides, and the choice of the heads in the table."""
+        """Return both sides, and how the heads of the table were chosen."""
         first, second = side_names(self.baseline, self.treatment)
         layer = f" of layer {self.shown.layer}" if self.chosen == "layer" else ""
         listed = f": heads{layer} that change most, the first is shown" if self.heads else ""
@@ -226,18 +229,18 @@ class Tokens(Result):
         return [self.table(), self._legend(), self._prompt_passage()]
 
     def interval_note(self) -> str:
-        """Return nothing: the numbers are of one sample."""
+        """Return an empty note: numbers of one sample have no intervals."""
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return that the window stays, and the number of further pairs."""
+        """Return that both sides keep the window, and the number of further pairs of these sides."""
         others = f"{plural(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
         return ["Both sides keep the window, the prompt's last tokens.", *([others] if self.other_pairs else [])]
 
     def details(self) -> Sequence[Part]:
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
-        return [*self._losses(), f"Entries of the evicted cache over those of the full one: {shares}."]
+        return [*self._loss_tables(), f"Entries of the evicted cache over those of the full one: {shares}."]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""
@@ -253,12 +256,13 @@ class Tokens(Result):
         ]
 
     def _legend(self) -> HighlightedText:
-        """Return the legend of looks, with the number of tokens of each."""
-        words = self._fate_words()
-        spans = [Span(f"{words[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in words if fate in self.counts]
+        """Return the legend: each fate in its look, with the number of tokens."""
+        names = self._fate_names()
+        spans = [Span(f"{names[fate]} {self.counts[fate]:,}", LOOKS[fate]) for fate in names if fate in self.counts]
         return HighlightedText([part for span in spans for part in (span, Span("  ", "plain"))][:-1])
 
-    def _fate_words(self) -> dict[str, str]:
+    def _fate_names(self) -> dict[str, str]:
+        """Return fate -> its name on the screen: 'attention alone'."""
         first, second = side_names(self.baseline, self.treatment)
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
@@ -272,13 +276,14 @@ class Tokens(Result):
         return HighlightedText(spans)
 
     def _fold_note(self, first: int, end: int) -> str:
-        counts, words = Counter(self.fates[first:end]), self._fate_words()
-        present = [fate for fate in words if counts[fate]]
-        listed = ", ".join(f"{counts[fate]:,} {words[fate]}" for fate in present)
-        return f"{plural(end - first, 'token')}: {listed if len(present) > 1 else words[present[0]]}"
+        """Return the note in place of folded tokens: their number, and how many have each fate."""
+        counts, names = Counter(self.fates[first:end]), self._fate_names()
+        present = [fate for fate in names if counts[fate]]
+        listed = ", ".join(f"{counts[fate]:,} {names[fate]}" for fate in present)
+        return f"{plural(end - first, 'token')}: {listed if len(present) > 1 else names[present[0]]}"
 
     def _spans(self, first: int, end: int) -> Iterator[Span]:
-        """Yield neighbouring tokens of one fate as a span, notes where the prompt was cut or its question begins."""
+        """Yield a span per run of tokens of one fate, and notes where the prompt was cut or its question begins."""
         cut, question = self.prompt.cut_index, self.prompt.compressed
         borders = {index for index in (cut, question) if index is not None and first <= index < end}
         for start, stop in pairwise([first, *sorted(borders - {first}), end]):
@@ -287,19 +292,20 @@ class Tokens(Result):
             if start == question:
                 yield Span("── the question, which is not compressed ──", "aside")
             for fate, group in groupby(range(start, stop), key=self.fates.__getitem__):
-                words = "".join(self._piece(position) for position in group)
-                if words:
-                    yield Span(words, LOOKS[fate])
+                shown = "".join(self._shown_piece(position) for position in group)
+                if shown:
+                    yield Span(shown, LOOKS[fate])
 
-    def _piece(self, position: int) -> str:
-        """Return a token's text; a dot for a part of a character if the token with its text has another fate."""
+    def _shown_piece(self, position: int) -> str:
+        """Return a token's text; for a part of a character a dot if the token with its text has another fate."""
         pieces, fates = self.prompt.pieces, self.fates
         if pieces[position]:
             return pieces[position]
         complete = next((later for later in range(position, len(pieces)) if pieces[later]), position)
         return _HALF if fates[complete] != fates[position] else ""
 
-    def _losses(self) -> list[Part]:
+    def _loss_tables(self) -> list[Part]:
+        """Return a table per side of the evicted entries that add most to the output, and their note."""
         if self.losses is None:
             return ["what evicted entries add to the output is not in this trace: an older version measured the sample"]
         named = zip(side_names(self.baseline, self.treatment), self.losses, strict=True)
@@ -309,6 +315,7 @@ class Tokens(Result):
         ]
 
     def _loss_table(self, name: str, lost: Sequence[Loss]) -> Part:
+        """Return the table of one side's evicted entries that add most to the output."""
         share = text.percent(sum(loss.share for loss in lost))
         entries = "evicted entry that adds" if len(lost) == 1 else f"{len(lost)} evicted entries that add"
         title = f"{name}: the {entries} most to the output, {share} of C"
@@ -341,17 +348,17 @@ def tokens(
 ) -> Tokens:
     """Compare the tokens of a prompt that a head keeps and evicts under two configurations.
 
-    The result also names the evicted entries that add most to the head's output.
+    The result also has the evicted entries that add most to the head's output.
 
     Args:
         trace: from `measure` or `read_trace`, with the prompts' text (`text=True`).
-        sample: its id; None: the first complete one.
-        layer: None: any.
-        head: query head of the layer; None: the one, of the layer or of all, whose isolated perturbation over ‖o_h‖₁
+        sample: id of the sample; None: the first complete one.
+        layer: of the head; None: any layer.
+        head: query head of the layer; None: the head, of the layer or of all, whose isolated perturbation over ‖o_h‖₁
             the treatment changes most at the first decode step.
         baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
-        treatment: likewise.
-        budget: of both: an integer is entries, another number a share of the prompt. None: the first that both have.
+        treatment: a side, named like the baseline.
+        budget: of both sides: entries as an integer, else a share of the prompt. None: the first that both have.
         everything: show the whole prompt; else the tokens that differ, with those around them.
 
     Raises TraceError where the trace has no text, no such sample or no such pair, ConfigError for a layer or head that
@@ -364,9 +371,9 @@ def tokens(
     """
     check_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
-    layers = _layers(trace, layer, head)
+    layers = _checked_layers(trace, layer, head)
     index = None if layer is None else layers.index(layer)
-    matching = _pairs(trace, baseline, treatment, budget)
+    matching = _pairs_of_budget(trace, baseline, treatment, budget)
     first, second = matching[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
     heads = [] if head is not None else changed_heads(trace, prompt.index, sides, index, _HEADS)
@@ -387,8 +394,11 @@ def tokens(
     )
 
 
-def _layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
-    """Return the measured layers. Raises ConfigError for a layer or head that is not among them."""
+def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
+    """Return the measured layers, after checking that `layer` and `head` are measured.
+
+    Raises ConfigError where they are not, and for a head without a layer.
+    """
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:
         msg = f"expected the layer of head {head}, got none; give both: a layer has {heads} heads"
@@ -403,8 +413,8 @@ def _layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
     return names
 
 
-def _pairs(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
-    """Return the pairs of a budget, or all. Raises TraceError where there is none."""
+def _pairs_of_budget(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
+    """Return the pairs of both sides at a budget; None: at all budgets. Raises TraceError where there is no pair."""
     all_pairs = pairs(trace.run, baseline, treatment)
     if budget is None:
         return all_pairs

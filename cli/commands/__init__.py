@@ -1,4 +1,4 @@
-"""The table of commands: groups of `perturbkv -h`, each command's line there, and where its function is.
+"""The table of commands: their groups in `perturbkv -h`, and each command's summary and function.
 
 A command is imported when it runs. Those of the shape "open a trace or measure one, analyse, show, save" are functions
 in `eviction`, `answers` and `questions` that return an `Analysis`; the others have a module of their own.
@@ -7,7 +7,8 @@ in `eviction`, `answers` and `questions` that return an `Analysis`; the others h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+
+from perturbkv.errors import ConfigError
 
 FILE = "FILE"
 """The name of the command that runs where a path stands in place of a command's name."""
@@ -15,12 +16,12 @@ FILE = "FILE"
 
 @dataclass(frozen=True)
 class Command:
-    """A line of the table.
+    """A row of the table of commands.
 
     Attributes:
-        name: what is typed.
-        summary: its line in the help of its group, the first of its own help.
-        location: module in this folder and function, empty for a group that only has commands.
+        name: the command's name, as it is typed.
+        summary: its line in the help of its group.
+        location: `module:function`, a module of this folder; empty for a group that has commands alone.
         commands: the commands of a group.
     """
 
@@ -32,11 +33,11 @@ class Command:
 
 QUESTIONS = (
     Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
-    Command("measures", "Ask whether L2 or cosine would conclude what L1 does", "questions:measures"),
+    Command("measures", "Ask whether L2 or cosine leads to the conclusions of L1", "questions:measures"),
     Command("regret", "Measure how far each method is from the best kept set", "questions:regret"),
-    Command("split", "Separate how much is evicted from what is evicted", "questions:split"),
+    Command("split", "Separate the effects of how much and what is evicted", "questions:split"),
     Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
-    Command("stability", "Ask whether the same heads are hit everywhere", "questions:stability"),
+    Command("stability", "Ask whether eviction hits the same heads everywhere", "questions:stability"),
 )
 LISTS = (
     Command("models", "List the model aliases, and what else is a model", "listings:models"),
@@ -50,7 +51,7 @@ BENCHES = (
     Command("compare", "Compare two files of the benchmark", "bench:compare"),
 )
 CHECKS = (
-    Command("selfcheck", "Hold what runs on a GPU against its reference", "selfcheck:selfcheck"),
+    Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),
     Command("bench", "Measure what measuring costs", "bench:bench", BENCHES),
 )
 GROUPS: dict[str, tuple[Command, ...]] = {
@@ -90,9 +91,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
 PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
 
-_QUESTION = ("alpha", "measures", "regret", "split", "stability")
 FORMER_COMMANDS = {
-    **{name: f"question {name}" for name in _QUESTION},
+    **{name: f"question {name}" for name in ("alpha", "measures", "regret", "split", "stability")},
     "swap": "question patching",
     "link": "correlation",
     "restriction": "ablation --restrictions",
@@ -109,25 +109,18 @@ FORMER_COMMANDS = {
     "selfcheck": "doctor selfcheck",
     "bench": "doctor bench",
 }
-"""Names that commands had before, and what is typed now."""
+"""Former name of a command -> what is typed now."""
 FORMER_OPTIONS = {
     ("quality", "--trace"): "name the traces themselves, such as `perturbkv quality a/trace.h5 b/trace.h5`",
     ("correlation", "--trace"): "name the traces themselves, such as `perturbkv correlation a/trace.h5 b/trace.h5`",
     ("quality", "--command"): "write --judge COMMAND",
     ("budget", "--selection"): "write --compare NAMES",
 }
-"""Command and option that it had before -> what to do now."""
+"""Command and its former option -> what to type now."""
 
 
 def refuse_former_command(path: str, name: str) -> None:
-    """Raise ConfigError for a name that a command had before."""
-    if path == "perturbkv" and name in FORMER_COMMANDS:
-        _refuse(f"'{name}' is `perturbkv {FORMER_COMMANDS[name]}` now")
-    if path == "perturbkv question" and name == "swap":
-        _refuse("'swap' is `perturbkv question patching` now")
-
-
-def _refuse(message: str) -> NoReturn:
-    from perturbkv.errors import ConfigError
-
-    raise ConfigError(message)
+    """Raise ConfigError where `name`, typed after the group `path`, is the former name of a command."""
+    if name in FORMER_COMMANDS and (path == "perturbkv" or (path, name) == ("perturbkv question", "swap")):
+        msg = f"'{name}' is `perturbkv {FORMER_COMMANDS[name]}` now"
+        raise ConfigError(msg)

@@ -26,19 +26,19 @@ _ALPHAS = (0.0, 0.25, 0.5)
 _UNSTAGED = ["attention", "attention-unpooled", "value", "random", "hindsight-attention", "hindsight"]
 _STAGED = ["two-stage-uniform", "two-stage"]
 _ALL = "all"
-_STAGED_POLICIES = ("snapkv", "pyramidkv", "adakv")
+_TWO_STAGE_POLICIES = ("snapkv", "pyramidkv", "adakv")
 
 
 def _ingredients(run: RunOptions, look: LookOptions) -> Analysis:
     """Rank the ingredients of the two-stage selection."""
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.ablation.ablation import ablation as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.ablation.ablation import ablation
 
-        return analyse(session.trace, look.step)
+        return ablation(session.trace, look.step)
 
     return Analysis(
-        "ablation", run, lambda: _ingredient_configs(run), answer, options={"methods": None, "step": look.step}
+        "ablation", run, lambda: _ingredient_configs(run), analyse, options={"methods": None, "step": look.step}
     )
 
 
@@ -60,16 +60,20 @@ def _method_ranking(
         raise ConfigError(msg)
     only = () if names == [_ALL] else tuple(check_distinct("--methods", names))
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.ablation.methods import methods as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.ablation.methods import methods
 
-        return analyse(session.trace, look.step, only)
+        return methods(session.trace, look.step, only)
 
-    return Analysis("ablation-methods", run, lambda: _method_configs(run, only), answer, command="ablation --methods")
+    return Analysis("ablation-methods", run, lambda: _method_configs(run, only), analyse, command="ablation --methods")
 
 
 def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
-    """Return each policy with its own selection, three with two stages, and controls of the same protection."""
+    """Return the configurations of the methods `only` (empty: all methods), of snapkv, and of their controls.
+
+    Controls keep random entries, or attention's, with the same protection. Raises ConfigError for a --policy, and for
+    snapkv as the only method.
+    """
     from perturbkv.analyses.ablation.methods import CONTROLS, baseline_of, control
     from perturbkv.selection.policies.registry import normalise
 
@@ -90,13 +94,16 @@ def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfi
     return tuple(dict.fromkeys([*configs, *controls]))
 
 
-def _are_comparable(one: EvictionConfig, other: EvictionConfig) -> bool:
-    """Return whether two methods are compared: at the same budget, with kept sets of the same kind."""
-    return (one.budget, one.granularity.name, one.block) == (other.budget, other.granularity.name, other.block)
+def _are_comparable(first: EvictionConfig, second: EvictionConfig) -> bool:
+    """Return whether two configurations have the same budget, granularity and block size."""
+    return (first.budget, first.granularity.name, first.block) == (second.budget, second.granularity.name, second.block)
 
 
 def _all_methods(run: RunOptions) -> list[str]:
-    """Return every policy that can run with these options, SnapKV also unpooled, and three policies with two stages."""
+    """Return all methods as policy:selection: policies that can run with these options, and variants of some of them.
+
+    The variants are SnapKV without pooling, and three policies with two stages. Prints a note on the other policies.
+    """
     from perturbkv.selection.policies import registry
 
     known = [policy for policy in registry.known() if policy.name != "random"]
@@ -104,12 +111,12 @@ def _all_methods(run: RunOptions) -> list[str]:
     if unfit := [policy.name for policy in known if policy.name not in fitting]:
         why = "left out, as it evicts nothing, or needs head scores, another cache or another granularity"
         console.note(f"{why}: {', '.join(unfit)}")
-    staged = [f"{name}:two-stage" for name in _STAGED_POLICIES if name in fitting]
+    staged = [f"{name}:two-stage" for name in _TWO_STAGE_POLICIES if name in fitting]
     return [*map(_with_selection, fitting), "snapkv:attention-unpooled", *staged]
 
 
 def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
-    """Return whether a policy evicts, and can run with the given scores, cache and granularities."""
+    """Return whether a policy evicts, and can run with the user's head scores, cache and granularities."""
     granularities = [as_choice(name) for name in run.granularity or []]
     shared = any(one.name == "layer" for one in granularities) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
@@ -118,7 +125,7 @@ def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
 
 
 def _with_selection(method: str) -> str:
-    """Return a method; a policy without a selection gets the first of its own."""
+    """Return a method as policy:selection; a policy alone gets the first of its selections."""
     from perturbkv.selection.policies import registry
 
     if len(split_policy_and_selection(method)) > 1:
@@ -127,7 +134,7 @@ def _with_selection(method: str) -> str:
 
 
 def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the selections with stages at every α, and those without stages once."""
+    """Return the selections with stages at every α, and those without stages once, at every granularity."""
     from perturbkv.analyses.ablation.ingredients import MEAN_OF_PRODUCTS
 
     alphas = run.alpha or list(_ALPHAS)
@@ -150,24 +157,27 @@ _BLOCKS = (16, 32)
 def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
     """Compare one set of single entries per kv head with coarser kept sets."""
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.ablation.restriction import restriction as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.ablation.restriction import restriction
 
-        return analyse(session.trace, look.step)
+        return restriction(session.trace, look.step)
 
     return Analysis(
-        "ablation-restrictions", run, lambda: _restriction_configs(run), answer, command="ablation --restrictions"
+        "ablation-restrictions", run, lambda: _restriction_configs(run), analyse, command="ablation --restrictions"
     )  # fmt: skip
 
 
 def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return both selections under every restriction, the baseline first."""
+    """Return both default selections at every granularity, that of single entries per kv head first."""
     granularities = ["kv", *(run.granularity or _default_granularities(run))]
     return dataclasses.replace(run, granularity=list(dict.fromkeys(granularities))).configs(DEFAULT_SELECTIONS)
 
 
 def _default_granularities(run: RunOptions) -> list[str]:
-    """Return entries and blocks per kv head and per layer; without layers where a policy allocates between heads."""
+    """Return granularities: entries and blocks per kv head and per layer, and entries per query head.
+
+    Those per layer are left out where a policy allocates its budget between heads.
+    """
     from perturbkv.selection.policies import registry
 
     by_head = any(registry.info(parse(name).name).budgets == "by head" for name in run.policy or [])
@@ -176,17 +186,7 @@ def _default_granularities(run: RunOptions) -> list[str]:
     return [*names, *blocks, "query"]
 
 
-def _ablation() -> None:
-    """Measure what each ingredient or restriction brings.
-
-    Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
-    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
-    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
-    """
-
-
-_ablation.__name__ = "ablation"
-ablation = analysis_views(
+@analysis_views(
     _ingredients,
     methods=_method_ranking,
     restrictions=_restrictions,
@@ -195,5 +195,11 @@ ablation = analysis_views(
             bool, Option("--restrictions", help="Compare what engines restrict: sets per layer, blocks")
         ]
     },
-    help=_ablation,
 )
+def ablation() -> None:
+    """Measure what each ingredient or restriction brings.
+
+    Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
+    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
+    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
+    """

@@ -17,7 +17,7 @@ from perturbkv.cli import console
 from perturbkv.cli.options import LookOptions, RunOptions
 from perturbkv.cli.planned_run import measure, plan, run_folder
 from perturbkv.cli.saving import json_file
-from perturbkv.cli.session import Analysis, Session, analysis
+from perturbkv.cli.session import Analysis, Session, analysis, read_traces
 from perturbkv.configs.alpha_table import BY
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, PerturbkvError
@@ -39,19 +39,19 @@ _NOTE = "chosen on all of these samples: what it gains on them flatters; `pertur
 
 
 def fold_file(folder: Path, number: int) -> Path:
-    """Return the path of a fold's trace: its samples, at the shares chosen on the other folds."""
+    """Return the path of the trace of a fold's samples, at the shares chosen on the other folds."""
     return folder / f"alpha-fold-{number}.h5"
 
 
 def alpha_files(folder: Path) -> list[OutputFile]:
-    """Return the output files of the tables, and of the existing traces of folds."""
+    """Return the output files of the tables of shares, and of the folds' traces that exist already."""
     tables = [json_file(_table_path(folder, by), _KIND, _is_table) for by in BY]
     folds = [OutputFile(path, "a fold's trace", _is_trace) for path in sorted(folder.glob("alpha-fold-*.h5"))]
     return [*tables, *folds]
 
 
 def save_alpha_files(result: Alpha, session: Session) -> None:
-    """Write the tables of the shares chosen on all samples."""
+    """Write a JSON table per kind of share (global, layer, head), chosen on all samples."""
     folder = session.output.path
     session.output.claim(*alpha_files(folder))
     identity = result.identity
@@ -61,7 +61,7 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
         "dataset": identity.dataset,
         "samples": identity.samples,
         "trace": identity.trace,
-        "configuration": result.sweep.configs[result.sweep.paper].label(),
+        "configuration": result.sweep.configs[result.sweep.paper_index].label(),
         "note": _NOTE,
     }
     for by, table in result.shares.items():
@@ -70,16 +70,18 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
 
 
 def _table_path(folder: Path, by: str) -> Path:
+    """Return the path of the table of shares that are chosen globally, by layer or by head."""
     return folder / f"alpha-{by}.json"
 
 
 def _is_table(document: Any) -> bool:
-    """Return whether a document is a table that this command wrote."""
+    """Return whether a JSON document is a table of shares that this command wrote."""
     about = document.get("about") if isinstance(document, dict) else None
     return isinstance(about, dict) and about.get("made_by") == _MADE_BY
 
 
 def _is_trace(path: Path) -> bool:
+    """Return whether a file is a trace with samples."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     try:
@@ -112,30 +114,29 @@ def alpha(
     folder = look.trace.parent if look.trace and run.output is None else run_folder(run, run.output)
     wanted = dataclasses.replace(run, output=folder)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.questions.alpha.alpha import alpha as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.questions.alpha.alpha import alpha
 
-        result = analyse(session.trace, folds)
+        result = alpha(session.trace, folds)
         if kl:
-            parts = result.folds
             if planned:
-                traces = _measure_folds(wanted, planned, parts, session)
+                traces = _measure_folds(wanted, planned, result.folds, session)
             else:
-                traces = _read_folds(parts, session.trace)
-            result = analyse(session.trace, folds, traces) if traces else result
+                traces = _read_folds(result.folds, session.trace)
+            result = alpha(session.trace, folds, traces) if traces else result
         session.save(result.plot(session.width_mm), result.identity, _NAME)
         save_alpha_files(result, session)
         return result
 
     note = "every sample is run once more, at what is chosen on others; --no-kl leaves that out"
     return Analysis(
-        _NAME, wanted, lambda: _alpha_configs(run), answer, command="question alpha", stems=[_NAME],
+        _NAME, wanted, lambda: _alpha_configs(run), analyse, command="question alpha", stems=[_NAME],
         outputs=alpha_files, files=planned.files if planned else None, dry_note=note if kl else "",
     )  # fmt: skip
 
 
 def _plan_run(run: RunOptions, folds: int | None) -> Plan:
-    """Return the plan, with the folds checked against its samples. Raises PerturbkvErrors."""
+    """Return the plan of the run, after checking the number of folds against its samples. Raises PerturbkvErrors."""
     from perturbkv.analyses.questions.alpha.alpha_choice import check_folds
 
     if run.samples is not None:  # before anything is read
@@ -146,7 +147,7 @@ def _plan_run(run: RunOptions, folds: int | None) -> Plan:
 
 
 def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the baseline, and two stages at every α including the paper's."""
+    """Return the baseline, and the two-stage selection at every α of the user and the paper's α."""
     from perturbkv.analyses.questions.alpha.alpha_choice import BASELINE, PAPER, SELECTION
 
     alphas = sorted({*(run.alpha or _ALPHAS), PAPER})
@@ -154,29 +155,31 @@ def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
     return tuple(dict.fromkeys([*baseline, *dataclasses.replace(run, alpha=alphas).configs([SELECTION])]))
 
 
-def _read_folds(parts: Sequence[Fold], trace: Trace) -> list[Trace]:
-    """Return the traces of the folds beside a finished trace; none, with a note, where one of them does not fit."""
+def _read_folds(folds: Sequence[Fold], trace: Trace) -> list[Trace]:
+    """Return the folds' traces from the folder of a finished trace.
+
+    Return none, with a note, where the trace of a fold is missing or has other samples or shares.
+    """
     from perturbkv.storage.trace.trace_file import read_trace
 
-    paths = [fold_file(Path(trace.source).parent, part.number) for part in parts]
+    paths = [fold_file(Path(trace.source).parent, fold.number) for fold in folds]
     traces = [read_trace(path) if path.exists() else None for path in paths]
-    fitting = [one for one, part in zip(traces, parts, strict=True) if one is not None and part.is_in(one)]
-    if len(fitting) == len(parts):
+    fitting = [stored for stored, fold in zip(traces, folds, strict=True) if stored is not None and fold.fits(stored)]
+    if len(fitting) == len(folds):
         return fitting
     if any(traces):
         console.note(f"left out: the folds' traces beside {trace.source} are of other folds, or of other choices")
     return []
 
 
-def _measure_folds(run: RunOptions, planned: Plan, parts: Sequence[Fold], session: Session) -> list[Trace]:
-    """Measure the samples of each fold at the shares chosen on the others; return the traces."""
+def _measure_folds(run: RunOptions, planned: Plan, folds: Sequence[Fold], session: Session) -> list[Trace]:
+    """Measure the samples of each fold at the shares chosen on the other folds; return the folds' traces."""
     from perturbkv.engines import engine_choice
-    from perturbkv.storage.trace.trace_file import read_trace
 
-    plans = [planned.narrow(part.samples, part.distinct) for part in parts]
-    paths = [fold_file(session.output.path, part.number) for part in parts]
+    plans = [planned.narrow(fold.samples, fold.distinct) for fold in folds]
+    paths = [fold_file(session.output.path, fold.number) for fold in folds]
     replacing = dataclasses.replace(run, overwrite=True)  # the claim allowed it
     with engine_choice.open_engine(run.engine_config, plans) as engine:
-        for one, path in zip(plans, paths, strict=True):
-            measure(replacing, one, path, engine=engine, folder=session.output.path)
-    return [read_trace(Path(path)) for path in paths]
+        for fold_plan, path in zip(plans, paths, strict=True):
+            measure(replacing, fold_plan, path, engine, session.output.path)
+    return list(read_traces(paths))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from typer import Option
 
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, option_refusals
-from perturbkv.cli.choices import METHODS, numbers, parse_methods
+from perturbkv.cli.choices import METHODS, parse_methods, parse_numbers
 from perturbkv.cli.command_line import hide_options, show_defaults
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import text_file
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.quality.quality import Quality
     from perturbkv.analyses.result import Result
     from perturbkv.storage.answers_file import WrittenAnswers
-    from perturbkv.storage.judgements import Judge, Judgement
 
 _BUDGETS = ("0.1", "0.2", "0.4")
 _METHODS = ",".join(
@@ -55,21 +53,21 @@ def _scores(
         raise ConfigError(msg)
     wanted = run.with_budgets(_BUDGETS)
 
-    def answer(session: Session) -> tuple[Result, dict[str, Any]]:
-        from perturbkv.analyses.quality.quality import quality as analyse
+    def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
+        from perturbkv.analyses.quality.quality import quality
 
-        result = analyse(session.usable)
+        result = quality(session.usable)
         session.save(result.plot(session.width_mm), result.identity, "quality")
         return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
 
     return Analysis(
-        "quality", wanted, lambda: wanted.configs(parse_methods(compare)), answer, stems=["quality"],
+        "quality", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, stems=["quality"],
         leave_out_unfit=not run.budget, generate=max_new_tokens, metric=metric, by_dataset=True, outputs=_table_files,
     )  # fmt: skip
 
 
 def _table_files(folder: Path) -> list[OutputFile]:
-    """Return the output files of the tables."""
+    """Return the output files of the tables of scores: LaTeX, Markdown, CSV."""
     from perturbkv.analyses.quality.score_tables import COMMENT, CSV, MARKDOWN
 
     quoted = ",".join(f'"{name}"' for name in CSV)
@@ -78,7 +76,7 @@ def _table_files(folder: Path) -> list[OutputFile]:
 
 
 def _save_tables(result: Quality, output: OutputFolder) -> list[str]:
-    """Write the tables; return their paths."""
+    """Write the tables of scores; return their paths."""
     files = _table_files(output.path)
     output.claim(*files)
     for file, text in zip(files, (result.to_latex(), result.to_markdown(), result.to_csv()), strict=True):
@@ -94,7 +92,7 @@ def _divergence(run: RunOptions, look: TracesOptions) -> None:
     session, path = _answers_session("quality-divergence", "quality --divergence", run, look, ("divergence",))
     answers = read_answers(path)
     with session.claim([session.name]):
-        _show(session, analyse(answers), answers)
+        _save_and_show(session, analyse(answers), answers)
 
 
 def _judge(
@@ -111,6 +109,7 @@ def _judge(
     time_limit: Annotated[float, Option(metavar="S", help="Seconds without an answer of the judge")] = 600,
 ) -> None:
     """Ask a judge about every answer, and keep its judgements in judgements.jsonl."""
+    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
     from perturbkv.pipeline.answers.judging import FILE, ask_judge, split_command
     from perturbkv.pipeline.answers.judging import check as check_judge
     from perturbkv.storage.answers_file import read_answers
@@ -128,17 +127,12 @@ def _judge(
         judgements = ask_judge(
             answers, settings, path=file, overwrite=run.overwrite, limit=time_limit, progress=bar.update
         )  # fmt: skip
-        _show(session, _analyse_judgements(answers, settings, judgements), answers)
-
-
-def _analyse_judgements(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Judgement]) -> Result:
-    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
-
-    return judge_preferences(answers, judge, judgements) if judge.pairwise else judge_scores(answers, judge, judgements)
+        analyse = judge_preferences if pairwise else judge_scores
+        _save_and_show(session, analyse(answers, settings, judgements), answers)
 
 
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
-    """Raise ConfigError for an option on the command line that has no effect."""
+    """Raise ConfigError for a typed --seed without --pairwise, or --scale with it: they have no effect."""
     if "seed" in run.typed_options and not pairwise:
         msg = "--seed has no effect here: it needs --pairwise, whose order it draws; leave it out"
         raise ConfigError(msg)
@@ -148,10 +142,10 @@ def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
 
 
 def _parse_scale(text: str | None) -> tuple[float, float] | None:
-    """Return the least and the largest score. Raises ConfigError for anything but two numbers."""
+    """Return the least and the largest score of --scale, None without it. Raises ConfigError for other text."""
     if text is None:
         return None
-    ends = numbers("--scale", [text])
+    ends = parse_numbers("--scale", [text])
     if len(ends) != 2:
         msg = f"--scale takes the least and the largest score, such as 1,10; got '{text}'"
         raise ConfigError(msg)
@@ -164,7 +158,10 @@ _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format",
 def _answers_session(
     name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
 ) -> tuple[Session, Path]:
-    """Return a session and its file of answers. Raises ConfigError for none, or several."""
+    """Return the session of a view of a file of answers, and the file's path.
+
+    Raises ConfigError where the user named no file or several, and for an option that is not among the `known` ones.
+    """
     if len(look.paths) != 1:
         msg = (
             f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
@@ -176,41 +173,35 @@ def _answers_session(
     return Session(name, OutputFolder(run.output or path.parent, run.overwrite), look, run.as_json), path
 
 
-def _show(session: Session, result: Result, answers: WrittenAnswers) -> None:
-    """Save and show a result of a file of answers."""
+def _save_and_show(session: Session, result: Result, answers: WrittenAnswers) -> None:
+    """Write the figure and JSON of a result on a file of answers, and print it."""
     run = run_object(answers.run)
     session.source = {"answers": answers.source, "answers_digest": answers.digest, "run": run}
     session.save(result.plot(session.width_mm), result.identity, session.name)
     session.show(result)
 
 
-def _quality() -> None:
+_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
+"""Options of measuring that the help of `quality` leaves out."""
+
+
+@show_defaults(budget=" ".join(_BUDGETS))
+@hide_options(*_HIDDEN)
+@analysis_views(
+    _scores,
+    divergence=_divergence,
+    judge=_judge,
+    flags={
+        "divergence": Annotated[bool, Option("--divergence", help="Where answers of a file leave the full cache's")]
+    },
+)
+def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
     --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
     --divergence and --judge look at a file of answers that perturbkv generate wrote. A judge reads a JSON object per
     line (id, prompt, texts) and writes one: the id with a `score`, or with --pairwise a `winner` (a, b or tie).
     """
-
-
-_quality.__name__ = "quality"
-_HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_tokens")
-"""Options of measuring that seldom matter here."""
-quality = show_defaults(budget=" ".join(_BUDGETS))(
-    hide_options(*_HIDDEN)(
-        analysis_views(
-            _scores,
-            divergence=_divergence,
-            judge=_judge,
-            flags={
-                "divergence": Annotated[
-                    bool, Option("--divergence", help="Where answers of a file leave the full cache's")
-                ]
-            },
-            help=_quality,
-        )
-    )
-)
 
 
 @show_defaults(budget=" ".join(_BUDGETS))
@@ -228,7 +219,8 @@ def correlation(
 ) -> Analysis:
     """Ask whether perturbation predicts a lost answer.
 
-    Its first step against the answer's score, one budget at a time; the prompts of several traces count together.
+    The first step's perturbation against the answer's score, one budget at a time; prompts of several traces are
+    pooled.
     """
     from perturbkv.analyses.correlation.lost_answers import Rule
 
@@ -236,13 +228,13 @@ def correlation(
     names = None if compare is None else parse_methods(compare)
     wanted = run.with_budgets(_BUDGETS)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.correlation.correlation import correlation as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.correlation.correlation import correlation
 
-        return analyse(session.traces, only=names or (), right=right, lost=lost)
+        return correlation(session.traces, only=names or (), right=right, lost=lost)
 
     return Analysis(
-        "correlation", wanted, lambda: _correlation_configs(wanted, names, max_new_tokens), answer,
+        "correlation", wanted, lambda: _correlation_configs(wanted, names, max_new_tokens), analyse,
         leave_out_unfit=not run.budget, generate=max_new_tokens,
         options={**look.own_options, "trace": list(map(str, look.paths[1:])), "step": 0},
     )  # fmt: skip
@@ -251,7 +243,7 @@ def correlation(
 def _correlation_configs(
     run: RunOptions, names: list[str] | None, max_new_tokens: int | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return the methods at every budget. Raises ConfigError where no budget has enough of them to rank."""
+    """Return the methods at every budget. Raises ConfigError where no budget has enough methods to rank."""
     from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
     from perturbkv.pipeline.answers.generation import check_answer_options
 

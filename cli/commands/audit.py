@@ -55,7 +55,7 @@ class AuditOptions(DataOptions):
 
     @property
     def situations(self) -> tuple[str, ...]:
-        """The given situations, by default all. Raises ConfigError for a repeated one."""
+        """The situations to test, by default all. Raises ConfigError for a repeated situation."""
         return tuple(check_distinct("--situation", self.situation or list(SITUATIONS)))
 
 
@@ -69,12 +69,12 @@ def audit(
 ) -> None:
     """Test whether an eviction is broken, or only lossy.
 
-    One that is not ours is held against the plain model with the full cache and a mask of exactly the entries that it
-    keeps: alone, with a block of tokens after it, and in a left-padded batch. It is a function (model, input_ids,
-    attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1: differs, the first
-    difference named; 2: unreadable.
+    Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
+    eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
+    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1:
+    differs, the first difference named; 2: unreadable.
     """
-    option_refusals.check("audit", run, (EvictionConfig(128, selection="random"),))
+    option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
@@ -84,7 +84,7 @@ def audit(
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:
-    """Return the audit of an eviction; invalid options are refused before the weights are loaded."""
+    """Return the audit of an external eviction. Raises PerturbkvErrors, those for options before weights are loaded."""
     from perturbkv.analyses.audit.audit import conclude
     from perturbkv.auditing.audit import Settings
     from perturbkv.auditing.audit import audit as measure
@@ -94,22 +94,22 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
     budget = None if run.budget is None else Budget.parse(run.budget)
-    settings, given = Settings(run.steps, run.situations, run.loss), load(eviction, budget)
+    settings, external = Settings(run.steps, run.situations, run.loss), load(eviction, budget)
     datasets.check_name(run.dataset)
     device = pick_device(run.device)
     files = open_model(run.model, run.seed, run.revision or "")
-    default = 1 if isinstance(given, KeptFile) else 2
+    default = 1 if isinstance(external, KeptFile) else 2
     prompts = encode_prompts(
         replace(run, samples=run.samples or default), files.tokenizer, int(files.config.max_position_embeddings)
     )
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
     with console.progress("prompts", len(prompts)) as bar:
-        return conclude(measure(adapter, prompts, given, settings, source, progress=bar.advance))
+        return conclude(measure(adapter, prompts, external, settings, source, progress=bar.advance))
 
 
 def _save_and_show(result: Audit, folder: Path, run: AuditOptions, look: FigureOptions) -> None:
-    """Write document and figure, where there is something to draw; print the numbers."""
+    """Write the figure and the JSON of an audit that compared or measured something; print its tables or JSON."""
     figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
         figures = save_figure(result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, run.overwrite)

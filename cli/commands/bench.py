@@ -58,11 +58,11 @@ def bench(
         _check_nothing_typed(context)
         return
     from perturbkv.benchmark import suite
-    from perturbkv.benchmark.rows import check_names
+    from perturbkv.benchmark.rows import find_targets
 
-    targets, settings = check_names(only or []), suite.Settings(model, tokens, repeats, dtype, device)
-    _check_used(context, {target.name for target in targets})
-    _run(suite, settings, targets, _path(output, "bench"), overwrite, as_json)
+    targets, settings = find_targets(only or []), suite.Settings(model, tokens, repeats, dtype, device)
+    _check_effects(context, {target.name for target in targets})
+    _run(suite, settings, targets, _output_path(output, "bench"), overwrite, as_json)
 
 
 def scale(
@@ -84,10 +84,10 @@ def scale(
     process fails says why, and the command exits with 1 when the others are done.
     """
     from perturbkv.benchmark import many_samples
-    from perturbkv.benchmark.rows import SCALE, check_names
+    from perturbkv.benchmark.rows import SCALE, find_targets
 
-    targets, settings = check_names(only or [], SCALE), many_samples.Settings(model, samples, repeats)
-    _run(many_samples, settings, targets, _path(output, "scale"), overwrite, as_json)
+    targets, settings = find_targets(only or [], SCALE), many_samples.Settings(model, samples, repeats)
+    _run(many_samples, settings, targets, _output_path(output, "scale"), overwrite, as_json)
 
 
 def report(
@@ -103,14 +103,14 @@ def report(
 ) -> None:
     """Measure the pages of `perturbkv report`.
 
-    Their size, first paint, a change of choice, of traces that are made for it. What is timed is so in headless
-    Chromium, where there is one.
+    Their size, and the time of the first paint and of a change of choice, for traces made here. Times are those of
+    headless Chromium, where it is installed.
     """
     from perturbkv.benchmark import report_pages
-    from perturbkv.benchmark.rows import REPORT, check_names
+    from perturbkv.benchmark.rows import REPORT, find_targets
 
-    targets, settings = check_names(only or [], REPORT), report_pages.Settings(tokens, repeats)
-    _run(report_pages, settings, targets, _path(output, "report"), overwrite, as_json)
+    targets, settings = find_targets(only or [], REPORT), report_pages.Settings(tokens, repeats)
+    _run(report_pages, settings, targets, _output_path(output, "report"), overwrite, as_json)
 
 
 def compare(
@@ -123,11 +123,11 @@ def compare(
 
     Exits with 1 where a row became worse by more than the tolerance.
     """
-    from perturbkv.benchmark.rows import compare, other_settings, read
+    from perturbkv.benchmark.rows import compare, read, setting_differences
 
     numbers.check_number("--tolerance", tolerance)
     before, after = read(old), read(new)
-    changes, others = compare(before, after, tolerance), other_settings(before, after)
+    changes, others = compare(before, after, tolerance), setting_differences(before, after)
     if as_json:
         console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
     else:
@@ -142,7 +142,7 @@ def compare(
 
 
 def _check_nothing_typed(context: typer.Context) -> None:
-    """Raise ConfigError for an option before a subcommand, where it has no effect."""
+    """Raise ConfigError for an option typed before a subcommand, where it has no effect."""
     for name in sorted(typed_options(context)):
         option, command = name.removeprefix("as_"), context.invoked_subcommand
         msg = (
@@ -152,8 +152,8 @@ def _check_nothing_typed(context: typer.Context) -> None:
         raise ConfigError(msg)
 
 
-def _check_used(context: typer.Context, names: set[str]) -> None:
-    """Raise ConfigError for an option that has no effect on any of these rows."""
+def _check_effects(context: typer.Context, names: set[str]) -> None:
+    """Raise ConfigError for a typed option that has no effect on any of the rows with these names."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
         if name in typed_options(context) and names <= own:
@@ -161,47 +161,53 @@ def _check_used(context: typer.Context, names: set[str]) -> None:
             raise ConfigError(msg)
 
 
-def _path(output: Path | None, name: str) -> Path:
+def _output_path(output: Path | None, name: str) -> Path:
+    """Return --output, or runs/<time>-<name>.json."""
     return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
 
 
 def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:
-    """Run a module of the benchmark, write its report and print it; exit with 1 where a row failed."""
-    with new_file(path, overwrite) as temporary, console.progress("groups", suite.groups(settings)) as bar:
+    """Run a suite, a module of the benchmark; write and print its report; exit with 1 where a row failed."""
+    with new_file(path, overwrite) as temporary, console.progress("groups", suite.group_count(settings)) as bar:
         report: Report = suite.measure(settings, targets, lambda name: bar.advance())
         temporary.write_text(console.as_json(report.to_dict()), encoding="utf-8")
     if as_json:
         console.print_json(report.to_dict())
     else:
-        _show(report)
+        _show_report(report)
         console.say(f"written to {path}")
     if report.failed:
         raise typer.Exit(1)
 
 
-def _show(report: Report) -> None:
+def _show_report(report: Report) -> None:
+    """Print a report: the machine, a table of its rows, the reasons of failed rows."""
     versions = ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "device")
     console.say(f"{report.machine['device']}: {versions}")
     settings = report.settings
     length = f"{settings['tokens']:,} tokens" if "tokens" in settings else plural(settings["samples"], "sample")
-    parts = (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))
-    title = ", ".join(filter(None, parts))
-    rows = [(row.target.name, row.target.what, _bound(row), _number(row.value), row.verdict()) for row in report.rows]
+    title = ", ".join(filter(None, (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))))
+    rows = [
+        (row.target.name, row.target.what, _bound_text(row), _number(row.value), row.verdict()) for row in report.rows
+    ]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
         names = ", ".join(row.target.name for row in report.rows if row.reason == reason)
         console.say(f"{names}: {reason}")
 
 
-def _bound(row: Row) -> str:
+def _bound_text(row: Row) -> str:
+    """Return the bound of a row as text: ≤ or ≥ and the number."""
     return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
 
 
 def _number(value: float | None) -> str:
+    """Return a value as text, a dash where there is none."""
     return "–" if value is None else f"{value:.3f}"
 
 
 def _change_text(change: Change) -> str:
+    """Return the change of a row as text: `12% worse (!)` where it regressed."""
     if change.worse is None:
         return "not in both"
     word = "worse" if change.worse > 0 else "better"

@@ -13,9 +13,9 @@ from perturbkv.cli import console
 from perturbkv.cli.choices import (
     DEFAULT_COMPARE,
     check_distinct,
-    numbers,
     parse_compare,
     parse_methods,
+    parse_numbers,
     split_names,
 )
 from perturbkv.cli.command_line import hide_options, show_defaults
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BUDGETS = ("0.05", "0.1", "0.2", "0.4", "0.6", "0.8")
 
 
-SidesOption = Annotated[
+MethodsOption = Annotated[
     str | None,
     Option(
         metavar="NAMES",
@@ -49,7 +49,7 @@ SidesOption = Annotated[
 def _safe_budgets(
     run: RunOptions,
     look: LookOptions,
-    compare: SidesOption = None,
+    compare: MethodsOption = None,
     max_kl: Annotated[float | None, Option(metavar="X", help="Mean KL at most, nat, by a lognormal's bound")] = None,
     max_drop: Annotated[float | None, Option(metavar="X", help="Mean drop of the score at most, points of 100")] = None,
     min_top1: Annotated[float | None, Option(metavar="X", help="Mean share of same next tokens at least: 0.99")] = None,
@@ -59,39 +59,36 @@ def _safe_budgets(
     for_batch: Annotated[int, Option(metavar="N", help="And for so many of them at once")] = 1,
 ) -> Analysis:
     """Find each selection's smallest safe budget."""
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.criteria import criteria
     from perturbkv.analyses.budget.safe_budget import check_size
 
     criteria(max_kl, max_drop, min_top1)
     check_size(for_length, for_batch)
-    wanted, sides = run.with_budgets(_BUDGETS), _parse_sides(compare)
+    wanted, sides = run.with_budgets(_BUDGETS), _parse_optional_methods(compare)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.budget.safe_budget import safe_budget as analyse
+    def configs() -> tuple[EvictionConfig, ...]:
+        chosen = wanted.configs(sides or DEFAULT_SELECTIONS)
+        check_budget_units(chosen, "budget")
+        return chosen
 
-        return analyse(
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.budget.safe_budget import safe_budget
+
+        return safe_budget(
             session.trace, max_kl=max_kl, max_drop=max_drop, min_top1=min_top1, sides=sides, for_length=for_length,
             for_batch=for_batch,
         )  # fmt: skip
 
     return Analysis(
-        "budget", wanted, lambda: _safe_budget_configs(wanted, sides or DEFAULT_SELECTIONS), answer,
+        "budget", wanted, configs, analyse,
         leave_out_unfit=not run.budget, generate=0 if max_drop is None else None,
         exit_code=lambda result: int(result.exit_code),
     )  # fmt: skip
 
 
-def _safe_budget_configs(run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every selection at every budget. Raises ConfigError for budgets without an order."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
-
-    configs = run.configs(selections)
-    check_kind(configs, "budget")
-    return configs
-
-
-def _parse_sides(compare: str | None) -> list[str] | None:
-    """Return the names of --compare, None where it is not given. Raises ConfigError for a repeated one."""
+def _parse_optional_methods(compare: str | None) -> list[str] | None:
+    """Return the methods that --compare lists, None without it. Raises ConfigError for a repeated method."""
     return None if compare is None else list(check_distinct("--compare", split_names(compare)))
 
 
@@ -102,7 +99,7 @@ _SAVINGS_BUDGETS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8")
 def _savings(
     run: RunOptions,
     look: LookOptions,
-    compare: SidesOption = DEFAULT_COMPARE,
+    compare: MethodsOption = DEFAULT_COMPARE,
     by: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="--savings: score, propagated, kl", show_default="a trace's"),
@@ -110,33 +107,30 @@ def _savings(
 ) -> Analysis:
     """Find the budget at which the baseline does as well (paper, figure 1)."""
     from perturbkv.analyses.budget.budget_equivalence import check_measures
+    from perturbkv.analyses.budget.savings import check_budgets
 
     names, wanted = parse_compare(compare or DEFAULT_COMPARE), run.with_budgets(_SAVINGS_BUDGETS)
     measures = None if by is None else check_measures(by)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.budget.savings import savings as analyse
+    def configs() -> tuple[EvictionConfig, ...]:
+        chosen = wanted.configs(names)
+        check_budgets(chosen)
+        return chosen
 
-        result = analyse(session.trace, names[0], names[1:], by=measures, step=look.step)
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.budget.savings import savings
+
+        result = savings(session.trace, names[0], names[1:], by=measures, step=look.step)
         for index, one in enumerate(result, 1):
             stem = _SAVINGS if len(result) == 1 else f"{_SAVINGS}-{index}"
             session.save(one.plot(session.width_mm), one.identity, stem)
         return result
 
     return Analysis(
-        _SAVINGS, wanted, lambda: _savings_configs(wanted, names), answer, command="budget --savings",
+        _SAVINGS, wanted, configs, analyse, command="budget --savings",
         stems=[_SAVINGS, *[f"{_SAVINGS}-{index}" for index in range(1, len(names))]],
         leave_out_unfit=not run.budget, generate=None if "score" in (measures or ()) else 0,
     )  # fmt: skip
-
-
-def _savings_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return both sides at every budget. Raises ConfigError for budgets that do not make a curve."""
-    from perturbkv.analyses.budget.savings import check_budgets
-
-    configs = run.configs(names)
-    check_budgets(configs)
-    return configs
 
 
 _CLIFF_BUDGETS = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.4")
@@ -146,40 +140,41 @@ _METHODS = "attention,two-stage,attention-unpooled,random"
 def _cliff(
     run: RunOptions,
     look: LookOptions,
-    compare: SidesOption = None,
+    compare: MethodsOption = None,
     kl: Annotated[str, Option(metavar="X", help="--cliff: thresholds of KL, nat, by commas")] = "0.1,1",
 ) -> Analysis:
     """Find the budget from which on the next token's KL stays below a threshold."""
     from perturbkv.analyses.budget.cliff import check_thresholds
 
-    thresholds = check_thresholds(numbers("--kl", [kl]))
-    sides = _parse_sides(compare)
+    thresholds = check_thresholds(parse_numbers("--kl", [kl]))
+    sides = _parse_optional_methods(compare)
     if sides == []:
         msg = f"--compare takes methods such as {_METHODS}, got none"
         raise ConfigError(msg)
     wanted, files = run.with_budgets(_CLIFF_BUDGETS), None
     methods = sides or _METHODS.split(",")
     if look.trace is None:
-        # whatever is wrong at any window is found before a model is opened
+        # what is invalid at every window is refused before a model is opened
         _cliff_configs(wanted if "window" in run.typed_options else dataclasses.replace(wanted, window=1), methods)
         wanted, files = _with_window(wanted)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.budget.cliff import cliff as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.budget.cliff import cliff
 
-        return analyse(session.trace, sides=sides, kl=thresholds)
+        return cliff(session.trace, sides=sides, kl=thresholds)
 
-    configs = lambda: _cliff_configs(wanted, methods)  # noqa: E731
-    return Analysis("budget-cliff", wanted, configs, answer, command="budget --cliff", files=files)
+    return Analysis(
+        "budget-cliff", wanted, lambda: _cliff_configs(wanted, methods), analyse, command="budget --cliff", files=files
+    )
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every method at every budget. Raises ConfigError for budgets without an order, or too few."""
-    from perturbkv.analyses.budget.budget_axis import check_kind
+    """Return every method at every budget. Raises ConfigError for too few budgets, or for entries and shares alike."""
+    from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
     configs = run.configs(methods)
-    check_kind(configs, ANALYSIS)
+    check_budget_units(configs, ANALYSIS)
     if len(run.budget or ()) < LEAST_BUDGETS:
         msg = f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
         raise ConfigError(msg)
@@ -187,7 +182,10 @@ def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig,
 
 
 def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
-    """Return the run with the largest window that fits where none was chosen, and the model where it was opened."""
+    """Return the run with the largest window that fits, and the model opened to find it.
+
+    Where the user chose a window, return the run unchanged and None.
+    """
     if run.window is not None:
         return run, None
     from perturbkv.cli.planned_run import encode_prompts
@@ -203,19 +201,23 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
 
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
-_MOST_NAMED = 5
+_MOST_NAMED_PROMPTS = 5
 _SHARE_STEPS = 10_000
 """A recommended share is rounded up to a multiple of 1 over this."""
 
 
 def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario: str = "regular") -> tuple[int, str]:
-    """Return the largest window that suits all budgets and prompts, and the reason as a sentence.
+    """Return the largest window that fits all budgets and prompts, and the reason as a sentence.
 
-    It leaves at least as many free entries as itself at the smallest budget of the shortest prompt; it is the same for
-    all budgets, so that they differ in nothing else. Raises BudgetError where not even a window of one entry fits, with
-    the prompts and the smallest budget that fits them.
+    It fits where at least as many entries stay free as it has, at the smallest budget of the shortest prompt. All
+    budgets get the same window, so that they differ in nothing else. Raises BudgetError where no window fits; it names
+    the prompts, and the smallest budget that fits them.
     """
-    kept = {prompt.sample_id: _smallest_kept(budgets, len(prompt.parts(scenario)[0])) for prompt in prompts}
+    lengths = {prompt.sample_id: len(prompt.parts(scenario)[0]) for prompt in prompts}
+    kept = {
+        name: (min(min(budget.tokens(tokens), tokens) for budget in budgets), tokens)
+        for name, tokens in lengths.items()
+    }
     fewest = min(entries for entries, _ in kept.values())
     widest = next((window for window in WINDOWS if fewest >= 2 * window), None)
     if widest is None:
@@ -227,19 +229,17 @@ def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario
     )
 
 
-def _smallest_kept(budgets: Sequence[Budget], tokens: int) -> tuple[int, int]:
-    """Return the entries that the smallest budget keeps of a prompt, and the tokens of the prompt."""
-    return min(min(budget.tokens(tokens), tokens) for budget in budgets), tokens
-
-
 def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """Return the message that names the prompts too short for any window, and a budget that fits."""
+    """Return the error message that names the prompts too short for any window, and the least budget that fits.
+
+    `kept` maps samples to the entries kept at the smallest budget and the tokens of the prompt.
+    """
     short = [(name, tokens) for name, (entries, tokens) in kept.items() if entries < 2]
-    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_MOST_NAMED])
-    more = f" and {len(short) - _MOST_NAMED} more" if len(short) > _MOST_NAMED else ""
+    named = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in short[:_MOST_NAMED_PROMPTS])
+    rest = f" and {len(short) - _MOST_NAMED_PROMPTS} more" if len(short) > _MOST_NAMED_PROMPTS else ""
     least = math.ceil(_SHARE_STEPS * 2 / min(tokens for _, tokens in short)) / _SHARE_STEPS if of_shares else 2
     return (
-        f"the smallest budget leaves no entry beside a window of one in {named}{more}; give --budget from {least:g} "
+        f"the smallest budget leaves no entry beside a window of one in {named}{rest}; give --budget from {least:g} "
         "on, or longer prompts"
     )
 
@@ -251,7 +251,7 @@ _BITS = (16, 8, 4, 2)
 def _bytes(
     run: RunOptions,
     look: LookOptions,
-    compare: SidesOption = DEFAULT_COMPARE,
+    compare: MethodsOption = DEFAULT_COMPARE,
     bits: Annotated[
         list[int] | None, Option(metavar="N", help="--bytes: bits of a number", show_default="16, 8, 4, 2")
     ] = None,
@@ -272,23 +272,26 @@ def _bytes(
     # the size of the model's heads decides how many entries a budget of bytes holds
     files = None if look.trace else open_model(run.model, run.seed, run.revision or "")
 
-    def answer(session: Session) -> Result:
+    def analyse(session: Session) -> Result:
         from perturbkv.analyses.budget.equal_bytes import equal_bytes
 
         return equal_bytes(session.trace, look.step)
 
     return Analysis(
-        "budget-bytes", wanted, lambda: _equal_bytes_configs(wanted, counts, names, files), answer,
+        "budget-bytes", wanted, lambda: _equal_bytes_configs(wanted, counts, names, files), analyse,
         command="budget --bytes", leave_out_unfit=not run.budget, generate=max_new_tokens if answers else 0,
         files=files,
     )  # fmt: skip
 
 
 def _check_bits(bits: list[int] | None) -> list[int]:
-    """Return the bits below 16, which is always measured. Raises ConfigError for others, and where none is left."""
+    """Return the bits of --bits that are below 16, largest first; 16 is always measured.
+
+    Raises ConfigError for bits other than 16, 8, 4 and 2, and for 16 alone.
+    """
     counts = [count for count in check_distinct("--bits", bits or _BITS) if count != FULL_BITS]
-    if wrong := [count for count in counts if count not in _BITS]:
-        msg = f"--bits takes {', '.join(map(str, _BITS))}, got {wrong[0]}"
+    if invalid := [count for count in counts if count not in _BITS]:
+        msg = f"--bits takes {', '.join(map(str, _BITS))}, got {invalid[0]}"
         raise ConfigError(msg)
     if not counts:
         msg = f"--bits takes 8, 4 or 2 to hold against {FULL_BITS}, which is measured anyway; got {FULL_BITS} alone"
@@ -299,41 +302,37 @@ def _check_bits(bits: list[int] | None) -> list[int]:
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return every method at every budget and number of bits; then the full cache in few bits."""
+    """Return each method at each budget and number of bits, then the full cache at these bits; () without a model."""
     if files is None:
         return ()
     d_head = Shape.from_config(files.config, 2, 0).d_head
     base = dataclasses.replace(run, granularity=run.granularity or ["kv"])
-    filling = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
+    precisions = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
     unevicted = dataclasses.replace(base, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
-    evicted = dataclasses.replace(base, precision=[FULL, *filling]).configs(names)
+    evicted = dataclasses.replace(base, precision=[FULL, *precisions]).configs(names)
     return tuple(dict.fromkeys([*evicted, *unevicted.configs(names[:1])]))
 
 
-def _budget() -> None:
+_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
+"""Options of measuring that the help of `budget` leaves out."""
+
+
+@show_defaults(budget="by view")
+@hide_options(*_HIDDEN)
+@analysis_views(
+    _safe_budgets,
+    savings=_savings,
+    bytes=_bytes,
+    cliff=_cliff,
+    flags={
+        "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
+        "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
+        "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
+    },
+)
+def budget() -> None:
     """Find safe budgets, and what a selection saves.
 
     The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples), or
     another view of budgets. --cliff takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
     """
-
-
-_budget.__name__ = "budget"
-_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
-"""Options of measuring that seldom matter here."""
-budget = show_defaults(budget="by view")(
-    hide_options(*_HIDDEN)(
-        analysis_views(
-            _safe_budgets,
-            savings=_savings,
-            bytes=_bytes,
-            cliff=_cliff,
-            flags={
-                "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
-                "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
-                "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
-            },
-            help=_budget,
-        )
-    )
-)

@@ -34,46 +34,47 @@ Decode = Callable[[list[int]], str]
 
 
 def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]:
-    """Return the numbers of a prompt and pieces of its text: `ends` tokens of its beginning and as many of its end."""
+    """Return a prompt as a JSON document: numbers of tokens, answers, and the text of `ends` tokens at each end."""
     tokens, question = len(prompt.token_ids), prompt.question_tokens
     return {
         "sample": prompt.sample_id,
         "tokens": tokens,
         "cut_tokens": prompt.cut_tokens,
-        "cut_after": prompt.cut_place,
+        "cut_after": prompt.cut_index,
         "context_tokens": tokens - question,
         "question_tokens": question,
         "control_tokens": prompt.control_tokens,
         "answers": list(prompt.answers),
-        "pieces": pieces(prompt, decode, ends),
+        "pieces": shown_pieces(prompt, decode, ends),
     }
 
 
-def pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
-    """Return the shown texts of a prompt, tokens `first` to `end`, and between them marks: hidden, cut and question.
+def shown_pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
+    """Return the shown texts of a prompt, each of tokens `first` to `end`, with marks between them.
 
-    Hidden tokens are in the prompt and not shown; cut ones are not in the prompt.
+    The marks are `hidden` (tokens of the prompt that are not shown), `cut` (tokens that were cut out of the prompt) and
+    `question` (the beginning of the question).
     """
     tokens, split = len(prompt.token_ids), len(prompt.token_ids) - prompt.question_tokens
     marks = {
-        index: name for index, name in ((prompt.cut_place, "cut"), (split, "question")) if index and index < tokens
+        index: name for index, name in ((prompt.cut_index, "cut"), (split, "question")) if index and index < tokens
     }
-    parts: list[dict[str, Any]] = []
+    pieces: list[dict[str, Any]] = []
     previous_end = 0
     for first, end in _shown_ranges(tokens, ends, list(marks)):
         if first > previous_end:
-            parts.append({"mark": "hidden", "tokens": first - previous_end})
+            pieces.append({"mark": "hidden", "tokens": first - previous_end})
         borders = [first, *(index for index in sorted(marks) if first < index < end), end]
         for start, stop in itertools.pairwise(borders):
             if start in marks:
-                parts.append({"mark": marks[start], "tokens": prompt.cut_tokens if marks[start] == "cut" else None})
-            parts.append({"first": start, "end": stop, "text": decode(list(prompt.token_ids[start:stop]))})
+                pieces.append({"mark": marks[start], "tokens": prompt.cut_tokens if marks[start] == "cut" else None})
+            pieces.append({"first": start, "end": stop, "text": decode(list(prompt.token_ids[start:stop]))})
         previous_end = end
-    return parts
+    return pieces
 
 
 def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of shown tokens: both ends and the surroundings of each mark, merged where they touch."""
+    """Return the ranges [first, end) of shown tokens: both ends of the prompt and 20 tokens around each mark."""
     wanted = [(0, ends), *((mark - _AROUND, mark + _AROUND) for mark in marks), (tokens - ends, tokens)]
     merged: list[tuple[int, int]] = []
     for first, end in sorted((max(first, 0), min(end, tokens)) for first, end in wanted):
@@ -85,13 +86,13 @@ def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[in
 
 
 def show_prompt(document: Mapping[str, Any]) -> None:
-    """Print a prompt: its numbers, then its text with its marks."""
+    """Print a prompt from its JSON document: its numbers, then its text with marks."""
     console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
         ("tokens", f"{document['tokens']:,}"),
         ("cut in the middle", cut),
-        ("context | question", _parts_text(document)),
+        ("context | question", _division_text(document)),
         ("accepted answers", shorten(" | ".join(document["answers"])) if document["answers"] else "none"),
     ]
     if document["control_tokens"]:
@@ -101,14 +102,15 @@ def show_prompt(document: Mapping[str, Any]) -> None:
         console.say(piece["text"] if "text" in piece else f"── {_mark_text(piece)} ──", bold="mark" in piece)
 
 
-def _parts_text(document: Mapping[str, Any]) -> str:
-    """Return the tokens of context and question; prompts without a question are not divided."""
+def _division_text(document: Mapping[str, Any]) -> str:
+    """Return the numbers of tokens of context and question as text."""
     if not document["question_tokens"]:
         return "no question of its own"
     return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _mark_text(mark: Mapping[str, Any]) -> str:
+    """Return the sentence that stands for a mark in a printed prompt."""
     if mark["mark"] == "hidden":
         return f"{mark['tokens']:,} more tokens, not shown"
     if mark["mark"] == "cut":
@@ -148,15 +150,15 @@ def datasets(
 ) -> None:
     """List the data sets, or look at one and its prompts.
 
-    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, say how it asks and
-    grades. With --show, print prompts as the model sees them, special tokens included: what --model, --max-tokens,
-    --chat-template and the others make of them, as in a run.
+    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, show how the data
+    set asks and grades. With --show, print prompts as the model sees them, special tokens included: what --model,
+    --max-tokens, --chat-template and the others make of them, as in a run.
     """
     if name is None:
         if show:
             msg = "--show needs a dataset to look at, such as `perturbkv list datasets needle --show`"
             raise ConfigError(msg)
-        _list(as_json)
+        _list_datasets(as_json)
     elif show:
         run = DataOptions(
             model=model, dataset=name, samples=samples if sample is None else sample + 1, seed=seed, data_dir=data_dir,
@@ -164,10 +166,11 @@ def datasets(
         )  # fmt: skip
         _show_prompts(run, sample or 0, tokens, as_json)
     else:
-        _describe(name, as_json)
+        _describe_dataset(name, as_json)
 
 
-def _list(as_json: bool) -> None:
+def _list_datasets(as_json: bool) -> None:
+    """Print all data sets."""
     from perturbkv.datasets.dataset_registry import known
 
     if as_json:
@@ -179,8 +182,8 @@ def _list(as_json: bool) -> None:
     console.say("perturbkv list datasets NAME tells what one needs, how it asks and how it is graded.")
 
 
-def _describe(name: str, as_json: bool) -> None:
-    """Print what the registry and the wording say of a data set. Raises PerturbkvErrors."""
+def _describe_dataset(name: str, as_json: bool) -> None:
+    """Print kind, summary, needs and wording of a data set. Raises PerturbkvErrors for an unknown name or a file."""
     from perturbkv.datasets import dataset_registry
 
     dataset_registry.check_name(name)
@@ -198,6 +201,7 @@ def _describe(name: str, as_json: bool) -> None:
 
 
 def _wording(name: str) -> Wording | Task | None:
+    """Return how a data set asks and grades; None for those that are not of LongBench or RULER."""
     from perturbkv.datasets import dataset_registry, wording
     from perturbkv.datasets.ruler import tasks
 
@@ -207,6 +211,7 @@ def _wording(name: str) -> Wording | Task | None:
 
 
 def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
+    """Return table rows on the prompt, answer, metric and chat template of a data set."""
     record = wording.record()
     ends = f", up to the first {' or '.join(map(repr, wording.until))}" if wording.until else ""
     return [
@@ -218,7 +223,7 @@ def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
 
 
 def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
-    """Print the samples from `first` on as the model of the run would see them. Raises PerturbkvErrors."""
+    """Print the prompts from index `first` on as the model sees them: `tokens` of each end. Raises PerturbkvErrors."""
     from perturbkv.datasets import dataset_registry
     from perturbkv.models.loading import open_model
 

@@ -28,6 +28,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _findings() -> dict[str, str]:
+    """Return name -> text for all that `perturbkv doctor` reports."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -46,25 +47,27 @@ def _findings() -> dict[str, str]:
 
 
 def _embedded_model() -> str:
+    """Return the embedded model's name, quantisation and path as text, or how to install it."""
     from perturbkv.models.aliases import EMBEDDED, INSTALL_EMBEDDED
-    from perturbkv.models.gguf import read_header, storage
+    from perturbkv.models.gguf import read_header
     from perturbkv.models.sources import embedded_gguf
+    from perturbkv.models.stored_weights import gguf_storage
 
     path = embedded_gguf()
-    return f"{EMBEDDED}: {storage(read_header(path))[1]}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
+    return f"{EMBEDDED}: {gguf_storage(read_header(path)).detail}; {path}" if path else f"missing: {INSTALL_EMBEDDED}"
 
 
 def _norm_kernel() -> str:
-    """Return the kernel that `--norm-kernel auto` chooses on this machine."""
+    """Return the kernel that `--norm-kernel auto` chooses on this machine, with the reason where it is not Triton."""
     from perturbkv.models.loading import pick_device
     from perturbkv.scoring.value_norms import triton_unavailable_reason
 
-    why = triton_unavailable_reason(pick_device("auto"))
-    return f"chunked ({why})" if why else "triton"
+    reason = triton_unavailable_reason(pick_device("auto"))
+    return f"chunked ({reason})" if reason else "triton"
 
 
 def _converted_models() -> str:
-    """Return the folder of converted GGUF files, their number and size."""
+    """Return the folder of converted GGUF models, their number and size as text."""
     from perturbkv.models import user_cache
 
     entries, size = user_cache.usage()
@@ -72,6 +75,7 @@ def _converted_models() -> str:
 
 
 def _hub_cache() -> str:
+    """Return the cache folder of the Hugging Face hub and its number of models as text."""
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     models = len(list(Path(HF_HUB_CACHE).glob("models--*")))

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from perturbkv.cli.choices import (
-    DEFAULT_COMPARE,
-    METHODS,
-    check_choice,
-    name_with_distance,
-    parse_compare,
-    parse_methods,
-)
+from perturbkv.cli.choices import DEFAULT_COMPARE, METHODS, check_choice, parse_compare, parse_methods
 from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis
@@ -28,14 +21,19 @@ if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
 
 DistanceOption = Annotated[str, Option(metavar="NAME", help="l1, l2 or cosine")]
-_LONGEST_STEM = 150
+_MOST_STEM_CHARACTERS = 150
 """Most characters of a figure's name; file systems limit it."""
 
 
-def _check_distance(distance: str) -> str:
+def _name_with_distance(analysis: str, distance: str) -> str:
+    """Return the name of an analysis, with its distance unless that is l1, for summary.json and file names.
+
+    Raises UnknownNameError for an unknown distance.
+    """
     from perturbkv.analyses.verdicts import DISTANCES
 
-    return check_choice("distance", distance, tuple(DISTANCES))
+    check_choice("distance", distance, tuple(DISTANCES))
+    return analysis if distance == "l1" else f"{analysis}-{distance}"
 
 
 @analysis
@@ -46,18 +44,17 @@ def heads(
 
     Which heads are better, tied or worse than with the baseline, and what the sum over them does (paper, figure 2).
     """
-    names, distance = parse_compare(compare), _check_distance(distance)
-    name = name_with_distance("heads", distance)
+    names, name = parse_compare(compare), _name_with_distance("heads", distance)
 
-    def answer(session: Session) -> Result:
+    def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
 
         result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
-        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_LONGEST_STEM]
+        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
         session.save(result.plot(session.width_mm), result.identity, stem)
         return result
 
-    return Analysis(name, run, lambda: run.configs(names), answer, stems=[name])
+    return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name])
 
 
 @show_defaults(budget=" ".join(FRACTIONS))
@@ -74,27 +71,26 @@ def layers(
 
     Baseline against treatment (paper, figures 3, 5, 6).
     """
-    names, distance = parse_compare(compare), _check_distance(distance)
+    names, name = parse_compare(compare), _name_with_distance("layers", distance)
     wanted = run.with_budgets(("0.01", *FRACTIONS) if budgets else FRACTIONS)
-    name = name_with_distance("layers", distance)
 
-    def answer(session: Session) -> tuple[list[Result], dict[str, Any]]:
+    def analyse(session: Session) -> tuple[list[Result], dict[str, Any]]:
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
-        def analyse(function: Callable[..., Any]) -> Any:
-            return function(session.trace, names[0], names[1:], step=look.step, distance=distance)
+        def compare_drifts(analyse: Callable[..., Any]) -> Any:
+            return analyse(session.trace, names[0], names[1:], step=look.step, distance=distance)
 
-        drifts = analyse(layer_drift)
+        drifts = compare_drifts(layer_drift)
         _save_series(session, drifts, name)
         results, document = [drifts], drifts.to_dict()
         if per_sample:
-            samples = analyse(last_layer)
+            samples = compare_drifts(last_layer)
             _save_series(session, samples, f"{name}-samples")
             results.append(samples)
             document |= samples.to_dict()
         if budgets:
-            curves = analyse(budget_curves)
+            curves = compare_drifts(budget_curves)
             session.save(curves.plot(session.width_mm), curves.identity, f"{name}-budgets")
             results.append(curves)
             document["budgets"] = curves.to_dict()
@@ -102,12 +98,12 @@ def layers(
 
     stems = [name, *[f"{name}-samples"] * per_sample, *[f"{name}-budgets"] * budgets]
     return Analysis(
-        name, wanted, lambda: wanted.configs(names), answer, stems=stems, leave_out_unfit=not run.budget
+        name, wanted, lambda: wanted.configs(names), analyse, stems=stems, leave_out_unfit=not run.budget
     )  # fmt: skip
 
 
 def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str) -> None:
-    """Save a figure per series, numbered where there are several."""
+    """Save a figure per series of the result; their names are numbered where there are several."""
     members: Sequence[DriftSeries | SampleSeries] = result.members
     for index, series in enumerate(members, 1):
         name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
@@ -123,20 +119,20 @@ def assumption(
 ) -> Analysis:
     """Check Assumption 1 per head, in three readings of σ.
 
-    As the paper states it, as stage 1 holds it, and S (its figure 4).
+    Attention on the αb largest entries, as the paper states it; on the entries of stage 1; and on all kept entries, S
+    (paper, figure 4).
     """
     wanted = run.with_budgets(FRACTIONS)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.bounds.assumption import assumption as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.bounds.assumption import assumption
 
-        return analyse(session.trace, selection, look.step)
+        return assumption(session.trace, selection, look.step)
 
-    configs = lambda: wanted.configs([selection])  # noqa: E731
-    return Analysis("assumption", wanted, configs, answer, leave_out_unfit=not run.budget)
+    return Analysis("assumption", wanted, lambda: wanted.configs([selection]), analyse, leave_out_unfit=not run.budget)
 
 
-_RANKED = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
+_RANKED_SELECTIONS = "attention,attention-unpooled,two-stage-uniform,two-stage,value,random,hindsight"
 
 
 @show_defaults(budget=" ".join(FRACTIONS))
@@ -152,7 +148,7 @@ def bound_tightness(
             help="Selections to rank, separated by commas; a finished trace has its own",
             show_default="all but hindsight-attention, position",
         ),
-    ] = _RANKED,
+    ] = _RANKED_SELECTIONS,
 ) -> Analysis:
     """Measure how tight the bounds are, and if they rank.
 
@@ -161,40 +157,40 @@ def bound_tightness(
     wanted, names = run.with_budgets(FRACTIONS), parse_compare(compare)
     sides = names if selection in names else [*names, selection]
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.bounds.bound_tightness import bound_tightness as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 
-        return analyse(session.trace, selection, look.step)
+        return bound_tightness(session.trace, selection, look.step)
 
     return Analysis(
-        "bound-tightness", wanted, lambda: wanted.configs(sides), answer,
+        "bound-tightness", wanted, lambda: wanted.configs(sides), analyse,
         figures={"plot": "", "plot_heads": "-heads"}, leave_out_unfit=not run.budget,
     )  # fmt: skip
 
 
-_STEPS, _LEAST_STEPS = 32, 3
+_HORIZON_STEPS, _LEAST_HORIZON_STEPS = 32, 3
 
 
-@show_defaults(steps=str(_STEPS))
+@show_defaults(steps=str(_HORIZON_STEPS))
 @analysis
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
     """Follow the perturbation over many decode steps.
 
-    Teacher-forced on the full cache's own text; does the error grow, and does one selection's lead last?
+    Teacher-forced on the full cache's own text: does the error grow, and does one selection stay ahead?
     """
     names = parse_compare(compare)
-    wanted = dataclasses.replace(run, steps=_STEPS if run.steps is None else run.steps)
-    if look.trace is None and wanted.step_count < _LEAST_STEPS:
-        msg = f"horizon needs at least {_LEAST_STEPS} decode steps, got --steps {wanted.step_count}"
+    wanted = dataclasses.replace(run, steps=_HORIZON_STEPS if run.steps is None else run.steps)
+    if look.trace is None and wanted.step_count < _LEAST_HORIZON_STEPS:
+        msg = f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
         raise ConfigError(msg)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.horizon.horizon import horizon as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.horizon.horizon import horizon
 
-        return analyse(session.trace, names)
+        return horizon(session.trace, names)
 
     figures = {"plot": "", "plot_heads": "-heads"}
-    return Analysis("horizon", wanted, lambda: wanted.configs(names), answer, figures=figures)
+    return Analysis("horizon", wanted, lambda: wanted.configs(names), analyse, figures=figures)
 
 
 @show_defaults(budget="a trace's first; 128")
@@ -213,8 +209,8 @@ def tokens(
 ) -> Analysis:
     """Show the words that a head keeps and evicts.
 
-    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each that add
-    most to the head's output. Without --head the one whose output the treatment changes most is shown.
+    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each configuration
+    that add most to the head's output. Without --head, the head whose output the treatment changes most.
     """
     names = parse_compare(compare)
     if len(names) != 2:
@@ -225,22 +221,22 @@ def tokens(
         raise ConfigError(msg)
     budget = Budget.parse(run.budget[0]).value if run.budget else None
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.tokens.tokens import tokens as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.tokens.tokens import tokens
 
-        return analyse(
+        return tokens(
             session.trace, sample, layer, head, baseline=names[0], treatment=names[1], budget=budget,
             everything=everything,
         )  # fmt: skip
 
-    return Analysis("tokens", run, lambda: run.configs(names), answer, figures={}, writes=False)
+    return Analysis("tokens", run, lambda: run.configs(names), analyse, figures={}, writes=False)
 
 
-_LENGTHS, _DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
+_NEEDLE_LENGTHS, _NEEDLE_DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]
 _NEEDLE_STEPS = 8
 
 
-@show_defaults(length=_LENGTHS[0], depth=_DEPTHS[0], steps=str(_NEEDLE_STEPS))
+@show_defaults(length=_NEEDLE_LENGTHS[0], depth=_NEEDLE_DEPTHS[0], steps=str(_NEEDLE_STEPS))
 @show_options("depth", "haystack")
 @hide_options("dataset", "data_dir", "step")
 @analysis
@@ -260,23 +256,26 @@ def needle(
     """Ask every cache for a number hidden in a long text.
 
     One prompt per length and depth unless --samples asks for more. The answers are compared with the first step's
-    perturbation, and apart from it with the mean over all --steps, which nearly is the score.
+    perturbation, and separately with its mean over all --steps, which nearly repeats the score.
     """
     wanted = _needle_run(run, max_new_tokens)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.needle.needle import needle as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.needle.needle import needle
 
-        return analyse(session.trace)
+        return needle(session.trace)
 
     return Analysis(
-        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), answer, generate=max_new_tokens,
+        "needle", wanted, lambda: wanted.configs(parse_methods(compare)), analyse, generate=max_new_tokens,
         figures={"plot": "", "plot_digits": "-digits", "plot_depths": "-depths", "plot_correlation": "-correlation"},
     )  # fmt: skip
 
 
 def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
-    """Return the run with the defaults of needle where the user chose none. Raises ConfigError."""
+    """Return the run with needle's default lengths, depths, steps and samples where the user chose none.
+
+    Raises ConfigError for another data set, for answers without a token, and for too few samples.
+    """
     if run.dataset != "needle":
         msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
         raise ConfigError(msg)
@@ -284,10 +283,12 @@ def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
         msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
         raise ConfigError(msg)
     steps = _NEEDLE_STEPS if run.steps is None else run.steps
-    wanted = dataclasses.replace(run, length=run.length or _LENGTHS, depth=run.depth or _DEPTHS, steps=steps)
-    cells = len(wanted.lengths) * len(wanted.depths)
-    if run.samples is not None and run.samples < cells:
+    wanted = dataclasses.replace(
+        run, length=run.length or _NEEDLE_LENGTHS, depth=run.depth or _NEEDLE_DEPTHS, steps=steps
+    )
+    needed = len(wanted.lengths) * len(wanted.depths)
+    if run.samples is not None and run.samples < needed:
         grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
-        msg = f"{grid} need {cells} samples, got --samples {run.samples}"
+        msg = f"{grid} need {needed} samples, got --samples {run.samples}"
         raise ConfigError(msg)
-    return dataclasses.replace(wanted, samples=run.samples or cells)
+    return dataclasses.replace(wanted, samples=run.samples or needed)

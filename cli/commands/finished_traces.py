@@ -13,10 +13,10 @@ from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
-from perturbkv.cli.commands.trace import HDF5, describe, report_run
+from perturbkv.cli.commands.trace import HDF5, print_trace, trace_document
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -67,7 +67,7 @@ def export(
     else:
         for name, count in counts.items():
             console.say(f"{name}: {count:,} rows")
-    say_failures(dict(finished.failures))
+    print_failures(dict(finished.failures))
     if finished.failures:
         raise typer.Exit(1)
 
@@ -87,16 +87,19 @@ def merge(
     """
     from perturbkv.storage.run.shard_merging import merge_shards
 
-    joined = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _trace_paths(output)}
+    shards = {path: merge_shards(path, overwrite=overwrite, wait=wait) for path in _trace_paths(output)}
     if as_json:
-        console.print_json({"merged": [{**describe(path), "shards": count} for path, count in joined.items()]})
-    failed = [report_run(path, as_json) for path in joined]
+        console.print_json({"merged": [{**trace_document(path), "shards": count} for path, count in shards.items()]})
+    failed = [print_trace(path, as_json) for path in shards]
     if any(failed):
         raise typer.Exit(1)
 
 
 def _trace_paths(output: Path) -> list[Path]:
-    """Return the trace that an --output names, or those of its data sets. Raises TraceError where there is none."""
+    """Return the path of the trace that an --output names, or of each trace in its folders, one per data set.
+
+    Raises TraceError where there is neither a trace nor a shard of one.
+    """
     from perturbkv.storage.run.shards import find_shards
 
     if output.suffix in HDF5:
@@ -169,12 +172,12 @@ def describe_trace(
         console.print_json({**document, "run": run_object(description.run), "path": str(trace)})
         return
     run = description.run
-    states = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
+    counts = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
     facts = [
-        ("samples", states),
-        ("text", _stored(description, description.with_text)),
+        ("samples", counts),
+        ("text", _stored_text(description, description.with_text)),
         *_answer_rows(description),
-        ("kept positions", _stored(description, description.with_kept)),
+        ("kept positions", _stored_text(description, description.with_kept)),
         *_cache_rows(description.caches),
         *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
     ]
@@ -196,14 +199,17 @@ def describe_trace(
 
 
 def _answer_rows(description: Description) -> list[tuple[str, str]]:
-    """Return a row on the stored text of answers, where there are answers."""
+    """Return a table row on the stored text of answers; none where the trace has no answers."""
     if "generated" not in description.variables:
         return []
-    return [("text of answers", _stored(description, description.with_answers))]
+    return [("text of answers", _stored_text(description, description.with_answers))]
 
 
-def _stored(description: Description, samples: Sequence[str]) -> str:
-    """Return as text for how many of the complete samples an optional part of the trace is stored."""
+def _stored_text(description: Description, samples: Sequence[str]) -> str:
+    """Return for how many complete samples an optional part of a trace is stored, as text.
+
+    `samples` are those for which it is stored.
+    """
     stored, complete = len(samples), len(description.sample_ids) - len(description.failures)
     if not stored:
         return "not stored"
@@ -211,7 +217,7 @@ def _stored(description: Description, samples: Sequence[str]) -> str:
 
 
 def _cache_rows(caches: dict[str, int]) -> list[tuple[str, str]]:
-    """Return a row on the bytes of all evicted caches, and the share of padding in them."""
+    """Return a table row on the bytes of all evicted caches and the share of padding; none without caches."""
     if not caches:
         return []
     total, padding = caches["cache_bytes"], caches["cache_padding_bytes"]

@@ -19,7 +19,7 @@ from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
@@ -39,7 +39,10 @@ _SHOWN = 400
 
 
 def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
-    """Print a sample: the accepted answers, every answer, and the relative perturbation of each compression."""
+    """Print a sample: accepted answers, the answer from every cache, and the relative perturbation per compression.
+
+    `row` is the sample's line in the file of answers.
+    """
     console.say(f"\n{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
     names = dict(zip(row["evicted"], short_names(configs), strict=True))
@@ -70,17 +73,18 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
 
 
 def _bytes_text(answer: Mapping[str, Any]) -> str:
-    """Return the share of the full cache's bytes that a quantised cache takes, on a line of its own."""
+    """Return a line with a quantised cache's share of the full cache's bytes; empty for other caches."""
     return f"\n{text.cache_share(answer['bytes_share'])} of bytes" if "bytes_share" in answer else ""
 
 
 def _score_text(answer: Mapping[str, Any]) -> str:
+    """Return the score of an answer as text; empty without a score."""
     score = answer.get("score")
     return "" if score is None else f"{score:.3f}"
 
 
 def shorten(text: str) -> str:
-    """Return a text in one line, without its end where it is long."""
+    """Return a text as one line, cut after 400 characters; it ends with the number of characters cut."""
     line = " ".join(text.split()) or "(nothing)"
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 
@@ -113,7 +117,7 @@ def generate(
     from perturbkv.pipeline.answers.grading import metrics_of
 
     configs = run.configs(selection or DEFAULT_SELECTIONS)
-    option_refusals.check("generate", run, configs)
+    option_refusals.check("generate", configs, run)
     check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
@@ -124,7 +128,7 @@ def generate(
     if run.dry_run:
         from perturbkv.cli import dry_run
 
-        dry_run.show(planned, run.as_json, None)
+        dry_run.show([planned], run.as_json, None)
         return
     metrics_of(planned.prompts)
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
@@ -138,8 +142,8 @@ def generate(
         document = {**header, "run": run_object(planned.run), "file": str(path), "samples": rows, "failed": failed}
         console.print_json(document)
     else:
-        _show(rows, planned.run.configs, compress_every, path)
-    say_failures(failed)
+        _show_answers(rows, planned.run.configs, compress_every, path)
+    print_failures(failed)
     if failed:
         raise typer.Exit(1)
 
@@ -147,14 +151,17 @@ def generate(
 def _answer_samples(
     run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
 ) -> list[dict[str, Any]]:
-    """Return all samples' answers in the order of the run, with those that the same run finished earlier."""
+    """Return the rows of all samples in the run's order, after answering those missing from the file of answers.
+
+    `failed` gets sample -> reason. Raises InterruptedRunError after a Ctrl-C.
+    """
     from perturbkv.pipeline.run.running import provenance
 
     made_with = provenance_object(provenance(planned))
-    first_line, rows = _open_file(path, header, made_with, run.overwrite)
+    first_line, rows = _open_answers(path, header, made_with, run.overwrite)
     try:
         with translate_os_errors(path):
-            _generate(run, planned, path, rows, header, failed, lock)
+            _answer_missing(run, planned, path, rows, header, failed, lock)
             return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
@@ -163,7 +170,7 @@ def _answer_samples(
 def _sort_rows(
     planned: Plan, path: Path, first_line: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the rows in the order of the run's samples, and rewrite the file so where workers wrote another one."""
+    """Return the rows in the order of the run's samples; rewrite the file where workers wrote them in another order."""
     index = {name: number for number, name in enumerate(planned.prompts.ids)}
     ordered = sorted(rows, key=lambda row: index.get(row["sample"], len(index)))
     if ordered != rows:
@@ -171,9 +178,10 @@ def _sort_rows(
     return ordered
 
 
-def _show(
+def _show_answers(
     rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
 ) -> None:
+    """Print the answers to all samples, and notes on what the caches held."""
     for row in rows:
         show(row, configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
@@ -183,10 +191,10 @@ def _show(
     console.say(f"written to {path}, every answer whole")
 
 
-def _open_file(
+def _open_answers(
     path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of the file and the samples that it already holds; start it where it does not exist.
+    """Return the first line of the file of answers and its rows of finished samples; write the file anew.
 
     Raises ConfigError where the file is of another run, or is no file of answers.
     """
@@ -207,7 +215,7 @@ def _open_file(
 
 
 def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the first line of a file in the form of this version; choices that it lacks have their defaults."""
+    """Return the header of a file of answers from its first line; choices that it lacks have their defaults."""
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:
@@ -219,7 +227,7 @@ def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _generate(
+def _answer_missing(
     run: RunOptions,
     planned: Plan,
     path: Path,
@@ -228,7 +236,7 @@ def _generate(
     failed: dict[str, str],
     lock: Lock,
 ) -> None:
-    """Answer the prompts missing in `rows`, and write each at once; `failed` gets the reasons of those that fail."""
+    """Answer the prompts without a row, and append each row to `rows` and the file; `failed` gets sample -> reason."""
     from perturbkv.engines import engine_choice
     from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt
     from perturbkv.pipeline.answers.generation import AnswerOptions
@@ -244,8 +252,8 @@ def _generate(
         rows.append(answer.row)
         bar.advance()
 
-    def on_failure(prompt: Prompt, why: str) -> None:
-        failed[prompt.sample_id] = why
+    def on_failure(prompt: Prompt, reason: str) -> None:
+        failed[prompt.sample_id] = reason
         bar.advance()
 
     options = AnswerOptions(header["compress_every"], header["divergence"])

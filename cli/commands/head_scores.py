@@ -28,7 +28,7 @@ def measure_head_scores(run: RunOptions) -> None:
     """
     from perturbkv.scoring.head_scores import as_json
 
-    output = _output(run)
+    output = _output_path(run)
     samples = _SAMPLES if run.samples is None else run.samples
     with new_file(output, run.overwrite) as temporary:
         layers, scores, right = _measure(run, samples)
@@ -49,8 +49,8 @@ def measure_head_scores(run: RunOptions) -> None:
     )
 
 
-def _output(run: RunOptions) -> Path:
-    """Return the file to write. Raises ConfigError for an option without effect, and for an existing file."""
+def _output_path(run: RunOptions) -> Path:
+    """Return the path of --head-scores. Raises ConfigError for an option without effect, and for an existing file."""
     assert run.head_scores is not None
     for name in sorted(run.typed_options - _OPTIONS):
         msg = (
@@ -68,7 +68,7 @@ def _output(run: RunOptions) -> Path:
 
 
 def _measure(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[list[float]], int]:
-    """Return the measured layers, a row of scores for each, and the number of prompts with a right answer."""
+    """Return the measured layers, the scores [layer][head], and the number of prompts that were answered right."""
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
     from perturbkv.datasets.needle import add_distraction

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perturbkv.configs.option import Option
 
 
-_WIDEST = 34
+_POLICIES_COLUMNS = 34
 """Width of a list of policies in a table with two other columns, 80 characters in all."""
 
 
@@ -72,10 +72,11 @@ def policies(
     if name is None:
         _list_policies(as_json)
     else:
-        _describe(name, as_json)
+        _describe_choice(name, as_json)
 
 
 def _list_policies(as_json: bool) -> None:
+    """Print all policies and selections, and what combines with what."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known
@@ -96,7 +97,7 @@ def _list_policies(as_json: bool) -> None:
             for row in known()
         ],
     )
-    combined = [(textwrap.fill(policies, _WIDEST), *others) for policies, *others in compatible_choices()]
+    combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
@@ -106,7 +107,7 @@ def _list_policies(as_json: bool) -> None:
     )
 
 
-def _describe(text: str, as_json: bool) -> None:
+def _describe_choice(text: str, as_json: bool) -> None:
     """Print the options of a policy, selection, granularity, precision or correction.
 
     Raises UnknownNameError for any other name, and ConfigError for options that it does not take.
@@ -130,18 +131,18 @@ def _describe(text: str, as_json: bool) -> None:
         known = {**SELECTION_OPTIONS, **GRANULARITY_OPTIONS, **PRECISION_OPTIONS, **CORRECTION_OPTIONS}
         options = known[choice.name]
         complete_choice(choice, f"'{choice.name}'", options)
-        _show(choice, others[choice.name], "", options, as_json)
+        _show_choice(choice, others[choice.name], "", options, as_json)
     elif choice.name in registry.names() or refers_to_file(choice.name):
         policy, choice = registry.info(choice.name), registry.name_first_argument(choice)
         registry.build(choice)
-        _show(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
+        _show_choice(choice, policy.summary_line(), policy.paper, policy.options(), as_json)
     else:
         names = dict.fromkeys([*registry.names(), *SELECTABLE, *GRANULARITIES, *PRECISIONS, *CORRECTIONS])
         raise UnknownNameError(text, "policy or selection", names)
 
 
-def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
-    """Print a choice, its options and how it is written; where it ranks by another score, how to list that one too."""
+def _show_choice(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
+    """Print a choice, its options and how to type it; where it ranks by another score, also how to list that score."""
     from perturbkv.scoring.score_registry import OWN
 
     if as_json:
@@ -162,7 +163,7 @@ def _show(choice: Choice, summary: str, paper: str, options: Mapping[str, Option
 
 
 def _describe_press(choice: Choice, as_json: bool) -> None:
-    """Print the parameters of a press. Raises ConfigError and UnknownNameError."""
+    """Print the parameters of a kvpress press. Raises ConfigError and UnknownNameError."""
     from perturbkv.selection.policies import kvpress
 
     name = str(choice)
@@ -184,4 +185,5 @@ def _default_text(value: Any) -> str:
 
 
 def _options_document(options: Mapping[str, Option]) -> dict[str, Any]:
+    """Return options as JSON: name -> default and description."""
     return {name: {"default": one.default, "about": one.about} for name, one in options.items()}

@@ -70,8 +70,8 @@ def patching(
         _layer_lists("--baseline-in", baseline_in), _layer_lists("--treatment-in", treatment_in),
         permutations, exact, greedy, outcome, step, run.seed,
     )  # fmt: skip
-    configs = _sides(run, compare)
-    option_refusals.check(_COMMAND, run, configs)
+    configs = _compared_configs(run, compare)
+    option_refusals.check(_COMMAND, configs, run)
     folder = run_folder(run, run.output)
     if not run.dry_run:
         OutputFolder(folder, wait=run.wait).claim(resumable(folder / FILE), writer=folder / FILE)
@@ -83,10 +83,10 @@ def patching(
 
 
 def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, patches: PatchingConfig) -> None:
-    """Measure what is missing, write figure and numbers, and print them; exit with 1 where samples failed."""
-    from perturbkv.api.questions import game_of, run_patching
+    """Measure the missing mixtures, write figure and numbers, and print them; exit with 1 where samples failed."""
+    from perturbkv.api.questions import patching_game, run_patching
 
-    game_of(planned, patches)
+    patching_game(planned, patches)
     session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
     with session.claim([session.name]):
         with console.progress("mixtures") as bar:
@@ -97,14 +97,14 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
 
 
 def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
-    """Print what would be measured, without measuring it."""
-    from perturbkv.api.questions import cost, game_of
+    """Print the plan of a dry run, with the numbers of mixtures that it would measure."""
+    from perturbkv.api.questions import mixture_counts, patching_game
 
-    mixtures, samples = cost(planned, patches, game_of(planned, patches)), len(planned.prompts)
+    mixtures, samples = mixture_counts(planned, patches, patching_game(planned, patches)), len(planned.prompts)
     if run.as_json:
         console.print_json({**dry_run.describe(planned, None), "mixtures": mixtures})
         return
-    dry_run.show(planned, False, None)
+    dry_run.show([planned], False, None)
     console.say(
         f"mixtures of each prompt: {mixtures['named']} by name, {mixtures['shapley']:,} for Shapley values, at most "
         f"{mixtures['greedy']:,} for the greedy path; at most {samples * mixtures['mixtures']:,} of {samples} prompts, "
@@ -112,8 +112,8 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     )
 
 
-def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
-    """Return baseline and treatment. Raises ConfigError for more than one of each."""
+def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
+    """Return the configurations of baseline and treatment. Raises ConfigError for more than one of either."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:
         msg = (
@@ -126,11 +126,15 @@ def _sides(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
 
 
 def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each text of a repeatable option, such as `0,18-23`."""
     return tuple(rules.parse_layers(option, text) for text in texts or [])
 
 
 def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None, answers: bool) -> None:
-    """Raise ConfigError for an option on the command line that has no effect."""
+    """Raise ConfigError for a typed option without effect.
+
+    The options of Shapley values and the greedy path need one of both, --max-new-tokens needs --answers.
+    """
     unused = [name for name in _GAME_OPTIONS if name in run.typed_options] if permutations == 0 and greedy == 0 else []
     if unused:
         flag = option_refusals.option_flag(unused[0])

@@ -41,22 +41,22 @@ def measures(
         ),
     ] = None,
 ) -> Analysis:
-    """Ask whether L2 or cosine would conclude what L1 does.
+    """Ask whether L2 or cosine leads to the conclusions of L1.
 
-    As the quantity measured: verdicts, order of methods, links with KL and scores. As the one that selects: norm=l2 of
-    a selection.
+    As the measured distance: verdicts, order of methods, correlation with KL and scores. As the distance that selects
+    entries: norm=l2 of a selection.
     """
-    from perturbkv.analyses.questions.measures.measure_settings import TREATMENTS
+    from perturbkv.analyses.questions.measures.measures import TREATMENTS
 
     baseline, *treatments = [_BASELINE] if compare is None else parse_compare(compare)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.questions.measures.measures import measures as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.questions.measures.measures import measures
 
-        return analyse(session.trace, baseline, treatments or None, step=look.step)
+        return measures(session.trace, baseline, treatments or None, step=look.step)
 
     return Analysis(
-        "measures", run, lambda: run.configs([baseline, *(treatments or TREATMENTS)]), answer,
+        "measures", run, lambda: run.configs([baseline, *(treatments or TREATMENTS)]), analyse,
         command="question measures",
     )  # fmt: skip
 
@@ -77,7 +77,8 @@ def regret(
 ) -> None:
     """Measure how far each method is from the best kept set.
 
-    Per head, isolated: against the best set known of its size on the prompt, and the proven best of a short prefix.
+    Per head, by isolated perturbation: against the best known set of the same size on the prompt, and against the
+    proven best set on a short prefix.
     """
     from perturbkv.api.questions import run_search
     from perturbkv.optimum.chain import with_references
@@ -85,7 +86,7 @@ def regret(
 
     searches = searching.SearchSettings(heads, proven, seconds, seed=run.seed)
     configs = with_references(run.configs(parse_methods(compare)))
-    option_refusals.check(_REGRET, run, configs)
+    option_refusals.check(_REGRET, configs, run)
     searching.check(configs, searches)
     folder = run_folder(run, run.output)
     session = Session("regret", OutputFolder(folder, run.overwrite), look, run.as_json)
@@ -95,7 +96,7 @@ def regret(
         session.claim([session.name])
     planned = plan(run, configs)
     if run.dry_run:
-        dry_run.show(planned, run.as_json, None)
+        dry_run.show([planned], run.as_json, None)
         return
     with session.claim([session.name]):
         with console.progress("samples") as bar:
@@ -107,8 +108,8 @@ def regret(
 
 _COMPARE = "attention,two-stage,attention-unpooled,two-stage-uniform,random"
 _CORRECTIONS = ("corrected", "corrected(mass=linear)", "corrected-oracle")
-_CORRECTED = 2
-"""Number of methods that are measured with corrections too: the first ones."""
+_CORRECTED_METHODS = 2
+"""Number of methods, the first of --compare, that are measured with corrections too."""
 
 
 @show_defaults(correction=", ".join(_CORRECTIONS))
@@ -122,29 +123,30 @@ def split(
         Option(metavar="NAMES", help="Selections or policies, the baseline first", show_default=_COMPARE),
     ] = None,
 ) -> Analysis:
-    """Separate how much is evicted from what is evicted.
+    """Separate the effects of how much and what is evicted.
 
-    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head; which methods win by which; what a stored mean of what went wins, without a
-    trace in the first two of --compare.
+    L = (1 − S) ‖μ_gone − μ_kept‖₁ per head: by which factor a method wins, and what a stored mean of the evicted
+    values gains; without a trace, that is measured for the first two of --compare.
     """
     names = None if compare is None else parse_compare(compare)
 
-    def answer(session: Session) -> Result:
-        from perturbkv.analyses.questions.split.split import split as analyse
+    def analyse(session: Session) -> Result:
+        from perturbkv.analyses.questions.split.split import split
 
-        return analyse(session.trace, names, look.step)
+        return split(session.trace, names, look.step)
 
-    configs = lambda: _split_configs(run, names or _COMPARE.split(","))  # noqa: E731
-    return Analysis("split", run, configs, answer, command="question split")
+    return Analysis(
+        "split", run, lambda: _split_configs(run, names or _COMPARE.split(",")), analyse, command="question split"
+    )
 
 
 def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return all methods uncorrected, then the first ones with corrections."""
+    """Return all methods without correction, then the first two methods with each correction."""
     uncorrected = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:
         return uncorrected
-    corrected = dataclasses.replace(run, correction=corrections).configs(names[:_CORRECTED])
+    corrected = dataclasses.replace(run, correction=corrections).configs(names[:_CORRECTED_METHODS])
     return tuple(dict.fromkeys([*uncorrected, *corrected]))
 
 
@@ -174,23 +176,26 @@ def stability(
         str | None, Option("--budget", "-b", metavar="B", help="Of several", show_default="the one that all hold")
     ] = None,
 ) -> None:
-    """Ask whether the same heads are hit everywhere.
+    """Ask whether eviction hits the same heads everywhere.
 
-    Over prompts and decode steps within a trace, and between traces: of data sets, lengths, seeds; of models over
-    depth alone.
+    Across the prompts and decode steps of a trace, and across traces: of other data sets, lengths or seeds; other
+    models are compared by depth alone.
     """
-    from perturbkv.analyses.questions.stability.stability import stability as analyse
+    from perturbkv.analyses.questions.stability.stability import stability as compare_heads
 
     if budget is not None:
         Budget.parse(budget)
     session = _open_traces(look)
-    result = analyse(session.traces, selection=selection, baseline=baseline, budget=budget)
+    result = compare_heads(session.traces, selection=selection, baseline=baseline, budget=budget)
     session.save(result.plot(session.width_mm), result.identity, session.name)
     session.show(result)
 
 
 def _open_traces(look: StabilityOptions) -> Session:
-    """Return the session of the traces. Raises ConfigError without traces, FailedRunError for one without samples."""
+    """Return the session of the traces.
+
+    Raises ConfigError where the user named no trace, FailedRunError for a trace without a complete sample.
+    """
     if not look.traces:
         msg = (
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "

@@ -49,10 +49,10 @@ def selfcheck(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Hold what runs on a GPU against its reference.
+    """Compare what runs on a GPU with its reference.
 
-    The compact cache, the Triton kernel, layers over several GPUs; beside that the table of ties in half precision,
-    and the benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
+    The compact cache, the Triton kernel, layers over several GPUs; then the table of ties in half precision, and the
+    benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
     """
     place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
@@ -66,14 +66,14 @@ def selfcheck(
     if as_json:
         console.print_json(document)
     else:
-        _print(checks, document)
+        _print_tables(checks, document)
         console.say(f"written to {path}, after {document['seconds']:.0f} s")
     if not document["equal"]:
         raise typer.Exit(1)
 
 
 def _find_device(name: str) -> torch.device:
-    """Return the device. Raises ConfigError where the machine has none."""
+    """Return the device of this name. Raises ConfigError for CUDA on a machine without it."""
     import torch
 
     from perturbkv.models.loading import pick_device
@@ -85,7 +85,7 @@ def _find_device(name: str) -> torch.device:
 
 
 def _check_sizes(samples: int, length: int, entries: int) -> None:
-    """Raise ConfigError for sizes at which a check would fail minutes later."""
+    """Raise ConfigError for sizes at which a check would fail after minutes."""
     from perturbkv.datasets.dataset_registry import DatasetOptions
 
     DatasetOptions(samples, lengths=(length,))
@@ -96,7 +96,7 @@ def _check_sizes(samples: int, length: int, entries: int) -> None:
 
 
 def _ties_model(model: str | None) -> str:
-    """Return the model of the table of ties: the given one, the embedded one, or none (empty).
+    """Return the model of the table of ties: the user's, or the embedded one; empty where there is neither.
 
     Raises ConfigError for random weights: they are drawn anew in every dtype, so that the verdicts would differ.
     """
@@ -112,12 +112,12 @@ def _ties_model(model: str | None) -> str:
 
 
 def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """Run one group of checks after the other; each is named on stderr as it begins."""
+    """Yield the checks group by group as they finish; a note names each group as it begins."""
     from perturbkv.selfcheck import checks, equality
 
     sizes = equality.Sizes(entries)
     work = {
-        **{f"{layout} cache": partial(equality.check, device, sizes, layout) for layout in equality.LAYOUTS},
+        **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
         "Triton norms": partial(checks.check_kernel, device),
         "--device-map auto": partial(checks.check_placement, placed, device, 256),
     }
@@ -127,7 +127,7 @@ def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[lis
 
 
 def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
-    """Compare the verdicts of half precision with those of float32 on needle prompts; nothing without a model."""
+    """Return pairs (dtype, how its verdicts compare with float32's on needle prompts); none without a model."""
     if not model:
         console.note("ties: there is no trained model; give one with --model")
         return []
@@ -152,15 +152,17 @@ def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tu
 
 
 def _run_bench(device: torch.device) -> Report:
+    """Return the report of the benchmark's rows of a GPU."""
     from perturbkv.benchmark import rows, suite
 
     console.note("bench")
-    return suite.measure(suite.Settings(device=str(device)), rows.check_names(GPU_ROWS))
+    return suite.measure(suite.Settings(device=str(device)), rows.find_targets(GPU_ROWS))
 
 
 def _document(
     checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
 ) -> dict[str, Any]:
+    """Return the JSON document of the command."""
     from perturbkv.benchmark.subprocesses import machine
 
     return {
@@ -174,7 +176,8 @@ def _document(
     }
 
 
-def _print(checks: list[Check], document: dict[str, Any]) -> None:
+def _print_tables(checks: list[Check], document: dict[str, Any]) -> None:
+    """Print tables of checks, ties and benchmark rows."""
     rows = [
         (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _verdict(check))
         for check in checks
@@ -198,8 +201,10 @@ def _print(checks: list[Check], document: dict[str, Any]) -> None:
 
 
 def _verdict(check: Check) -> str:
+    """Return the verdict of a check as text: why it could not run, equal, or NOT EQUAL."""
     return check.reason or ("equal" if check.equal else "NOT EQUAL")
 
 
 def _percent(share: float | None) -> str:
+    """Return a share in percent as text, a dash where there is none."""
     return "–" if share is None else f"{share:.1%}"

@@ -24,7 +24,7 @@ from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.commands.head_scores import measure_head_scores
 from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import make_trace, plan, run_folder
-from perturbkv.cli.session import say_failures
+from perturbkv.cli.session import print_failures
 from perturbkv.cli.sweep_file import Entries, Entry, Key, SweepFile, read
 from perturbkv.configs.choice import as_choice, parse
 from perturbkv.configs.entry_counts import Budget
@@ -70,7 +70,7 @@ class Sweep:
     configs: tuple[EvictionConfig, ...]
 
     def plan(self) -> Plan:
-        """Return the plan, checked against model and prompts. Raises PerturbkvErrors, with their line if possible."""
+        """Return the plan of the run. Raises PerturbkvErrors, with the line of the file where possible."""
         try:
             return plan(self.run, self.configs)
         except PerturbkvError as error:
@@ -86,22 +86,23 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed_options: f
     file = read(path).without(typed_options)
     check_configurations(_count_combinations(file))
     for entry in file.entries():
-        _check_alone(entry)
-    options = {name: _option(entry) for name, entry in file.options.items() if entry.key.is_run_option}
+        _check_values(entry)
+    options = {name: _option_value(entry) for name, entry in file.options.items() if entry.key.is_run_option}
     wanted = dataclasses.replace(run, **options)
-    return Sweep(file, wanted, _configs(file, wanted, selections))
+    return Sweep(file, wanted, _sweep_configs(file, wanted, selections))
 
 
-def _option(entry: Entry) -> Any:
+def _option_value(entry: Entry) -> Any:
+    """Return the value of an option of `RunOptions`: a list where the command line takes several values."""
     return list(entry.values) if entry.key.many else entry.values[0]
 
 
-def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations of all grids, one grid after the other."""
+def _sweep_configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[EvictionConfig, ...]:
+    """Return the configurations of all grids, in the order of the file. Raises ConfigError for keys without effect."""
     defaults = {**run.choices(), "selection": selections}
     configs: list[EvictionConfig] = []
-    for own in file.grids:
-        entries = {**file.options, **own}
+    for grid_entries in file.grids:
+        entries = {**file.options, **grid_entries}
         choices = {
             **defaults,
             **{name: entry.values for name, entry in entries.items() if entry.key.is_eviction_choice},
@@ -109,32 +110,33 @@ def _configs(file: SweepFile, run: RunOptions, selections: list[str]) -> tuple[E
         requests = [_resolve_combination(combination, entries, run.cache) for combination in combinations(choices)]
         check_written_options(requests)
         grid_configs = [request.config for request in requests]
-        _check_used(own, run, grid_configs)
+        _check_effects(grid_entries, run, grid_configs)
         configs += grid_configs
-    _check_used(file.options, run, configs)
+    _check_effects(file.options, run, configs)
     return unique(configs)
 
 
 def _count_combinations(file: SweepFile) -> int:
-    """Return the number of combinations of all grids, from the values in the file alone."""
-    grids = ({**file.options, **own} for own in file.grids)
+    """Return the number of combinations of all grids, counting the values in the file alone."""
+    grids = ({**file.options, **grid_entries} for grid_entries in file.grids)
     return sum(
-        math.prod(len(one.values) for one in entries.values() if one.key.is_eviction_choice) for entries in grids
+        math.prod(len(entry.values) for entry in entries.values() if entry.key.is_eviction_choice) for entries in grids
     )
 
 
-def _check_used(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
-    """Raise ConfigError for a key that has no effect on any of its configurations."""
+def _check_effects(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
+    """Raise ConfigError, with its line, for a key that has no effect on any of these configurations."""
     for entry in entries.values():
         if reason := option_refusals.reason_without_effect("trace", entry.key.field, run, configs):
             raise entry.location.error(reason)
 
 
 def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
+    """Return the configuration of a combination of choices. Raises ConfigError, with its line, for an invalid one."""
     try:
         request = parse_configuration(**combination)
     except BudgetError as error:  # each value alone is valid: budget and window do not go together
-        raise _locate(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
+        raise _locate_error(("budget", "window", "preset", "policy"), combination, entries, error, _OWN_GRID) from None
     try:
         compatibility.check(request.config, cache)
     except ConfigError as error:
@@ -142,21 +144,27 @@ def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: s
         fits = config.selection.name in registry.info(config.policy.name).selections
         own = config.policy.name == as_choice(combination["policy"]).name
         first = ("policy",) if fits and own else ("selection", "policy")
-        raise _locate((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
+        raise _locate_error((*first, "cache"), combination, entries, error, "" if fits else _OWN_GRID) from None
     return request
 
 
-def _locate(
+def _locate_error(
     names: tuple[str, ...], combination: dict[str, Any], entries: Entries, error: ConfigError, hint: str
 ) -> ConfigError:
-    """Return the error with the line of the first of these keys in the file; unchanged where it has none of them."""
+    """Return the error with a hint and the line of the first of the keys `names` that the file has.
+
+    The error is unchanged where the file has no such key.
+    """
     for entry in (entries[name] for name in names if name in entries):
         return entry.locate(combination.get(entry.key.field)).error("; ".join(filter(None, (str(error), hint))))
     return error
 
 
 def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError:
-    """Return the error with the line of the value that it names, or of the key of its kind; else unchanged."""
+    """Return the error with the line of the value that its message names, or of the key that its type concerns.
+
+    The error is unchanged where the file has no such value or key.
+    """
     message = str(error)
     for entry in file.entries():
         for value, location in zip(entry.values, entry.locations, strict=True):
@@ -169,14 +177,14 @@ def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError
 
 
 def _mentions(message: str, key: Key, value: Any) -> bool:
-    """Return whether a message names this value: "unknown model 'x'", "budget 0.01 of 99 tokens", a file's path."""
+    """Return whether a message names a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", or a path."""
     option, text = key.field.replace("_", "-"), re.escape(str(value))
     path = rf"|(?<![\w./-]){text}(?![\w./-])" if key.kind is Path else ""
     return re.search(rf"\b{option} ('{text}'|{text}\b){path}", message) is not None
 
 
-def _check_alone(entry: Entry) -> None:
-    """Raise ConfigError for a value that is invalid whatever the other options are."""
+def _check_values(entry: Entry) -> None:
+    """Raise ConfigError, with its line, for a value that is invalid whatever the other options are."""
     for value, location in zip(entry.values, entry.locations, strict=True):
         with location.locate_errors():
             if entry.key.is_eviction_choice and entry.key.field not in FIELDS:
@@ -184,16 +192,16 @@ def _check_alone(entry: Entry) -> None:
             elif entry.key.is_eviction_choice:
                 configuration(**{entry.key.field: value, "budget": _WHOLE})  # a budget was checked as it was read
             else:
-                _try_option(entry.key, value)
+                _check_run_option(entry.key, value)
 
 
-def _try_option(key: Key, value: Any) -> None:
-    """Build all that options become before a model is opened, from this option and defaults. Raises its errors."""
+def _check_run_option(key: Key, value: Any) -> None:
+    """Raise the PerturbkvError with which a run of this option and defaults fails before a model is opened."""
     from perturbkv.datasets.dataset_registry import SHORTEST, DatasetOptions
     from perturbkv.datasets.prompts import DEFAULT_SAMPLES
 
-    alone: dict[str, Any] = {key.field: [value] if key.many else value}
-    run = RunOptions(**alone)
+    options: dict[str, Any] = {key.field: [value] if key.many else value}
+    run = RunOptions(**options)
     lengths = run.lengths or (SHORTEST,)
     samples = DEFAULT_SAMPLES if run.samples is None else run.samples
     DatasetOptions(samples, lengths=lengths, depths=run.depths, haystack=run.haystack)
@@ -234,22 +242,22 @@ def trace(
     selections = selection or DEFAULT_SELECTIONS
     if config is None:
         configs = run.configs(selections)
-        option_refusals.check("trace", run, configs)
+        option_refusals.check("trace", configs, run)
         make_plan: Callable[[], Plan] = partial(plan, run, configs)
     else:
         sweep = resolve(config, run, selections, run.typed_options)
-        option_refusals.check("trace", sweep.run, sweep.configs)
+        option_refusals.check("trace", sweep.configs, sweep.run)
         run, make_plan = sweep.run, sweep.plan
     if run.dry_run:
-        dry_run.show(make_plan(), run.as_json, run_folder(run, run.output), run.parsed_shard)
+        dry_run.show([make_plan()], run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
     target = run_folder(run, run.output)
     path = target if target.suffix in HDF5 else target / "trace.h5"
     OutputFolder(path.parent, wait=run.wait).claim(writer=path)
     path = make_trace(run, make_plan(), path)
     if run.as_json:
-        console.print_json(describe(path))
-    if report_run(path, run.as_json):
+        console.print_json(trace_document(path))
+    if print_trace(path, run.as_json):
         raise typer.Exit(1)
 
 
@@ -258,19 +266,19 @@ def _needs_head_scores(run: RunOptions) -> bool:
     return any(parse(name).name == "headkv" for name in run.policy or [])
 
 
-def report_run(path: Path, as_json: bool) -> int:
-    """Print a line on a finished trace, unless stdout is for JSON, and its failures; return their number."""
+def print_trace(path: Path, as_json: bool) -> int:
+    """Print the size of a finished trace, unless stdout is for JSON, and its failed samples; return their number."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)
     if not as_json:
         console.say(f"{path}: {len(finished.sample_ids)} samples, {len(finished.run.configs)} configurations")
-    say_failures(dict(finished.failures))
+    print_failures(dict(finished.failures))
     return len(finished.failures)
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return the path, samples and configurations of a finished trace as a JSON document."""
+def trace_document(path: Path) -> dict[str, Any]:
+    """Return path, digest, samples and configurations of a finished trace as a JSON document."""
     from perturbkv.analyses.json_values import config_object
     from perturbkv.storage.trace.trace_file import read_trace
 

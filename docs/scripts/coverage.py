@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from perturbkv.analyses.bounds import rank_agreement
-from perturbkv.analyses.bounds.ratios import bounded
+from perturbkv.analyses.bounds.ratios import read_bounds
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
 from perturbkv.analyses.measurements import EVIDENCE, Measurements
 from perturbkv.analyses.pairing import group_by_selection
@@ -109,7 +109,7 @@ def single(trace: Trace, config: int) -> Iterator[Statistic]:
 
 def ranked(trace: Trace, places: list[int]) -> Iterator[Statistic]:
     """Rank correlations of the bounds with L, between the selections of one setting."""
-    held = bounded(Measurements(trace, "coverage"))
+    held = read_bounds(Measurements(trace, "coverage"))
     if len(places) < rank_agreement.LEAST_SELECTIONS:
         return
     for bound in (held.theta, held.theta_hat, 1 - held.mass):

@@ -116,7 +116,7 @@ def make_plan(
     resources: Resources,
     resumable: bool = False,
 ) -> Plan:
-    """Return the plan of a run; a `resumable` one identifies a loaded model by a fingerprint of its weights."""
+    """Return the plan of a run; with `resumable`, a loaded model is identified by a fingerprint of its weights."""
     chosen = unique(map(policies.normalise, as_tuple(EvictionConfig, configs, CONFIGS)))
     collected = collect_prompts(prompts)
     check_model(model)
@@ -140,7 +140,7 @@ def collect_prompts(prompts: Iterable[Prompt]) -> Prompts:
 
 
 def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
-    """Return one object, or any series of them, as a tuple. Raises ConfigError for anything else."""
+    """Return one object of a kind, or any series of them, as a tuple. Raises ConfigError for anything else."""
     items = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
     for one in items:
         if not isinstance(one, kind):

@@ -34,7 +34,7 @@ from perturbkv.storage.patching_file import PatchingStore
 if TYPE_CHECKING:
     from perturbkv.analyses.questions.patching.patching import Patching
     from perturbkv.analyses.questions.regret.regret import Regret
-    from perturbkv.analyses.stats.coalition import GreedyPath
+    from perturbkv.analyses.stats.coalition import GreedyPath, Orders
 
 
 _DEFAULT, _SETTINGS, _QUESTION = Resources(), Settings(), PatchingConfig()
@@ -90,7 +90,7 @@ def patching(
         return run_patching(ready, question, None if path is None else Path(path), overwrite, wait, progress_bar.update)
 
 
-def game_of(ready: Plan, question: PatchingConfig) -> Game:
+def patching_game(ready: Plan, question: PatchingConfig) -> Game:
     """Return the players and mixtures of a planned run. Raises ConfigError where they cannot be measured."""
     config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
@@ -114,20 +114,26 @@ def game_of(ready: Plan, question: PatchingConfig) -> Game:
     return game
 
 
-def cost(ready: Plan, question: PatchingConfig, game: Game) -> dict[str, int]:
-    """Return the most mixtures that a question measures per prompt, by purpose, and the rows of a batch."""
+def mixture_counts(ready: Plan, question: PatchingConfig, game: Game) -> dict[str, int]:
+    """Return how many mixtures a question measures per prompt at most, by purpose, and the rows of a batch."""
     from perturbkv.analyses.stats import coalition
 
     players, samples = len(game.players), len(ready.prompts)
-    drawn = permutation_count(question, players)
-    orders = None if drawn is None else coalition.draw_orders(players, drawn, question.seed)
-    shapley = len(coalition.required_coalitions(players, orders))
+    shapley = len(coalition.required_coalitions(players, _shapley_orders(question, players)))
     count = greedy_count(question, players, samples)
-    greedy = sum(players - done for done in range(count)) + count
-    named = 2 + len(game.mixtures) - 1
+    greedy = sum(players - chosen for chosen in range(count)) + count
+    named = 1 + len(game.mixtures)
     rows = min(rows_per_batch(prompt, ready.resolved, ready.shape, ready.resources) for prompt in ready.prompts)
     total = named + shapley + greedy
     return {"named": named, "shapley": shapley, "greedy": greedy, "mixtures": total, "rows": rows}
+
+
+def _shapley_orders(question: PatchingConfig, players: int) -> Orders | None:
+    """Return the drawn orders (permutation, player) of the Shapley values; None where all subsets are measured."""
+    from perturbkv.analyses.stats import coalition
+
+    drawn = permutation_count(question, players)
+    return None if drawn is None else coalition.draw_orders(players, drawn, question.seed)
 
 
 def run_patching(
@@ -136,43 +142,44 @@ def run_patching(
     path: Path | None = None,
     overwrite: bool = False,
     wait: bool = False,
-    told: Progress = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Patching:
-    """Measure the mixtures that a question lacks and answer it, as `patching` of a planned run.
+    """Measure the mixtures of a planned run that its file lacks, and return the answer to the question.
 
     Raises InterruptedRunError on Ctrl-C.
     """
-    game = game_of(ready, question)
+    game = patching_game(ready, question)
     if path is None:
-        return _answer(MixtureMeasurer(ready, game, PatchingStore(ready.run, game.kept_heads), told), question)
+        store = PatchingStore(ready.run, game.kept_heads)
+        return _answer_question(MixtureMeasurer(ready, game, store, progress), question)
     with Lock(path, wait), translate_os_errors(path):
         from perturbkv.analyses.json_values import provenance_object
 
         made_with = provenance_object(provenance(ready))
         store = PatchingStore(ready.run, game.kept_heads, path, overwrite, made_with)
         try:
-            return _answer(MixtureMeasurer(ready, game, store, told), question)
+            return _answer_question(MixtureMeasurer(ready, game, store, progress), question)
         except KeyboardInterrupt:
             raise InterruptedRunError(len(store.rows), len(ready.prompts), path) from None
 
 
-def _answer(measuring: MixtureMeasurer, question: PatchingConfig) -> Patching:
+def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Patching:
+    """Measure the mixtures that a question needs, and return its result."""
     from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
-    drawn = permutation_count(question, len(game.players))
-    orders = None if drawn is None else coalition.draw_orders(len(game.players), drawn, question.seed)
+    orders = _shapley_orders(question, len(game.players))
     coalitions = coalition.required_coalitions(len(game.players), orders)
-    counts = cost(measuring.planned, question, game)
+    counts = mixture_counts(measuring.planned, question, game)
     measuring.expect(counts["mixtures"], repeated=counts["greedy"] > 0)
     measuring.measure_all([game.mixture(one) for one in coalitions])
     paths = _greedy_paths(measuring, question)
-    return patching_result(store, game, question, orders, paths, _digest(store.path))
+    return patching_result(store, game, question, orders, paths, _file_digest(store.path))
 
 
 def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[GreedyPath]:
-    """Return both greedy paths: in each round one half of the samples chooses, and the other half judges at the end."""
+    """Return both greedy paths: one half of the samples chooses in each round, the other half judges at the end."""
     from perturbkv.analyses.questions.patching.patching_values import (
         MixtureOutcomes,
         coalition_outcomes,
@@ -199,11 +206,13 @@ def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[
 
 
 def _evicts(ready: Plan, prompt: Prompt) -> bool:
+    """Return whether some configuration keeps fewer entries than the prompt has."""
     n = len(prompt.parts(ready.run.scenario)[0])
     return any(config.kept_entries(n) < n for config in ready.run.configs)
 
 
-def _digest(path: Path | None) -> str:
+def _file_digest(path: Path | None) -> str:
+    """Return the first 12 digits of a file's SHA-256; '' without a file."""
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
@@ -273,7 +282,7 @@ def run_search(
     overwrite: bool = False,
     wait: bool = False,
 ) -> Regret:
-    """Run the searches of a plan that its file lacks, and return the result of all."""
+    """Run the searches of a plan that its file lacks, and return the result of all searches."""
     from perturbkv.analyses.json_values import provenance_object
     from perturbkv.analyses.questions.regret.regret import regret_of
 

@@ -14,7 +14,7 @@ from perturbkv import memory
 from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
-from perturbkv.auditing.external_run import plain_use, run
+from perturbkv.auditing.external_run import plain_use, run_eviction
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -64,7 +64,7 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
 ) -> AuditTrace:
-    """Measure an eviction; the trace of one that cannot be read has the reason.
+    """Audit an eviction on every prompt and return its trace; that of an unreadable eviction has the reason alone.
 
     `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
     ModelError for an attention that takes no masks.
@@ -96,16 +96,18 @@ def audit(
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
+    """Raise an error for a prompt that is too short for an audit, or too long for the model with `steps` new tokens."""
     check_length(prompt, adapter.positions, steps)
     tokens = len(prompt.token_ids)
     check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
     check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
-    if len(prompt.token_ids) <= situations.BLOCK:
+    if tokens <= situations.BLOCK:
         msg = f"expected prompts of more than {situations.BLOCK} tokens, sample '{prompt.sample_id}' is shorter"
         raise ConfigError(msg)
 
 
 def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
+    """Return the provenance of an audit: model, versions, number of samples and the source of the prompts."""
     return {
         "model": adapter.name,
         "random_weights": str(adapter.random_weights).lower(),
@@ -122,7 +124,7 @@ def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> di
 def _audit_prompt(
     adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings
 ) -> list[AuditRun]:
-    """Measure all situations of one prompt; a file of positions has only the first."""
+    """Return the runs of a prompt in all situations; a file of positions has a run in the first alone."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
@@ -132,12 +134,12 @@ def _audit_prompt(
     for name in settings.situations:
         situation = situations.situation(name, ids, tokens, settings.steps)
         full_cache = full if situation.rows == 1 else None
-        results += run(adapter, eviction, situation, floors, full_cache).results(prompt.sample_id)
+        results += run_eviction(adapter, eviction, situation, floors, full_cache).results(prompt.sample_id)
     return results
 
 
 def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
-    """Return the plain use of the cache; None where it has its own decoding or the prompt cannot be read."""
+    """Return how plain calls of the model use the cache; None for an eviction with its own decoding or that fails."""
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
         return None
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
@@ -150,12 +152,12 @@ def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | Ke
 
 
 def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
-    """Add the loss of each prompt's kept sets in the situation `single`."""
+    """Return the trace with the loss of the kept sets in the situation `single`, or with the reason for having none."""
     kept = [_kept_sets(trace, prompt.sample_id) for prompt in prompts]
-    known = [one for one in kept if one is not None]
+    known = [sets for sets in kept if sets is not None]
     if len(known) < len(kept):
         return dataclasses.replace(trace, lossless="no kept sets per key/value head were found")
-    if not all(len(own) for sets in known for layer in sets for own in layer):
+    if not all(len(positions) for sets in known for layer in sets for positions in layer):
         return dataclasses.replace(trace, lossless="some kept set is empty")
     try:
         measured = loss.measure(adapter, prompts, known, resources)
@@ -168,10 +170,10 @@ def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt],
 
 def _kept_sets(trace: AuditTrace, sample: str) -> loss.Sets | None:
     """Return a prompt's kept sets per key/value head; None where they are unknown, or differ within a group."""
-    for one in trace.runs:
-        if one.sample == sample and one.row == 0 and one.entries is not None:
-            if one.entries.heads == trace.kv_heads:
-                return one.entries.kept
-            if len(one.entries.repeated) == trace.layers:
-                return tuple(layer[:: trace.query_heads // trace.kv_heads] for layer in one.entries.kept)
+    for run in trace.runs:
+        if run.sample == sample and run.row == 0 and run.entries is not None:
+            if run.entries.heads == trace.kv_heads:
+                return run.entries.kept
+            if len(run.entries.repeated) == trace.layers:
+                return tuple(layer[:: trace.query_heads // trace.kv_heads] for layer in run.entries.kept)
     return None

@@ -44,7 +44,7 @@ class Eviction:
     Attributes:
         name: the text that names it.
         kind: function, cache class or press.
-        evict: reads prompts, returns a transformers cache.
+        evict: reads prompts and returns a transformers cache.
         decode: its own decoding, where it has one.
     """
 
@@ -54,7 +54,7 @@ class Eviction:
     decode: Decode | None = None
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """Return the evicted cache. Raises UnreadableCacheError for anything but a transformers cache."""
+        """Return the evicted cache of prompts. Raises UnreadableCacheError for anything but a transformers cache."""
         cache = self.evict(model, input_ids, attention_mask)
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
@@ -62,26 +62,28 @@ class Eviction:
         return cache
 
 
-def eviction(given: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None) -> Eviction:
-    """Return the eviction by a function or a cache class, with `options` as its keyword arguments.
+def eviction(
+    target: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None
+) -> Eviction:
+    """Return the eviction of a function or a cache class, `target`, with `options` as its keyword arguments.
 
-    `decode` is used where it has no decoding of its own. Raises ConfigError for any other object, and for options that
-    it does not take.
+    `decode` is its decoding where the target has none of its own. Raises ConfigError for any other object, and for
+    options that the target does not take.
     """
-    arguments, decode = dict(options or {}), getattr(given, "decode", None) or decode
-    if inspect.isclass(given) and issubclass(given, Cache):
-        _check_options(given, name, arguments)
-        _check_constructible(given, name, arguments)
-        return Eviction(name, CLASS, _cache_class_reader(lambda: given(**arguments)), decode)
-    if inspect.isclass(given) or not callable(given):
-        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {given!r}"
+    arguments, decode = dict(options or {}), getattr(target, "decode", None) or decode
+    if inspect.isclass(target) and issubclass(target, Cache):
+        _check_options(target, name, arguments)
+        _check_constructible(target, name, arguments)
+        return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode)
+    if inspect.isclass(target) or not callable(target):
+        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
         raise ConfigError(msg)
-    _check_options(given, name, arguments, _TAKES)
-    return Eviction(name, FUNCTION, lambda *inputs: given(*inputs, **arguments), decode)
+    _check_options(target, name, arguments, _TAKES)
+    return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode)
 
 
 def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
-    """Return an eviction that passes a cache of this class to the plain model as `past_key_values`."""
+    """Return an eviction that passes a new cache, from `build`, to the plain model as `past_key_values`."""
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, padding = build(), _padding_arguments(attention_mask)
@@ -91,33 +93,33 @@ def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
     return evict
 
 
-def _check_options(given: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
+def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
     """Raise ConfigError where the function or class cannot be called with these options."""
-    signature = inspect.signature(given)
+    signature = inspect.signature(target)
     try:
         signature.bind(*inputs, **options)
     except TypeError as error:
-        takes = [one for one in signature.parameters.values() if one.name not in inputs]
-        known = ", ".join(map(str, takes)) or "nothing"
+        known = [str(parameter) for parameter in signature.parameters.values() if parameter.name not in inputs]
         msg = (
-            f"{name} cannot be called like this ({error}); it takes {', '.join(inputs)}{'; ' if inputs else ''}{known}"
+            f"{name} cannot be called like this ({error}); it takes {', '.join(inputs)}{'; ' if inputs else ''}"
+            f"{', '.join(known) or 'nothing'}"
         )
         raise ConfigError(msg) from None
     for option, value in options.items():
-        _check_kind(signature.parameters.get(option), option, value, name)
+        _check_option_type(signature.parameters.get(option), option, value, name)
 
 
-def _check_kind(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
+def _check_option_type(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
     """Raise ConfigError for a value of another type than the option's annotation or default."""
-    if parameter is None or value is None or (kind := _kind(parameter)) is None:
+    if parameter is None or value is None or (kind := _option_type(parameter)) is None:
         return
-    kinds, words = KINDS[kind]
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kinds):
-        msg = f"expected {option} of {name} to be {words} ({parameter}), got '{value}'"
+    accepted, description = KINDS[kind]
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
+        msg = f"expected {option} of {name} to be {description} ({parameter}), got '{value}'"
         raise ConfigError(msg)
 
 
-def _kind(parameter: inspect.Parameter) -> type | None:
+def _option_type(parameter: inspect.Parameter) -> type | None:
     """Return an option's plain type, float for an unannotated number; None where it is unknown or a union."""
     annotation, default = parameter.annotation, parameter.default
     if annotation is inspect.Parameter.empty:
@@ -136,9 +138,9 @@ def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[s
 
 
 def press_eviction(text: str, budget: Budget) -> Eviction:
-    """Return the eviction by the press `kvpress:NAME(…)`, which keeps `budget` of each prompt.
+    """Return the eviction of a press of kvpress, `kvpress:NAME(…)`, which keeps `budget` of each prompt.
 
-    Raises the ConfigError or UnknownNameError of `kvpress.Press.completed`.
+    Raises ConfigError or UnknownNameError for a press or options that kvpress does not have.
     """
     choice = kvpress.policy_class(parse(text).name).complete(parse(text))
 
@@ -154,7 +156,7 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
 
 
 def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
-    """Return the arguments of a model's call for padded prompts; none where nothing is padded."""
+    """Return the mask and the positions to call a model with on padded prompts; empty where nothing is padded."""
     if bool(attention_mask.all()):
         return {}
     positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
@@ -164,33 +166,29 @@ def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
 _FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 
 
-def load(given: Any, budget: Budget | None = None) -> Eviction | KeptFile:
-    """Return the eviction or the file of positions that a text or an object names; `budget` is for presses alone.
+def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
+    """Return the eviction, or the file of positions, that a text or an object denotes; `budget` is for presses alone.
 
     Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
     """
-    if isinstance(given, str) and not given.endswith(SUFFIXES) and is_press(parse(given)):
-        return press_eviction(given, _required_budget(budget, given))
+    if isinstance(source, str) and not source.endswith(SUFFIXES) and is_press(parse(source)):
+        if budget is None:
+            msg = f"expected a budget for the press {source}, got none; give --budget (budget=), such as 128 or 0.3"
+            raise ConfigError(msg)
+        return press_eviction(source, budget)
     if budget is not None:
-        msg = (
-            f"a budget has no effect here: it needs a press of kvpress, {given} says itself what it keeps; leave it out"
-        )
+        reason = f"it needs a press of kvpress, {source} says itself what it keeps"
+        msg = f"a budget has no effect here: {reason}; leave it out"
         raise ConfigError(msg)
-    if isinstance(given, Eviction | KeptFile):
-        return given
-    if isinstance(given, str | Path):
-        return _parse(str(given))
-    return eviction(given, getattr(given, "__name__", type(given).__name__))
+    if isinstance(source, Eviction | KeptFile):
+        return source
+    if isinstance(source, str | Path):
+        return _parse_eviction(str(source))
+    return eviction(source, getattr(source, "__name__", type(source).__name__))
 
 
-def _required_budget(budget: Budget | None, text: str) -> Budget:
-    if budget is None:
-        msg = f"expected a budget for the press {text}, got none; give --budget (budget=), such as 128 or 0.3"
-        raise ConfigError(msg)
-    return budget
-
-
-def _parse(text: str) -> Eviction | KeptFile:
+def _parse_eviction(text: str) -> Eviction | KeptFile:
+    """Return the eviction or the file of positions that a text names, other than a press."""
     if Path(text).suffix in SUFFIXES:
         return read(Path(text))
     choice = parse(text)
@@ -203,10 +201,10 @@ def _parse(text: str) -> Eviction | KeptFile:
 
 
 def _lookup(module: ModuleType, name: str, path: str) -> Any:
-    """Return a file's object of this name. Raises UnknownNameError with the names that the file defines."""
+    """Return the object of this name in a file's module. Raises UnknownNameError with the names that it defines."""
     own = [
-        one
-        for one, value in vars(module).items()
+        own_name
+        for own_name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
     if not hasattr(module, name):
@@ -215,7 +213,7 @@ def _lookup(module: ModuleType, name: str, path: str) -> Any:
 
 
 def _options(choice: Choice, text: str) -> dict[str, Any]:
-    """Return the options by name. Raises ConfigError for a positional one."""
+    """Return name -> value of a choice's options. Raises ConfigError for an option without a name."""
     if UNNAMED in choice.options:
         msg = f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         raise ConfigError(msg)

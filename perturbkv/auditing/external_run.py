@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,13 @@ from perturbkv.auditing.reference import (
     EntryFloors,
     Floors,
     ForwardPass,
+    attends_to_later,
     compare,
     decode,
     floors,
-    hides,
+    hides_entries,
     read,
     record_pass,
-    sees_later,
-    with_padding_counted,
 )
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
@@ -50,12 +49,12 @@ class ExternalRun:
 
     Attributes:
         adapter: the model.
-        situation: with positions counted as the eviction counts them.
+        situation: the situation, with positions counted as the eviction counts them.
         full: the entries of the plain model.
         tracker: the kept entries of the cache.
         entry_floors: noise floors of these entries.
         passes: the completed forward passes.
-        failed, refused: as in `Audited`.
+        failed, refused: as in `AuditRun`.
     """
 
     adapter: Adapter
@@ -68,46 +67,41 @@ class ExternalRun:
     refused: str = ""
 
     def results(self, sample: str) -> list[AuditRun]:
-        """Return the result of each row."""
+        """Return the audited run of each row of the situation's batch; `sample` is the id of its prompt."""
         masks = self.tracker.masks
         noise = floors(self.adapter, self.full, self.situation) if masks else None
-        reference = list(decode(self.adapter, self.full, self._completed(), masks)) if masks else []
+        completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
+        reference = list(decode(self.adapter, self.full, completed, masks)) if masks else []
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
         return [
             AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
                 entries=EntryComparison(self.tracker, row, self.entry_floors).entries() if noise else None,
-                decoded=self._decoded(row, reference, noise) if noise else None,
+                decoded=self._decode_distances(row, reference, noise) if noise else None,
                 failed=self.failed, refused=self.refused,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
 
-    def _completed(self) -> Situation:
-        """Return the situation with the completed forward passes alone."""
-        chunks = self.situation.chunks[: len(self.passes)]
-        return Situation(
-            self.situation.name, self.situation.ids, self.situation.attention_mask, chunks,
-            self.situation.counts_padding,
-        )  # fmt: skip
-
-    def _decoded(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
+    def _decode_distances(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
+        """Return the distances of a row's forward passes from those of the masked reference."""
         layers, pairs = len(self.full), list(zip(self.passes, reference, strict=True))
-        distances = [compare(one, other, row, layers) for one, other in pairs]
-        agrees = [bool(one.logits[row, -1].argmax() == other.logits[row, -1].argmax()) for one, other in pairs]
-        behind = [self._position_lag(one, other, row) for one, other in pairs]
+        distances = [compare(record, masked, row, layers) for record, masked in pairs]
+        agrees = [bool(record.logits[row, -1].argmax() == masked.logits[row, -1].argmax()) for record, masked in pairs]
+        lags = [self._position_lag(record, masked, row) for record, masked in pairs]
         return DecodeDistances(
-            head=_stack(distances, "head"), head_floor=_array(noise.head), hidden=_stack(distances, "hidden"),
-            hidden_floor=_array(noise.hidden), logits=_stack(distances, "logits"), logits_floor=float(noise.logits),
-            agrees=np.array(agrees), behind=np.array(behind), sees_later=any(map(sees_later, self.passes)),
-            hides=any(map(hides, self.passes)),
+            head=_stack_field(distances, "head"), head_floor=_to_numpy(noise.head),
+            hidden=_stack_field(distances, "hidden"), hidden_floor=_to_numpy(noise.hidden),
+            logits=_stack_field(distances, "logits"), logits_floor=float(noise.logits),
+            agrees=np.array(agrees), behind=np.array(lags), sees_later=any(map(attends_to_later, self.passes)),
+            hides=any(map(hides_entries, self.passes)),
         )  # fmt: skip
 
     def _position_lag(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
         """Return the number of positions by which the first layer rotates the new tokens' keys too little.
 
-        NaN where that is not one number for all heads and tokens.
+        It is 0 where the keys are the reference's, NaN where the number differs between heads or tokens.
         """
         expected = reference.new_entries(0)[0]
         keys, expected = first_of_groups(record.new_entries(0), expected.shape[1])[0][row], expected[row]
@@ -116,14 +110,16 @@ class ExternalRun:
         if float(distance.amax()) <= FLOORS * float(self.entry_floors.key[0]):
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
-        shifts = kept_entries.rotations(keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most)
+        shifts = kept_entries.excess_rotations(
+            keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most
+        )
         return float("nan") if shifts is None or not bool((shifts == shifts[0]).all()) else -float(shifts[0])
 
 
-def run(
+def run_eviction(
     adapter: Adapter, eviction: Eviction, situation: Situation, entry_floors: EntryFloors, full: Layers | None = None
 ) -> ExternalRun:
-    """Run the eviction in a situation and record its exceptions.
+    """Return the measurements of an eviction in a situation, its exceptions recorded.
 
     `full` are the entries of the plain model, where they are known. Raises UnreadableCacheError where the cache does
     not show its entries.
@@ -136,7 +132,7 @@ def run(
 
 
 def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
-    """Evict, then decode; record an exception of either."""
+    """Let the eviction read the prompts, then decode; record an exception of either in `external`."""
     situation = external.situation
     try:
         cache = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
@@ -148,19 +144,22 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
     except Exception as error:
         external.failed = f"reading the prompt raises {_message(error)}"
         return
-    _match_counting(external, cache)
+    _adopt_position_counting(external, cache)
     _decode(external, eviction, cache)
 
 
-def _match_counting(external: ExternalRun, cache: Cache) -> None:
-    """Count positions from the padding on where the first layer of the cache shows that its eviction does so."""
+def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
+    """Count positions from the padding on where the first layer of the cache shows that the eviction does so.
+
+    Plain calls of a model count them so.
+    """
     if not any(external.situation.padding) or not (distance := _key_distance(cache, external.full)):
         return
-    other = with_padding_counted(external.situation)
-    counted = read(external.adapter, other)
-    if _key_distance(cache, counted) < distance:
-        external.situation, external.full = other, counted
-        external.tracker = EntryTracker(external.adapter, other, counted)
+    counted = replace(external.situation, counts_padding=True)
+    full = read(external.adapter, counted)
+    if _key_distance(cache, full) < distance:
+        external.situation, external.full = counted, full
+        external.tracker = EntryTracker(external.adapter, counted, full)
 
 
 def _key_distance(cache: Cache, full: Layers) -> float:
@@ -174,11 +173,11 @@ def _key_distance(cache: Cache, full: Layers) -> float:
 
 
 def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
-    """Run the forward passes up to the first that raises an exception."""
+    """Run the forward passes of the situation, up to the first that raises an exception, which is recorded."""
     _check_keys(cache, external)
     for chunk, tokens in enumerate(external.situation.chunks):
         record, ids = ForwardPass(), external.situation.new_tokens(chunk)
-        decoded = sum(len(one) for one in external.situation.chunks[:chunk])
+        decoded = sum(map(len, external.situation.chunks[:chunk]))
         try:
             with record_pass(external.adapter, record):
                 record.logits = _logits(external, eviction, cache, chunk, ids, decoded)
@@ -190,7 +189,7 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
 
 
 def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache) -> None:
-    """Add a forward pass; its entries, as large as the cache, are matched at once and freed."""
+    """Add a forward pass to the run; its entries, as large as the cache, are matched at once and freed."""
     if not record.is_complete(len(external.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
         raise UnreadableCacheError(msg)
@@ -225,50 +224,45 @@ def _check_keys(cache: Cache, external: ExternalRun) -> None:
 
 
 def _message(error: Exception) -> str:
-    """Return an exception as one line."""
+    """Return the type of an exception and its first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _stack(distances: Sequence[Distance], name: str) -> np.ndarray:
-    return np.stack([_array(getattr(one, name)) for one in distances])
+def _stack_field(distances: Sequence[Distance], name: str) -> np.ndarray:
+    """Return a field of the distances as an array, passes first."""
+    return np.stack([_to_numpy(getattr(distance, name)) for distance in distances])
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as a float64 array."""
     return tensor.detach().cpu().double().numpy()
 
 
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
-    """Return how `model` and `generate` use the cache after the prompt of a `single` situation.
+    """Return how a call of the model and `generate` use the cache after the prompt of a `single` situation.
 
     Each gets a new cache; exceptions are recorded.
     """
     lengths: list[int] = []
 
+    token = situation.new_tokens(0)[:, :1]
+    prompt_and_token = torch.cat([situation.ids, token], dim=-1)  # as a user of `generate` passes them
+
     def new_cache() -> Cache:
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
-    def generate_from_prompt() -> None:
-        _generate(adapter, new_cache(), _extended_prompt(situation), lengths)
-
     with restore_model(adapter):
         return PlainUse(
-            position=_position(new_cache()),
+            position=_next_position(new_cache()),
             expected=situation.entries,
-            failed=_failure(generate_from_prompt),
+            failed=_failure(lambda: _generate(adapter, new_cache(), prompt_and_token, lengths)),
             fed=lengths[0] if lengths else 0,
-            continued=_failure(lambda: _generate(adapter, new_cache(), situation.new_tokens(0)[:, :1], [])),
+            continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
         )
 
 
-def _extended_prompt(situation: Situation) -> Tensor:
-    """Return the ids of the prompt and the first new one, as a user of `generate` passes them."""
-    ids = situation.ids.new_empty(1, situation.entries + 1)
-    ids[:, :-1], ids[:, -1] = situation.ids, situation.new_tokens(0)[0, 0]
-    return ids
-
-
-def _position(cache: Cache) -> int | None:
+def _next_position(cache: Cache) -> int | None:
     """Return the position that `model(token, past_key_values=cache)` gives the next token; None where it fails."""
     try:
         return int(cache.get_seq_length())
@@ -277,7 +271,7 @@ def _position(cache: Cache) -> int | None:
 
 
 def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -> None:
-    """Generate one token; append the lengths of the forward passes to `lengths`."""
+    """Generate one token from a cache and `ids`; append the number of tokens of each forward pass to `lengths`."""
 
     def count(layer: int, hidden: Tensor) -> None:
         if layer == 0:
@@ -290,7 +284,7 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """Return the exception of a call as one line; empty where it succeeds."""
+    """Return the exception that a call raises as one line; empty where it raises none."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Matching of an external cache's entries with the prompt's, and names of their changes (METHOD: Audit, 1 and 2).
+"""Matching of an external cache's entries with the prompt's, and what was changed in them (METHOD: Audit, 1 and 2).
 
 Entries are matched at every forward pass. An entry that differs from the full cache's is tested for known changes: a
 rotation, a quantisation, another head's entry.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.audit_trace import CacheEntries, Integers
-from perturbkv.auditing.reference import EntryFloors, ForwardPass, visible
+from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
 from perturbkv.errors import UnreadableCacheError
@@ -50,31 +50,34 @@ class EntryTracker:
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add_pass(self, record: ForwardPass) -> None:
-        """Match the entries that a forward pass attended to. Raises UnreadableCacheError."""
+        """Match the entries that a forward pass attended to with those of the prompt.
+
+        Raises UnreadableCacheError where they cannot be matched.
+        """
         layers = range(len(self.full))
         entries = [record.previous_entries(layer) for layer in layers]
-        attended = [_attended(record, layer) for layer in layers]
-        if self._is_unchanged(entries) and all(one is None for one in attended):
-            self.masks.append([_append_new(mask, self._new) for mask in self.masks[-1]])
+        attended = [_attended_entries(record, layer) for layer in layers]
+        if self._is_unchanged(entries) and all(seen is None for seen in attended):
+            self.masks.append([_append_new(mask, self._new_count) for mask in self.masks[-1]])
         else:
             self._match(entries, attended)
         self._decoded.append([record.new_entries(layer) for layer in layers])
         self._last = [(record.key[layer], record.value[layer]) for layer in layers]
 
     @property
-    def _new(self) -> int:
+    def _new_count(self) -> int:
         """The number of tokens of the last pass."""
         return int(self._decoded[-1][0][0].shape[2])
 
     def _is_unchanged(self, entries: Layers) -> bool:
-        """Return whether every layer has exactly the entries of the previous pass and its tokens."""
+        """Return whether every layer has exactly the entries of the previous pass, those of its new tokens included."""
         return bool(self._last) and all(
-            torch.equal(one, other) for now, last in zip(entries, self._last, strict=True)
-            for one, other in zip(now, last, strict=True)
+            torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
+            for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
 
     def _match(self, entries: Layers, attended: Sequence[Tensor | None]) -> None:
-        """Match every entry with those of the prompt and of the tokens decoded since."""
+        """Match every entry with those of the prompt and of the tokens decoded since, and add the masks of the pass."""
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableCacheError(msg)
@@ -84,10 +87,10 @@ class EntryTracker:
         for layer, (keys, _) in enumerate(entries):
             seen = attended[layer]
             by_row = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
-            masks.append(self._mask([one[layer] for one in rows], by_row, known[layer][0].shape[2]))
+            masks.append(self._mask([layers[layer] for layers in rows], by_row, known[layer][0].shape[2]))
             by_layer.append(by_row)
         if self.first:
-            self._note_change(masks)
+            self._record_changes(masks)
         else:
             self.first, self.cached, self.changed = rows, entries, [[] for _ in rows]
             self.attended = [list(layers) for layers in zip(*by_layer, strict=True)]
@@ -97,26 +100,26 @@ class EntryTracker:
         """Return the entries of the prompts and of the tokens decoded since, with as many heads as the cache has."""
         layers = []
         for layer, (keys, values) in enumerate(self.full):
-            parts = [(keys, values), *(first_of_groups(one[layer], keys.shape[1]) for one in self._decoded)]
+            parts = [(keys, values), *(first_of_groups(new[layer], keys.shape[1]) for new in self._decoded)]
             joined = tuple(torch.cat(kind, dim=2) for kind in zip(*parts, strict=True))
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
         return layers
 
     def _mask(self, rows: Sequence[LayerKept], attended: Sequence[Tensor], entries: int) -> Tensor:
-        """Return the mask (row, kept_head, entry) of a layer, without padding."""
+        """Return a layer's mask (row, kept_head, entry): True for attended entries that are no padding."""
         masks = []
-        for one, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
-            mask = torch.zeros(len(one.positions), entries, dtype=torch.bool, device=seen.device)
-            for head, positions, attended_by_head in zip(mask, one.positions, seen, strict=True):
+        for kept, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
+            mask = torch.zeros(len(kept.positions), entries, dtype=torch.bool, device=seen.device)
+            for head, positions, attended_by_head in zip(mask, kept.positions, seen, strict=True):
                 head[positions[attended_by_head & (positions >= padding)]] = True
             masks.append(mask)
         return torch.stack(masks)
 
-    def _note_change(self, masks: Sequence[Tensor]) -> None:
+    def _record_changes(self, masks: Sequence[Tensor]) -> None:
         """Record the rows in which entries went or came back."""
         for row, changed in enumerate(self.changed):
-            expected = [_append_new(mask[row : row + 1], self._new) for mask in self.masks[-1]]
-            if any(not torch.equal(one, mask[row : row + 1]) for one, mask in zip(expected, masks, strict=True)):
+            expected = [_append_new(mask[row : row + 1], self._new_count) for mask in self.masks[-1]]
+            if any(not torch.equal(old, mask[row : row + 1]) for old, mask in zip(expected, masks, strict=True)):
                 changed.append(len(self.masks))
 
 
@@ -129,20 +132,21 @@ def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tens
 
 
 def first_of_groups(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return the first head of each group where a cache stores keys and values once per query head."""
+    """Return keys and values of the first head of each group, where a cache stores them once per query head."""
     group = max(1, layer[0].shape[1] // heads)
     return layer[0][:, ::group], layer[1][:, ::group]
 
 
 def _append_new(mask: Tensor, new: int) -> Tensor:
+    """Return a mask (row, kept_head, entry) with True for `new` more entries."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
-def _attended(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
-    """Return a mask of the earlier entries that some new token attends to; None where all are."""
+def _attended_entries(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
+    """Return a mask of the earlier entries that some new token attends to; None where the new tokens attend to all."""
     rows, heads, entries = record.key[layer].shape[:3]
     new, hidden = record.query[layer].shape[2], record.hidden_keys[layer]
-    allowed = visible(record.mask[layer], entries, new)
+    allowed = boolean_mask(record.mask[layer], entries, new)
     if allowed is None and hidden is None:
         return None
     attended = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=record.key[layer].device)
@@ -154,56 +158,57 @@ def _attended(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head en
     return None if bool(attended.all()) else attended
 
 
-_MOST = 32
+_MOST_TESTED = 32
 """Most entries of a head that are tested for a rotation."""
 _NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _BITS = (8, 4, 2)
 
 
-def rotations(
+def excess_rotations(
     keys: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
-    """Return the positions, −most to most, by which each key is rotated in excess; None where no rotation explains it.
+    """Return the number of positions, −most to most, by which each key is rotated too far.
 
-    Component i pairs with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
+    None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
+    with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
     """
     half = len(frequencies)
-    one, other = _complex_pairs(keys, half), _complex_pairs(full, half)
-    cross = one * other.conj()
+    pairs, full_pairs = _complex_pairs(keys, half), _complex_pairs(full, half)
+    cross = pairs * full_pairs.conj()
     shifts = torch.arange(-most, most + 1, device=keys.device)
     angles = shifts.double().unsqueeze(-1) * frequencies.to(keys.device).double()
     matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
     best = matched.argmax(dim=0)
-    rotated = other * torch.polar(torch.ones_like(angles[best]), angles[best])
+    rotated = full_pairs * torch.polar(torch.ones_like(angles[best]), angles[best])
     length = torch.linalg.vector_norm(full.double(), dim=-1)
     rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
-    distance = torch.hypot(torch.linalg.vector_norm(one - rotated, dim=-1), rest)
+    distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), rest)
     return shifts[best] if bool((distance <= _NEAR * length).all()) else None
 
 
 def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
-    """Return rotary components as complex numbers (entry, frequency)."""
-    work = keys.double()
-    return torch.complex(work[:, :half], work[:, half : 2 * half])
+    """Return the pairs of rotated components of keys as complex numbers (entry, frequency)."""
+    components = keys.double()
+    return torch.complex(components[:, :half], components[:, half : 2 * half])
 
 
-def rotation(
+def describe_rotation(
     keys: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
     positions: Int[Tensor, " entry"],
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> str:
-    """Return a description of the rotation by which keys differ from the full cache's; empty where there is none.
+    """Describe the rotation by which the keys differ from those of the full cache; empty where none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
     """
-    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST), device=keys.device).round().long()
-    shifts = rotations(keys[chosen], full[chosen], frequencies, most)
+    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
     if shifts is None or not bool(shifts.any()):
         return ""
     own = positions[chosen]
@@ -216,35 +221,36 @@ def rotation(
     return "rotated, each by a number of positions of its own"
 
 
-def quantisation(
+def describe_quantisation(
     entries: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
     head: Float[Tensor, "position d_head"],
 ) -> str:
-    """Return a description of the quantisation that turns `full` into `entries`; empty where none does.
+    """Describe the quantisation that turns the entries of the full cache into `entries`; empty where none does.
 
     Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
     the largest magnitude or from the range.
     """
     for bits in _BITS:
-        for words, quantised in _quantisations(full.float(), head.float(), bits):
+        for scale, quantised in _quantisations(full.float(), head.float(), bits):
             distance = torch.linalg.vector_norm(entries.float() - quantised, dim=-1)
             plain = torch.linalg.vector_norm(full.float() - quantised, dim=-1)
             if bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95):
-                return f"quantised to {bits} bits {words}"
+                return f"quantised to {bits} bits {scale}"
     return ""
 
 
 def _rounding(entries: Tensor) -> Tensor:
+    """Return the distance of each entry that rounding to its dtype explains."""
     length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
     return 2 * torch.finfo(entries.dtype).eps * length
 
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries under each quantisation with `bits` bits, with its name."""
-    for words, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
+    """Yield the name of each scale, such as `per entry`, with the entries quantised to `bits` bits under it."""
+    for scale, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
                           ("per head", full)):  # fmt: skip
-        low, high = _range(scaled, words)
+        low, high = _value_range(scaled, scale)
         largest = torch.maximum(high, -low)
         for step, zero in (
             (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
@@ -252,20 +258,20 @@ def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str,
             ((high - low) / (2**bits - 1), low),
         ):
             safe = step.clamp(min=torch.finfo(torch.float32).tiny)
-            yield words, ((full - zero) / safe).round() * safe + zero
+            yield scale, ((full - zero) / safe).round() * safe + zero
 
 
-def _range(values: Tensor, words: str) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of each group that shares a scale."""
-    if words == "per head":
+def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value of each group of values that shares a scale."""
+    if scale == "per head":
         return values.amin(), values.amax()
-    dim = -1 if words == "per entry" else 0
+    dim = -1 if scale == "per entry" else 0
     return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
 
 
 def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
-    """Return the head whose entries at the same positions are bit-equal to these; None where there is none."""
-    return next((head for head, other in enumerate(full) if torch.equal(other.to(entries.dtype), entries)), None)
+    """Return the head of the full cache whose entries are bit-equal to `entries`; None where there is none."""
+    return next((head for head, known in enumerate(full) if torch.equal(known.to(entries.dtype), entries)), None)
 
 
 FLOORS = 4
@@ -274,7 +280,7 @@ _KEYS = 0
 
 
 class EntryComparison:
-    """A comparison of the entries of one row at the first forward pass with those of the full cache."""
+    """A comparison of one row's entries, at the first forward pass, with those of the full cache."""
 
     def __init__(self, tracker: EntryTracker, row: int, floors: EntryFloors) -> None:
         self.tracker, self.row, self.floors = tracker, row, floors
@@ -282,10 +288,10 @@ class EntryComparison:
         self.padding = tracker.situation.padding[row]
 
     def entries(self) -> CacheEntries:
-        """Return the comparison: kept sets, distances and changes (METHOD: Audit, 1 and 2)."""
+        """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""
         layers = range(len(self.layers))
         return CacheEntries(
-            kept=tuple(tuple(self._per_head(layer, self._kept)) for layer in layers),
+            kept=tuple(tuple(self._per_head(layer, self._kept_set)) for layer in layers),
             padded=self._per_layer(lambda layer: self._per_head(layer, self._padding_count)),
             strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),
             duplicates=self._per_layer(lambda layer: self._per_head(layer, _duplicate_count)),
@@ -302,34 +308,38 @@ class EntryComparison:
         )
 
     def _per_layer(self, function: Callable[[int], Any]) -> NDArray[Any]:
+        """Return the values (layer, head) of a function of the layer."""
         return np.array([list(function(layer)) for layer in range(len(self.layers))])
 
     def _per_head(self, layer: int, function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        """Return the value per head of a function of its entries' positions and which of them are attended to."""
         pairs = zip(self.layers[layer].positions, self.attended[layer], strict=True)
         return [function(positions, seen) for positions, seen in pairs]
 
     def _largest_distances(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
         """Return the largest distance of each head's attended entries."""
         pairs = zip(distances, self.attended[layer], strict=True)
-        return [float(one[seen].amax()) if bool(seen.any()) else 0.0 for one, seen in pairs]
+        return [float(distance[seen].amax()) if bool(seen.any()) else 0.0 for distance, seen in pairs]
 
-    def _kept(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
+    def _kept_set(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
+        """Return the distinct positions in the prompt of a head's attended entries, ascending."""
         kept = positions[seen & (positions >= self.padding)] - self.padding
         return np.unique(kept.cpu().numpy())
 
     def _padding_count(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+        """Return the number of a head's attended entries that are padding."""
         return int(((positions >= 0) & (positions < self.padding) & seen).sum())
 
     def _is_repeated(self, layer: int) -> bool:
-        """Return whether a layer stores every entry once per query head, and all heads of a group keep the same."""
+        """Return whether a layer stores every entry once per query head, and all heads of a group keep the same set."""
         adapter, positions = self.tracker.adapter, self.layers[layer].positions
         group = adapter.heads // adapter.kv_heads
         if group == 1 or len(positions) != adapter.heads:
             return False
-        return all(torch.equal(one, positions[head - head % group]) for head, one in enumerate(positions))
+        return all(torch.equal(own, positions[head - head % group]) for head, own in enumerate(positions))
 
     def _describe_changes(self, layer: int) -> list[str]:
-        """Return a description of the change of each head's keys and values; empty where they are intact."""
+        """Return per head a description of the changes of its keys and values; empty where they are intact."""
         entries = self.layers[layer]
         kinds = (
             ("keys", self._largest_distances(layer, entries.key_distance), self.floors.key),
@@ -341,52 +351,56 @@ class EntryComparison:
             if far and self._is_mismatched(layer, head):
                 changes.append("values of other entries than their keys")
             else:
-                changes.append(", ".join(f"{kinds[k][0]} {self._describe(layer, head, k) or 'changed'}" for k in far))
+                changes.append(
+                    ", ".join(f"{kinds[k][0]} {self._describe_change(layer, head, k) or 'changed'}" for k in far)
+                )
         return changes
 
     def _is_mismatched(self, layer: int, head: int) -> bool:
-        """Return whether all keys and all values are bit-equal to the full cache's but come from different entries."""
+        """Return whether a head's keys and values are all bit-equal to the full cache's, but of different entries."""
         seen = self.attended[layer][head]
-        separate = [
-            recover([(_single(cached[self.row, head, seen]),) * 2], [(_single(self._head(full, layer, head)),) * 2])[0]
-            for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True)
-        ]
-        exact = not any(bool(one.key_distance[0].any()) for one in separate)
+        separate = []
+        for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True):
+            own, known = _single(cached[self.row, head, seen]), _single(self._full_entries(full, layer, head))
+            separate.append(recover([(own, own)], [(known, known)])[0])
+        exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
-    def _head(self, full: Tensor, layer: int, head: int) -> Tensor:
-        """Return the full cache's entries (entry, d_head) of the head of a kept set."""
+    def _full_entries(self, full: Tensor, layer: int, head: int) -> Tensor:
+        """Return the full cache's entries (entry, d_head) that belong to a head of the external cache."""
         return full[self.row][head * full.shape[1] // len(self.layers[layer].positions)]
 
-    def _describe(self, layer: int, head: int, kind: int) -> str:
-        """Return a description of the change of a head's keys or values; empty where it is unknown."""
+    def _describe_change(self, layer: int, head: int, kind: int) -> str:
+        """Describe the change of a head's keys (`kind` 0) or values (1); empty where it is unknown."""
         positions = self.layers[layer].positions[head]
         known = (positions >= 0) & self.attended[layer][head]
         entries, positions = self.tracker.cached[layer][kind][self.row, head][known], positions[known]
         if not len(positions):
             return ""
         full = self.tracker.full[layer][kind]
-        own = self._head(full, layer, head)
+        own = self._full_entries(full, layer, head)
         other = matching_head(entries, full[self.row][:, positions])
         if other is not None:
             return f"of head {other}"
-        if kind == _KEYS and (shift := self._rotation(entries, own[positions], positions)):
-            return shift
-        return quantisation(entries, own[positions], own)
-
-    def _rotation(self, keys: Tensor, full: Tensor, positions: Int[Tensor, " entry"]) -> str:
-        frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
-        return rotation(keys, full, positions - self.padding, frequencies, most)
+        if kind == _KEYS:
+            frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
+            shift = describe_rotation(entries, own[positions], positions - self.padding, frequencies, most)
+            if shift:
+                return shift
+        return describe_quantisation(entries, own[positions], own)
 
 
 def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    """Return the number of a head's attended entries that match none of the full cache."""
     return int((positions[seen] == NOWHERE).sum())
 
 
 def _duplicate_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+    """Return the number of a head's attended entries that repeat another one."""
     known = positions[seen & (positions != NOWHERE)]
     return len(known) - len(set(known.tolist()))
 
 
 def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
+    """Return the entries of a head as a batch of one row with one head."""
     return entries[None, None]

@@ -32,7 +32,7 @@ _DEFAULT = Resources()
 
 
 def external_configuration(name: str, budget: float) -> EvictionConfig:
-    """Return a configuration `given:NAME`, whose kept sets are external.
+    """Return the configuration `given:NAME` of kept sets that come from another program.
 
     `budget` is the entries of a kept set (an int) or their share of the prompt, as for other configurations of that
     size; the kept sets determine what is really stored.
@@ -49,7 +49,7 @@ def measure_kept_sets(
     attrs: Mapping[str, str] | None = None,
     **run: Any,
 ) -> Trace:
-    """Return the trace of external kept sets, and of our configurations beside them.
+    """Return a trace of external kept sets and of our configurations on the same prompts.
 
     Args:
         adapter: the model.
@@ -70,11 +70,12 @@ def measure_kept_sets(
         trace_sample(adapter, prompt, resolved_run, resources, masks)
         for prompt, masks in zip(prompts, kept, strict=True)
     ]
-    told = layer_types.format_measured(adapter.config)
-    return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: told} if told else {}), **(attrs or {})})
+    layers = layer_types.format_measured(adapter.config)
+    return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: layers} if layers else {}), **(attrs or {})})
 
 
 CONTROLS = ("attention", "two-stage", "random", "hindsight")
+"""Selections of our configurations with which external kept sets are compared."""
 _WINDOW = 32
 OWN = "its kept sets"
 Sets = tuple[tuple[Integers, ...], ...]
@@ -99,23 +100,26 @@ class LossComparison:
 
 
 def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
-    """Return how many first and most recent entries every kept set of every prompt holds."""
+    """Return the numbers of first and of most recent entries that every kept set of every prompt holds.
+
+    `tokens` are the lengths of the prompts.
+    """
     firsts, lasts = [], []
     for sets, n in zip(kept, tokens, strict=True):
-        for one in (own for layer in sets for own in layer):
-            firsts.append(_prefix_length(one))
-            lasts.append(_prefix_length(n - 1 - one[::-1]))
+        for positions in (own for layer in sets for own in layer):
+            firsts.append(_prefix_length(positions))
+            lasts.append(_prefix_length(n - 1 - positions[::-1]))
     return min(firsts, default=0), min(lasts, default=0)
 
 
 def _prefix_length(positions: Integers) -> int:
-    """Return the length of the prefix 0, 1, 2, … of ascending positions."""
+    """Return the length of the run 0, 1, 2, … with which ascending positions begin."""
     consecutive = positions == np.arange(len(positions))
     return len(positions) if consecutive.all() else int(consecutive.argmin())
 
 
 def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
-    """Measure the losses of kept sets and controls at the first decoding step, means over prompts."""
+    """Return the losses of kept sets and of controls at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protection(kept, tokens), _budget(kept, tokens)
     external = external_configuration("audited", budget)
@@ -128,8 +132,8 @@ def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], r
 
 
 def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
-    """Return the mean entries of a kept set; a share of the prompt where prompts differ in it."""
-    means = [float(np.mean([len(one) for layer in sets for one in layer])) for sets in kept]
+    """Return the mean number of entries of a kept set; as a share of the prompt where prompts differ in the number."""
+    means = [float(np.mean([len(positions) for layer in sets for positions in layer])) for sets in kept]
     counts = {max(1, round(mean)) for mean in means}
     if len(counts) == 1:
         return counts.pop()
@@ -137,7 +141,10 @@ def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
 
 
 def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
-    """Return our configurations of equal budget and protection, and whether they protect less than the eviction."""
+    """Return our configurations of equal budget and protection, and whether they had to protect less than the eviction.
+
+    `tokens` is the length of the shortest prompt.
+    """
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
     freed = first + max(recent, 1) >= most
@@ -155,7 +162,7 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:
-    """Return a mask (kv_head, key) per layer."""
+    """Return kept sets as a mask (kv_head, key) per layer, for a prompt of `tokens` tokens."""
     masks = []
     for layer in sets:
         mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
@@ -166,12 +173,12 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
 
 
 def _loss(trace: Trace, config: int, name: str) -> Loss:
-    """Return the loss of the configuration of index `config`, mean over samples."""
+    """Return the loss of the configuration at index `config` of a trace, mean over samples, under this name."""
     arrays = trace.arrays
 
     def mean_ratio(perturbation: Any, full: Any) -> float:
-        """Return the mean over samples of the ratio of two sums."""
-        sums = [np.asarray(one, dtype=np.float64).reshape(len(one), -1).sum(axis=-1) for one in (perturbation, full)]
+        """Return the mean over samples of Σ perturbation / Σ full."""
+        sums = [np.asarray(array, dtype=np.float64).reshape(len(array), -1).sum(-1) for array in (perturbation, full)]
         return float(np.mean(sums[0] / sums[1]))
 
     return Loss(

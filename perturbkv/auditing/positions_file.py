@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import AuditRun, CacheEntries, DecodeDistances
+from perturbkv.audit_trace import AuditRun, CacheEntries, DecodeDistances, Integers
 from perturbkv.auditing import reference
-from perturbkv.auditing.reference import ForwardPass
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers
 from perturbkv.datasets.encode import Prompt
@@ -35,12 +34,11 @@ _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose an
 _READ_ERRORS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
 _KEPT = re.compile(r"layer_(\d+)_head_(\d+)")
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class KeptFile:
-    """The kept positions of one prompt, and tokens and logits of the external run where the file has them.
+    """The kept positions of one prompt, with tokens and logits of the external run where the file has them.
 
     Attributes:
         name: the path.
@@ -74,18 +72,20 @@ class KeptFile:
             self._refuse(f"it has logits of {len(self.logits)} steps and tokens of {len(self.tokens)}")
 
     def _check_set(self, kept: Integers, tokens: int, where: str) -> None:
+        """Raise UnreadableCacheError where a kept set does not fit a prompt of `tokens` entries."""
         if len(kept) > tokens:
             self._refuse(f"{where} keeps {len(kept)} entries, more than the {tokens} that there were")
         if len(kept) and not 0 <= kept.min() <= kept.max() < tokens:
             self._refuse(f"{where} keeps position {kept.max()} or {kept.min()} of a prompt of {tokens}")
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
+        """Raise UnreadableCacheError for this file."""
         msg = f"{self.name}: {reason}"
         raise UnreadableCacheError(msg)
 
 
 def read(path: Path) -> KeptFile:
-    """Return the content of a file of kept positions.
+    """Return the kept positions, tokens and logits of a file.
 
     Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/audit.md.
     """
@@ -105,7 +105,7 @@ def read(path: Path) -> KeptFile:
 
 
 def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return token ids. Raises ValueError for anything else, such as texts and fractions."""
+    """Return the token ids under a name of the file, none where it is absent. Raises ValueError for anything else."""
     ids = _parse_row(content.get(name, ()), f"as {name}")
     if ids.size and ids.min() < 0:
         msg = f"expected token ids as {name}, got {ids.min()}"
@@ -114,9 +114,9 @@ def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _parse_row(values: Any, what: str) -> NDArray[Any]:
-    """Return a row of whole numbers. Raises ValueError for anything else, booleans too."""
+    """Return values as a row of whole numbers; `what` names them in messages. Raises ValueError for anything else."""
     row = np.asarray(values)
-    booleans = isinstance(values, list) and any(isinstance(one, bool) for one in values)
+    booleans = isinstance(values, list) and any(isinstance(value, bool) for value in values)
     if row.ndim != 1 or booleans or (row.size and row.dtype.kind not in "iu"):
         kind = "true or false" if booleans else f"an array of shape {row.shape} and type {row.dtype}"
         msg = f"expected a row of whole numbers {what}, got {kind}"
@@ -125,7 +125,7 @@ def _parse_row(values: Any, what: str) -> NDArray[Any]:
 
 
 def _parse_logits(values: Any) -> NDArray[np.float64] | None:
-    """Return finite logits (step, vocab). Raises ValueError or TypeError."""
+    """Return finite logits (step, vocab), None for none. Raises ValueError or TypeError for anything else."""
     if values is None:
         return None
     logits = np.asarray(values)
@@ -138,12 +138,16 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
+    """Return the content of a JSON file, its positions parsed. Raises ValueError, KeyError or TypeError."""
     content = parse_json(_FILE.read_text(path))
     return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:
-    """Return the arrays, and the positions of `layer_{l}_head_{h}`, every layer and head from 0 on."""
+    """Return the arrays of an .npz file, with the positions in `layer_0_head_0` and so on as `kept`.
+
+    Raises ValueError where there are no positions, or where those of a layer or head are missing.
+    """
     arrays = _read_arrays(path)
     names = {tuple(map(int, match.groups())): name for name in arrays if (match := _KEPT.fullmatch(name))}
     heads = Counter(layer for layer, _ in names)
@@ -172,7 +176,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _parse_positions(values: Any) -> Integers:
-    """Return positions, ascending. Raises ValueError for anything but distinct whole numbers."""
+    """Return the positions that a head keeps, ascending. Raises ValueError for anything but distinct whole numbers."""
     positions = _parse_row(values, "per head")
     if len(np.unique(positions)) != len(positions):
         msg = "a head keeps a position twice"
@@ -181,7 +185,10 @@ def _parse_positions(values: Any) -> Integers:
 
 
 def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the prompt of the file, else the only one of `prompts`. Raises ConfigError where there are several."""
+    """Return the prompt that the file holds, else the only one of `prompts`.
+
+    Raises ConfigError where the file holds none and `prompts` are several.
+    """
     if file.token_ids:
         return Prompt("file", file.token_ids, 0)
     if len(prompts) != 1:
@@ -194,7 +201,7 @@ def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
 
 
 def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
-    """Return the kept sets of a file, and the distances of its logits from those of the masked reference.
+    """Return the audited run of a file: its kept sets, and its logits' distances from the masked reference's.
 
     Raises UnreadableCacheError where the positions do not fit this model and prompt.
     """
@@ -208,18 +215,18 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
 
 
 def _entries(file: KeptFile, layers: int) -> CacheEntries:
-    """Return entries of known positions; keys and values are unknown."""
+    """Return the kept sets of a file as entries with unchanged keys and values, of which a file knows nothing."""
     shape = (layers, len(file.kept[0]))
-    none, zero = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+    counts, distances = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     return CacheEntries(
-        kept=file.kept, padded=none, strangers=none, duplicates=none, unordered=none > 0, key_distance=zero,
-        value_distance=zero, key_floor=np.zeros(layers), value_floor=np.zeros(layers),
+        kept=file.kept, padded=counts, strangers=counts, duplicates=counts, unordered=counts > 0,
+        key_distance=distances, value_distance=distances, key_floor=np.zeros(layers), value_floor=np.zeros(layers),
         altered=tuple(("",) * shape[1] for _ in range(layers)),
     )  # fmt: skip
 
 
 def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
-    """Compare the logits of a file with those of the reference; heads and layers are unknown."""
+    """Return the distances of a file's logits from the masked reference's; those of heads and layers are NaN."""
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
     decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
@@ -227,20 +234,15 @@ def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile
     passes = list(reference.decode(adapter, full, single, _masks(file, single, full)))
     floors = reference.floors(adapter, full, single)
     external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
+    pairs = [(logits, masked.logits[0]) for logits, masked in zip(external, passes, strict=True)]
     return DecodeDistances(
         head=np.full((steps, len(full), adapter.heads), np.nan), head_floor=floors.head.numpy(),
         hidden=np.full((steps, len(full)), np.nan), hidden_floor=floors.hidden.numpy(),
-        logits=np.array([_logits_distance(logits, one) for logits, one in zip(external, passes, strict=True)]),
+        logits=np.array([float(reference.logits_distance(logits.unsqueeze(0), masked)) for logits, masked in pairs]),
         logits_floor=float(floors.logits),
-        agrees=np.array([
-            bool(logits.argmax() == one.logits[0, -1].argmax()) for logits, one in zip(external, passes, strict=True)
-        ]),
+        agrees=np.array([bool(logits.argmax() == masked[-1].argmax()) for logits, masked in pairs]),
         behind=np.zeros(steps),
     )  # fmt: skip
-
-
-def _logits_distance(logits: Tensor, expected: ForwardPass) -> float:
-    return float(reference.logits_distance(logits.unsqueeze(0), expected.logits[0]))
 
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -59,12 +59,12 @@ class ForwardPass:
         return len(self.head_output) == layers
 
     def new_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the new tokens (row, kept_head, new, d_head)."""
+        """Return the keys and the values of a layer's new tokens, each (row, kept_head, new, d_head)."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
 
     def previous_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all entries before the new tokens."""
+        """Return the keys and the values of a layer's entries before the new tokens."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, :-new], self.value[layer][:, :, :-new]
 
@@ -77,7 +77,7 @@ class ForwardPass:
 
 @contextmanager
 def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
-    """Record the forward pass within the block in `record`; `attend` replaces the model's attention."""
+    """Record in `record` the forward pass that runs within the block; `attend` replaces the model's attention."""
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = adapter.layer_of(module)
@@ -96,9 +96,9 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
 
 def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
-    """Return an attention in which each head sees the entries that it keeps, and causally the new tokens.
+    """Return an attention in which new tokens attend, per head, to the kept entries and causally to each other.
 
-    With `reverse` entries come in the opposite order, which changes only the rounding.
+    `kept` are masks per layer. With `reverse` the entries come in the opposite order, which changes only the rounding.
     """
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -114,25 +114,26 @@ def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], revers
 def _attention_mask(
     kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int
 ) -> Bool[Tensor, "row head new all"]:
+    """Return the attention mask of `new` tokens: kept entries, then the new tokens, causally."""
     sets = kept.repeat_interleave(heads // kept.shape[1], dim=1)
     causal = torch.ones(new, new, dtype=torch.bool, device=kept.device).tril()
     previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
     return torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
 
 
-def visible(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Return a mask of the entries that each new token attends to; None where it attends to all before it."""
+def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
+    """Return an attention mask as booleans: True where a new token attends to an entry; None without a mask."""
     if mask is None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return allowed[..., :new, :entries]
 
 
-def sees_later(record: ForwardPass) -> bool:
-    """Return whether the mask of a block lets a token attend to later ones."""
+def attends_to_later(record: ForwardPass) -> bool:
+    """Return whether the attention's mask lets a new token attend to a later one."""
     new = record.query[0].shape[2]
     for layer, mask in record.mask.items():
-        allowed = visible(mask, record.entries[layer], new)
+        allowed = boolean_mask(mask, record.entries[layer], new)
         if new > 1 and allowed is not None:
             later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
             if bool((allowed[..., -new:] & later).any()):
@@ -140,14 +141,14 @@ def sees_later(record: ForwardPass) -> bool:
     return False
 
 
-def hides(record: ForwardPass) -> bool:
-    """Return whether the mask of a block hides from a token itself, or an entry that another token attends to."""
+def hides_entries(record: ForwardPass) -> bool:
+    """Return whether the mask hides from some new token itself, or an entry that another new token attends to."""
     new = record.query[0].shape[2]
     for layer, mask in record.mask.items():
         entries = record.entries[layer]
         if new > 1 and mask is None and entries > new:
             return True
-        allowed = visible(mask, entries, new)
+        allowed = boolean_mask(mask, entries, new)
         if new > 1 and allowed is not None:
             previous, own = allowed[..., :-new], allowed[..., -new:]
             causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
@@ -162,7 +163,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative distances in one row of one forward pass, the maximum over its tokens.
+    """Relative distances of one row of a forward pass from the reference, the maximum over its tokens.
 
     Attributes:
         head: before the output projection.
@@ -190,7 +191,7 @@ class Floors:
 
 @dataclass(frozen=True)
 class EntryFloors:
-    """Noise floors of entries, from reading the prompt in two parts, over the root mean square norm of a head."""
+    """Noise floors of keys and values, over the root mean square norm of a head's keys or values."""
 
     key: Float[Tensor, " layer"]
     value: Float[Tensor, " layer"]
@@ -216,7 +217,7 @@ def read(adapter: Adapter, situation: Situation) -> Layers:
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
-    """Return the model's own greedy continuation."""
+    """Return the `count` tokens by which the model itself continues a prompt greedily."""
     cache, token, tokens = DynamicCache(), ids.unsqueeze(0), []
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -228,14 +229,17 @@ def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tens
 def decode(
     adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
 ) -> Iterator[ForwardPass]:
-    """Yield forward passes from the full cache; `kept` are per pass and layer masks (row, kept_head, entry)."""
+    """Yield the forward passes from the full cache under masks of the kept entries.
+
+    `kept` has a mask (row, kept_head, entry) per pass and layer; `reverse` as in `masked_attention`.
+    """
     cache = _fill_cache(full)
     for chunk in range(len(situation.chunks)):
         yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], reverse))
 
 
 def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[ForwardPass]:
-    """Yield forward passes from the full cache in which only padding is hidden."""
+    """Yield the forward passes from the full cache without masks but those of the padding."""
     cache, mask = _fill_cache(full), situation.attention_mask
     for chunk, tokens in enumerate(situation.chunks):
         mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
@@ -245,6 +249,7 @@ def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> It
 def _forward(
     adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
 ) -> ForwardPass:
+    """Run and record the forward pass of a chunk of the situation's tokens, which the cache takes up."""
     record = ForwardPass()
     with record_pass(adapter, record, attend):
         record.logits = adapter.model(
@@ -255,6 +260,7 @@ def _forward(
 
 
 def _fill_cache(full: Layers) -> DynamicCache:
+    """Return a new cache with these keys and values."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(full):
         cache.update(keys, values, layer)
@@ -262,7 +268,7 @@ def _fill_cache(full: Layers) -> DynamicCache:
 
 
 def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
-    """Return per forward pass and layer the mask of a run that keeps everything but padding."""
+    """Return the masks per forward pass and layer of a run that keeps all entries but padding."""
     masks, mask = [], situation.attention_mask.bool()
     for tokens in situation.chunks:
         masks.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
@@ -271,7 +277,7 @@ def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "ro
 
 
 def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
-    """Return the noise floors: distances between runs that keep everything, without mask, with one, and reversed.
+    """Return the noise floors: distances between runs that keep all entries, unmasked, masked, and masked in reverse.
 
     They are the maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as
     rounding accumulates.
@@ -284,38 +290,38 @@ def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
         strict=True,
     )
     distances = [
-        compare(one, other, row, layers)
-        for passes in runs for one, other in pairwise(passes) for row in range(situation.rows)
+        compare(record, other, row, layers)
+        for passes in runs for record, other in pairwise(passes) for row in range(situation.rows)
     ]  # fmt: skip
     head, hidden, logits = (
-        torch.stack([getattr(one, name).cpu() for one in distances]).amax(dim=0).clamp(min=least)
+        torch.stack([getattr(distance, name).cpu() for distance in distances]).amax(dim=0).clamp(min=least)
         for name in ("head", "hidden", "logits")
     )
     return Floors(head.amax(dim=-1).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
 
 
 def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
-    """Return the noise floors of entries: distances between reading the prompt in two parts, and at once as `full`."""
+    """Return the noise floors of entries: distances between those of a prompt read in two parts and those in `full`."""
     cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
     for part in (ids[:middle], ids[middle:]):
         adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    distances = [
-        [_entry_distance(one[0], other[0]).cpu() for one, other in zip((layer.keys, layer.values), kinds, strict=True)]
-        for layer, kinds in zip(cache.layers, full, strict=True)
-    ]
-    key, value = (torch.stack([layer[kind] for layer in distances]).clamp(min=least) for kind in (0, 1))
-    return EntryFloors(key.cummax(dim=0).values, value.cummax(dim=0).values)
+    layers = list(zip(cache.layers, full, strict=True))
+    key = torch.stack([_entry_distance(layer.keys[0], keys[0]).cpu() for layer, (keys, _) in layers])
+    value = torch.stack([_entry_distance(layer.values[0], values[0]).cpu() for layer, (_, values) in layers])
+    return EntryFloors(key.clamp(min=least).cummax(dim=0).values, value.clamp(min=least).cummax(dim=0).values)
 
 
-def _entry_distance(one: Float[Tensor, "kv_head entry d_head"], other: Float[Tensor, "kv_head entry d_head"]) -> Tensor:
-    """Return the largest distance of an entry, over the root mean square norm of the entries of its head."""
-    unit = other.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance: Tensor = torch.linalg.vector_norm(one.float() - other.float(), dim=-1) / unit
+def _entry_distance(
+    entries: Float[Tensor, "kv_head entry d_head"], reference: Float[Tensor, "kv_head entry d_head"]
+) -> Tensor:
+    """Return the largest distance of an entry from the reference's, over the root mean square norm of its head."""
+    unit = reference.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
+    distance: Tensor = torch.linalg.vector_norm(entries.float() - reference.float(), dim=-1) / unit
     return distance.amax()
 
 
 def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distance:
-    """Return the distances of a forward pass from the reference in one row.
+    """Return the relative distances of one row of a forward pass from the reference.
 
     The distance of a head is over its own length or the layer's root mean square length, whichever is larger: the
     rounding of values does not shrink where their weighted sum nearly cancels.
@@ -327,23 +333,18 @@ def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) 
         mean_length = length.square().mean(dim=-1, keepdim=True).sqrt()
         distance = torch.linalg.vector_norm(record.head_output[layer][row].double() - outputs, dim=-1)
         heads.append((distance / torch.maximum(length, mean_length).clamp(min=_TINY)).amax(dim=0))
-        hidden.append(_relative(record.hidden[layer][row], reference.hidden[layer][row]))
+        hidden.append(_relative_distance(record.hidden[layer][row], reference.hidden[layer][row]))
     return Distance(torch.stack(heads), torch.stack(hidden), logits_distance(record.logits[row], reference.logits[row]))
 
 
-def _relative(one: Float[Tensor, "new column"], other: Float[Tensor, "new column"]) -> Tensor:
-    """Return the relative distance, the maximum over the new tokens."""
-    length = torch.linalg.vector_norm(other.double(), dim=-1).clamp(min=_TINY)
-    distance: Tensor = torch.linalg.vector_norm(one.double() - other.double(), dim=-1) / length
+def _relative_distance(vectors: Float[Tensor, "new column"], reference: Float[Tensor, "new column"]) -> Tensor:
+    """Return the largest distance of a token's vector from the reference's, over the length of the reference's."""
+    length = torch.linalg.vector_norm(reference.double(), dim=-1).clamp(min=_TINY)
+    distance: Tensor = torch.linalg.vector_norm(vectors.double() - reference.double(), dim=-1) / length
     return distance.amax()
 
 
 def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
-    """Return the relative distance of logits less their mean, at the last tokens that both have."""
+    """Return the largest relative distance of logits less their mean, over the last tokens that both have."""
     centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
-    return _relative(centred[0], centred[1])
-
-
-def with_padding_counted(situation: Situation) -> Situation:
-    """Return the situation with positions counted from the padding on, as plain calls of a model count them."""
-    return replace(situation, counts_padding=True)
+    return _relative_distance(centred[0], centred[1])

@@ -10,13 +10,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 BLOCK = 8
+"""Tokens of the first forward pass in the situation `block`."""
 _SHORTER = 8
 """The second prompt of a batch is the first one without the first of this many equal parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """Prompts in the form that an eviction gets, and the tokens that follow.
+    """Prompts in the form in which an eviction gets them, and the tokens that follow.
 
     Attributes:
         name: a key of `SITUATIONS`.
@@ -54,18 +55,18 @@ class Situation:
         return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the positions of a forward pass's tokens: n, n + 1, … in each row."""
+        """Return the positions of the tokens of a chunk, by its index: n, n + 1, … in each row."""
         previous = sum(len(tokens) for tokens in self.chunks[:chunk])
         new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
         return self.prompt_positions()[:, -1:] + 1 + previous + new
 
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the tokens of a forward pass, the same in every row."""
+        """Return the tokens of a chunk, by its index, the same in every row."""
         return self.chunks[chunk].expand(self.rows, -1)
 
 
 def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"], steps: int) -> Situation:
-    """Return a prompt in a situation, followed by `steps` forward passes.
+    """Return a prompt in the situation of this name, followed by `steps` forward passes of `tokens`.
 
     In a batch the second row is the prompt without its first eighth: one prompt is enough for an audit, and nearly
     every budget that fits the first fits the second.
@@ -77,14 +78,10 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
     cut = max(1, len(ids) // _SHORTER)
     mask = torch.ones(2, len(ids), dtype=ids.dtype, device=ids.device)
     mask[1, :cut] = 0
-    return Situation(name, torch.stack([ids, _with_padding(ids, cut)]), mask, chunks)
-
-
-def _with_padding(ids: Int[Tensor, " token"], cut: int) -> Int[Tensor, " token"]:
-    """Return the prompt with its first tokens replaced by its last one; their choice must make no difference."""
-    return torch.cat([ids[-1:].expand(cut), ids[cut:]])
+    padded = torch.cat([ids[-1:].expand(cut), ids[cut:]])  # any token serves as padding
+    return Situation(name, torch.stack([ids, padded]), mask, chunks)
 
 
 def token_count(steps: int, names: Sequence[str]) -> int:
-    """Return the number of tokens that the longest situation decodes."""
+    """Return the number of tokens that the longest of the named situations decodes in `steps` forward passes."""
     return steps + (BLOCK - 1 if "block" in names else 0)

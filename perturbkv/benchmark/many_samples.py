@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from perturbkv.benchmark.rows import NO_RAY, Report, Target
 from perturbkv.benchmark.subprocesses import Result, in_process, machine, without_network
-from perturbkv.benchmark.suite import Group, Values, check_repeats, run_groups
+from perturbkv.benchmark.suite import Group, Values, check_repeats, median_ratio, run_groups
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
@@ -20,9 +19,9 @@ _WORKERS, _SHARDS, _FEW = 8, 7, 10
 _MOST = 100_000
 """Most samples of a run."""
 _PAUSE = 0.3
-"""Seconds that a worker sleeps per sample."""
+"""Seconds that a sleeping worker sleeps per sample."""
 _MOST_SLEEPING, _MOST_MEASURED = 40, 3
-"""Most samples per worker in one turn, where workers sleep and where they measure."""
+"""Most samples per worker in one turn, of workers that sleep and of workers that measure."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Measure the rows of these targets; call `finished` with each group.
+    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
 
     A row whose process fails has the reason instead of a value.
     """
@@ -52,16 +51,17 @@ def measure(
         return run_groups(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
 
 
-def groups(settings: Settings) -> int:
-    """Return the number of groups of `measure`."""
+def group_count(settings: Settings) -> int:
+    """Return the number of groups of rows that `measure` reports."""
     return len(list(_groups(_Rows(settings, ""), set())))
 
 
 def _groups(rows: _Rows, names: set[str]) -> Iterator[Group]:
+    """Yield the groups of rows; `names` are the rows to measure."""
     yield "two workers", ("two-workers",), rows.two_workers
     for engine in ("workers", "ray"):
         yield f"{engine}' scaling", (f"scale-{engine}",), lambda engine=engine: rows.scaling(engine)  # type: ignore[misc]
-    yield "coordination", ("coordination-workers", "coordinator-memory"), lambda: rows.workers(names)
+    yield "coordination", ("coordination-workers", "coordinator-memory"), lambda: rows.worker_processes(names)
     yield "ray's coordination", ("coordination-ray",), lambda: rows.coordination("ray")
     yield "merging", ("merging", "merging-memory"), lambda: rows.merging(names)
 
@@ -74,23 +74,23 @@ class _Rows:
         self._sample: Result = {}
 
     def scaling(self, engine: str) -> Values:
-        """Return the speed-up by workers that sleep, over their number: at best 1."""
+        """Return the row of an engine's speed-up by sleeping workers, over their number: at best 1."""
         each = min(_MOST_SLEEPING, max(1, self._settings.samples // _WORKERS))
         result = self._speed_up(engine, _WORKERS, each, _PAUSE)
-        value = statistics.median(_ratios(result["one"], result["all"]))
+        value = median_ratio(result["one"], result["all"])
         return {f"scale-{engine}": (value, {**result, "pause": _PAUSE})}
 
     def two_workers(self) -> Values:
-        """Return the speed-up by two workers that measure; `with_loading` counts the time until they are ready too."""
+        """Return the row of the speed-up by two workers that measure; `with_loading` includes the time to load."""
         each = min(_MOST_MEASURED, self._settings.samples)
         result = self._speed_up("workers", 2, each, None)
         loading = {name: [one + result["ready"][name] for one in result[name]] for name in ("one", "all")}
-        with_loading = 2 * statistics.median(_ratios(loading["one"], loading["all"]))
-        value = 2 * statistics.median(_ratios(result["one"], result["all"]))
+        with_loading = 2 * median_ratio(loading["one"], loading["all"])
+        value = 2 * median_ratio(result["one"], result["all"])
         return {"two-workers": (value, {**result, "with_loading": with_loading})}
 
     def coordination(self, engine: str) -> Values:
-        """Return the coordinating process's CPU milliseconds per sample, with the journal."""
+        """Return the row of the coordinating process's CPU milliseconds per sample, with the journal."""
         result = self._coordinating(engine, self._settings.samples)
         per_sample = {
             name: {kind: 1000 * spent / self._settings.samples for kind, spent in result[name].items()}
@@ -98,41 +98,43 @@ class _Rows:
         }
         return {f"coordination-{engine}": (per_sample["writing"]["cpu"], {**result, "ms_per_sample": per_sample})}
 
-    def workers(self, names: set[str]) -> Values:
-        """Return the row of worker processes, and that of the coordinating process's memory where it is requested."""
+    def worker_processes(self, names: set[str]) -> Values:
+        """Return the row of coordinating worker processes, and that of the coordinator's memory where requested."""
         values = self.coordination("workers")
         if "coordinator-memory" in names:
             _, many = values["coordination-workers"]
-            few = self._coordinating("workers", self._few())
+            few = self._coordinating("workers", self._few_samples())
             details = {"bytes": many["peak"], "base_bytes": few["peak"], "wall": many["wall"] + few["wall"]}
             values["coordinator-memory"] = (many["peak"] / few["peak"], details)
         return values
 
     def merging(self, names: set[str]) -> Values:
-        """Return the rows of merging shards; the memory is compared with that of a run of few samples."""
+        """Return the rows of merging shards, as far as requested; memory is compared with a run of few samples."""
         self._measure_one()
-        many = self._process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
+        many = self._timed_process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
         values: Values = {}
         if "merging" in names:
             values["merging"] = (many["merging"]["seconds"] / many["once"], many)
         if "merging-memory" in names:
-            few = self._process("merging", samples=self._few(), shards=_SHARDS, once=False)
+            few = self._timed_process("merging", samples=self._few_samples(), shards=_SHARDS, once=False)
             peaks = {"bytes": many["merging"]["peak"], "base_bytes": few["merging"]["peak"]}
             details = {**peaks, "wall": many["wall"] + few["wall"]}
             values["merging-memory"] = (peaks["bytes"] / peaks["base_bytes"], details)
         return values
 
-    def _few(self) -> int:
-        """Return the number of samples of the small run that the large one is compared with."""
+    def _few_samples(self) -> int:
+        """Return the number of samples of the small run that the large run is compared with."""
         return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
+        """Return the seconds of one worker and of all; `each`: samples per worker, `pause`: seconds of sleep."""
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}
         return self._run_engine(engine, "speed_up", workers=workers, pause=pause, **turns) | turns
 
     def _coordinating(self, engine: str, samples: int) -> Result:
+        """Return the times and peak memory of a coordinating process whose workers answer at once."""
         sample = self._measure_one()  # the workers answer with it
         return self._run_engine(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
 
@@ -142,18 +144,15 @@ class _Rows:
             raise ConfigError(NO_RAY)
         prefix = without_network() if engine == "ray" else ()
         network = {"network": "loopback alone" if prefix else "this machine's"} if engine == "ray" else {}
-        return network | self._process(work, prefix=prefix, engine=engine, **arguments)
+        return network | self._timed_process(work, prefix=prefix, engine=engine, **arguments)
 
     def _measure_one(self) -> Result:
-        self._sample = self._sample or self._process("one_sample")
+        """Return bytes and seconds of the shared sample, which is measured on the first call."""
+        self._sample = self._sample or self._timed_process("one_sample")
         return self._sample
 
-    def _process(self, work: str, **arguments: Any) -> Result:
-        """Return the result of a process, and its seconds in all."""
+    def _timed_process(self, work: str, **arguments: Any) -> Result:
+        """Return the result of a process, and its seconds including its start as `wall`."""
         start = time.perf_counter()
         result = in_process(work, model=self._settings.model, folder=self._folder, **arguments)
         return {**result, "wall": time.perf_counter() - start}
-
-
-def _ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(first, second, strict=True)]

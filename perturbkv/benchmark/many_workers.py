@@ -5,9 +5,7 @@ Shards of a run of many samples are written without measuring, and so are the sa
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,11 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import getpid
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from perturbkv.benchmark.subprocesses import Result, peak
+from perturbkv.benchmark.subprocesses import Result, peak, run_json
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings, Shard
@@ -29,9 +26,9 @@ from perturbkv.engines import ray as actors
 from perturbkv.engines.processes import Processes
 from perturbkv.engines.ray import Seat
 from perturbkv.engines.scheduler import Crew, Scheduler, Work
-from perturbkv.engines.work_items import Part, measure_work
-from perturbkv.engines.worker import Do, Models, ModelSpec, Task, WorkerDevice
-from perturbkv.errors import PerturbkvError, WorkerError
+from perturbkv.engines.work_items import MeasureItem, measure_work
+from perturbkv.engines.worker import Do, ModelSpec, Task, WorkerDevice, WorkerModel
+from perturbkv.errors import WorkerError
 from perturbkv.models.loading import open_model, pick_dtype
 from perturbkv.pipeline.run.plan import Placement, Plan, plan
 from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_to_file
@@ -47,12 +44,12 @@ from perturbkv.trace import FailedSample, SampleTrace
 _LONGEST = 300.0
 """Most seconds until all workers are ready."""
 _DELAY = 0.1
-"""Seconds by which a worker delays its answer, so that the others get an item too."""
+"""Seconds by which a worker delays its answer, so that every worker gets an item."""
 
 
 @dataclass(frozen=True)
 class Sleeping:
-    """A task that sleeps instead of measuring, and returns a sample measured earlier under the id of its item.
+    """A task that sleeps instead of measuring, and returns a stored sample under its item's id.
 
     Attributes:
         seconds: seconds per item.
@@ -62,24 +59,25 @@ class Sleeping:
     seconds: float
     sample: SampleTrace
 
-    def prepare(self, models: Models) -> Do:
-        """Return the function that sleeps for a `Part`; no model is loaded."""
+    def prepare(self, model: WorkerModel) -> Do:
+        """Return the function that sleeps for a `MeasureItem`; no model is loaded."""
 
-        def sleep(part: Part) -> SampleTrace:
+        def sleep(item: MeasureItem) -> SampleTrace:
             time.sleep(self.seconds)
-            return replace(self.sample, sample_id=part.prompt.unpack().sample_id)
+            return replace(self.sample, sample_id=item.prompt.sample_id)
 
         return sleep
 
 
 @dataclass(frozen=True)
 class _RollCall:
-    """A task that loads what another task needs, and returns the id of its process."""
+    """A task that prepares another task, and returns the id of its process."""
 
     task: Task
 
-    def prepare(self, models: Models) -> Callable[[int], int]:
-        self.task.prepare(models)
+    def prepare(self, model: WorkerModel) -> Callable[[int], int]:
+        """Prepare the other task; return a function that returns the process's id after a short delay."""
+        self.task.prepare(model)
 
         def process_id(item: int) -> int:
             time.sleep(_DELAY)
@@ -89,7 +87,7 @@ class _RollCall:
 
 
 def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
-    """Wait until `workers` workers have loaded everything that a task needs; return the seconds.
+    """Wait until `workers` workers have loaded everything that a task needs; return the seconds it took.
 
     Raises WorkerError where they take more than five minutes, or end.
     """
@@ -104,6 +102,7 @@ def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
 
 
 def _raise_failure(item: int, why: str) -> None:
+    """Raise WorkerError with the reason of a failed item."""
     raise WorkerError(why)
 
 
@@ -134,7 +133,7 @@ def one_sample(model: str, folder: str) -> Result:
 
 
 def stored_sample(folder: str) -> SampleTrace:
-    """Return the sample that `one_sample` stored."""
+    """Return the sample that `one_sample` stored in the folder."""
     (entry,) = Journal(Path(folder) / _SAMPLE).entries()
     return SampleTrace(entry.sample_id, entry.arrays())
 
@@ -151,12 +150,12 @@ class TimedEngine:
     def __init__(self, crew: Crew, plan: Plan, task: Task | None = None) -> None:
         self.spent: list[dict[str, float]] = []
         self._crew, self._task, self._scheduler = crew, task, Scheduler(crew)
-        self._model = ModelSpec.of(plan, plan.caches_bytes())
+        self._model = ModelSpec.from_plan(plan, plan.caches_bytes())
         real = measure_work(plan, self._model, {}, lambda sample, configs: None, 1).task
         self.ready = wait_until_ready(self._scheduler, task or real, len(crew.devices))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure a run; `spent` gets the wall seconds and this process's CPU seconds."""
+        """Measure a run; append its wall seconds and this process's CPU seconds to `spent`."""
         work = measure_work(planned, self._model, missing, finished, 1)
         start, used = time.perf_counter(), time.process_time()
         self._scheduler.run(replace(work, task=self._task or work.task))
@@ -164,7 +163,7 @@ class TimedEngine:
 
 
 @contextmanager
-def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
+def open_crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
     """Yield crews of these sizes, one thread per worker; those of Ray are on one node, which is started here.
 
     There may be more workers than cores, as Ray counts none for them.
@@ -186,13 +185,13 @@ def crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
 def speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
-    """Return the seconds of a run by one worker and by all, with `each` samples per worker, and until they are ready.
+    """Return the seconds of runs by one worker and by all, `each` samples per worker, and until they are ready.
 
     `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
     """
     runs = {1: demo_plan(model, each), workers: demo_plan(model, each * workers)}
     task = None if pause is None else Sleeping(pause, stored_sample(folder))
-    with crews(engine, list(runs)) as opened:
+    with open_crews(engine, list(runs)) as opened:
         engines = [TimedEngine(crew, run, task) for crew, run in zip(opened, runs.values(), strict=True)]
         for _ in range(repeats):
             for timed, run in zip(engines, runs.values(), strict=True):
@@ -214,7 +213,7 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
     run, result = demo_plan(model, samples), Result()
 
     def work() -> None:
-        with crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
+        with open_crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
             timed = TimedEngine(crew, run, Sleeping(0, stored_sample(folder)))
             timed.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
             result["finishing"] = _measure_to_file(run, timed, Path(temporary) / "trace.h5")
@@ -254,7 +253,7 @@ def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> R
     result: Result = {"journals": time.perf_counter() - start}
     if once:
         result["once"] = _time_single_file(run, parent)
-    return result | {"merging": _time_merge(parent / "merged.h5")}
+    return result | {"merging": run_json([*_MERGING, str(parent / "merged.h5")], "merging")}
 
 
 def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
@@ -281,14 +280,3 @@ def _time_single_file(run: Plan, folder: Path) -> float:
     start = time.perf_counter()
     writer.finish()
     return time.perf_counter() - start
-
-
-def _time_merge(path: Path) -> dict[str, Any]:
-    """Return the seconds and peak bytes of merging. Raises PerturbkvError where its process fails."""
-    finished = subprocess.run([*_MERGING, str(path)], capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        lines = finished.stderr.strip().splitlines() or ["no message"]
-        msg = f"merging failed: {lines[-1]}"
-        raise PerturbkvError(msg)
-    result: dict[str, Any] = json.loads(finished.stdout)
-    return result

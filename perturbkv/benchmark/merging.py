@@ -15,7 +15,7 @@ from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
-    """Return the bytes of this process: VmRSS, the current ones, or VmHWM, their peak; without proc(5) the peak."""
+    """Return this process's bytes: VmRSS, the current ones, or VmHWM, their peak; without proc(5) the peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
@@ -24,14 +24,14 @@ def process_bytes(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Reset the peak of this process on Linux, so that loading does not count (proc(5), clear_refs)."""
+    """Reset this process's peak bytes on Linux, so that loading does not count (proc(5), clear_refs)."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
 
 
 def main(path: Path) -> None:
-    """Merge the shards of a trace; print seconds and peak bytes."""
+    """Merge the shards of a trace; print seconds and peak bytes as JSON."""
     start = time.perf_counter()
     merge_shards(path)
     result = {"seconds": time.perf_counter() - start, "peak": process_bytes("VmHWM")}

@@ -55,29 +55,29 @@ _CHOOSE = """([name, place]) => {
 
 
 def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds from opening the file to the first paint, and until choices can be made, in new windows.
+    """Return the seconds from opening a page to its first paint ("paint"), and until choices can be made ("ready").
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not load.
     """
     times: dict[str, list[float]] = {"paint": [], "ready": []}
     with _chromium() as browser:
         for _ in range(repeats):
-            page = _open(browser, path)
+            page = _open_page(browser, path)
             for name, expression in (("paint", _PAINTED), ("ready", _READY)):
-                times[name].append(_wait(page, expression) / 1000)
+                times[name].append(_wait_for(page, expression) / 1000)
             page.context.close()
     return times
 
 
 def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each change of choice, by the choice and the part on the screen.
+    """Return the seconds of each change of choice, by the choice and the part of the page on the screen.
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not measure its changes.
     """
     times: dict[str, list[float]] = {}
     with _chromium() as browser:
-        page = _open(browser, path)
-        _wait(page, _WHOLE)
+        page = _open_page(browser, path)
+        _wait_for(page, _WHOLE)
         for part in _PARTS:
             page.evaluate("(id) => document.getElementById(id)?.scrollIntoView()", part)
             for name in ("baseline", "treatment", "budget", "measure", "sample"):
@@ -89,6 +89,7 @@ def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
 
 @contextmanager
 def _chromium() -> Iterator[Any]:
+    """Yield a headless Chromium. Raises ConfigError where it is not installed, PerturbkvError where it fails."""
     path = shutil.which("chromium")
     if path is None or find_spec("playwright") is None:
         raise ConfigError(NO_BROWSER)
@@ -104,7 +105,8 @@ def _chromium() -> Iterator[Any]:
         raise PerturbkvError(msg) from None
 
 
-def _open(browser: Any, path: Path) -> Any:
+def _open_page(browser: Any, path: Path) -> Any:
+    """Return a new window of the browser that shows a file."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
     page.goto(path.resolve().as_uri())
     return page
@@ -119,7 +121,8 @@ def _change_seconds(page: Any, name: str) -> float | None:
     return spent / 1000
 
 
-def _wait(page: Any, expression: str) -> float:
+def _wait_for(page: Any, expression: str) -> float:
+    """Return the value of a JavaScript expression as soon as it is defined."""
     return _poll(page, lambda: page.evaluate(expression), expression)
 
 
@@ -139,12 +142,12 @@ _SHARES = ("sigma_topk", "sigma_stage1", "retained_mass")
 _LOST = 10
 """Lost entries per head, as many as `measure` stores."""
 _OWN_NOISE = 0.3
-"""Standard deviation of the scores of one configuration, over that of the common scores."""
+"""Standard deviation of the scores of one configuration, over that of the scores that all share."""
 _COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in pair)}
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
-    """Return `sides` × `budgets` configurations: two policies with four selections each, or the first of these."""
+    """Return `sides` configurations per budget: two policies with four selections each, or the first of these."""
     names = ("attention", "two-stage", "attention-unpooled", "two-stage-uniform")
     both = [(policy, name) for policy in ("snapkv", "adakv") for name in names][:sides]
     return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
@@ -161,7 +164,7 @@ def synthetic_trace(
     kept: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """Return a synthetic trace of this size, of `configs` or a sweep of 24, with prompts and the losses of each head.
+    """Return a synthetic trace of this size, of `configs` or a sweep of 24, with prompts and losses of heads.
 
     With `kept` it has the positions of kept sets, else their digests alone.
     """
@@ -169,7 +172,7 @@ def synthetic_trace(
     sizes = {"sample": samples, "config": len(configs), "step": steps, "layer": layers, "head": heads}
     sizes["lost_entry"] = _LOST
     arrays: dict[str, NDArray[Any]] = {
-        name: _numbers(name, variable, tuple(sizes[axis] for axis in variable.axes), draw)
+        name: _random_values(name, variable, tuple(sizes[axis] for axis in variable.axes), draw)
         for name, variable in VARIABLES.items()
         if _is_drawn(name, variable, sizes)
     }
@@ -177,18 +180,20 @@ def synthetic_trace(
     arrays["question_tokens"] = np.zeros(samples, dtype=np.int64)
     arrays["evicted"] = np.ones((samples, len(configs)), dtype=np.uint8)
     shape = (samples, len(configs), layers, heads)
-    arrays |= _kept_sets(shape, configs, tokens, draw) if kept else _digests(shape, configs, tokens, draw)
-    arrays |= _texts(samples, tokens)
+    arrays |= _random_kept_sets(shape, configs, tokens, draw) if kept else _random_digests(shape, configs, tokens, draw)
+    arrays |= _prompt_texts(samples, tokens)
     run = RunConfig(model="made", dataset="made", configs=configs, samples=samples, steps=steps)
     return Trace(run, tuple(f"p{number}" for number in range(samples)), arrays)
 
 
 def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
+    """Return whether a variable of a synthetic trace consists of random numbers."""
     others = name in _COMPUTED or variable.in_rows or variable.dtype == "str"
     return not others and set(variable.dims) <= sizes.keys()
 
 
-def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+def _random_values(name: str, variable: Variable, shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+    """Return random values of a variable, with a plausible spread."""
     if np.dtype(variable.dtype).kind != "f":
         return draw.integers(0, 2, shape).astype(variable.dtype)
     if name in _SHARES:
@@ -197,14 +202,14 @@ def _numbers(name: str, variable: Variable, shape: tuple[int, ...], draw: np.ran
     return (unit * draw.lognormal(sigma=1.3, size=shape)).astype(variable.dtype)
 
 
-def _kept_sets(
+def _random_kept_sets(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return kept sets of the entries with the largest random scores, which differ little between configurations.
+    """Return the variables of kept sets, which differ little between configurations.
 
     In the first layer the first two configurations have equal scores: heads of equal sets are tied.
     """
-    counts, rows, lengths = [_count(one, tokens) for one in configs], [], []
+    counts, rows, lengths = [_kept_count(one, tokens) for one in configs], [], []
     for _ in range(shape[0]):
         common = draw.normal(size=(shape[2] * shape[3], tokens)).astype(np.float32)
         for config, count in enumerate(counts):
@@ -224,21 +229,21 @@ def _kept_sets(
     }
 
 
-def _digests(
+def _random_digests(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return random digests, so that no two sets are equal."""
-    counts = np.array([_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
+    """Return the variables of random digests, of which no two are equal."""
+    counts = np.array([_kept_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
     return {DIGEST: draw.integers(1, 2**62, shape), "kept_count": np.broadcast_to(counts, shape).copy()}
 
 
-def _count(config: EvictionConfig, tokens: int) -> int:
-    """Return the number of entries that a budget keeps."""
+def _kept_count(config: EvictionConfig, tokens: int) -> int:
+    """Return the number of entries that a configuration's budget keeps."""
     return max(1, int(config.budget.value * tokens))
 
 
-def _texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
-    """Return prompts of words of four characters each."""
+def _prompt_texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
+    """Return the variables of prompts' texts, in words of four digits."""
     text = "".join(f" {index % 9000 + 1000}" for index in range(tokens))
     return {
         "prompt_count": np.full(samples, tokens),
@@ -271,7 +276,7 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Measure the rows of these targets; call `finished` with each group.
+    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
 
     Without a browser its rows have that as the reason instead of a value.
     """
@@ -280,12 +285,13 @@ def measure(
         return run_groups(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
 
 
-def groups(settings: Settings) -> int:
-    """Return the number of groups of `measure`."""
+def group_count(settings: Settings) -> int:
+    """Return the number of groups of rows that `measure` reports."""
     return len(list(_groups(_Rows(settings, Path()))))
 
 
 def _groups(rows: _Rows) -> Iterator[Group]:
+    """Yield the groups of rows."""
     yield "small page", ("report-small",), rows.small
     yield "first paint", ("report-paint", "report-ready"), rows.first_times
     yield "changes", ("report-change", "report-change-most"), rows.changes
@@ -299,20 +305,20 @@ class _Rows:
         self._settings, self._folder = settings, folder
 
     def small(self) -> Values:
-        """Return the megabytes of the small page."""
-        return {"report-small": self._size("small", _SMALL)}
+        """Return the row of the small page's megabytes."""
+        return {"report-small": self._measure_size("small", _SMALL)}
 
     def large(self) -> Values:
-        """Return the megabytes of a page of many more heads and samples."""
-        return {"report-large": self._size("large", _LARGE)}
+        """Return the row of the megabytes of a page of many more heads and samples."""
+        return {"report-large": self._measure_size("large", _LARGE)}
 
     def first_times(self) -> Values:
-        """Return the medians of the seconds until first paint and until ready."""
+        """Return the rows of the median seconds until first paint and until choices can be made."""
         measured = first_times(self._page("small", _SMALL), self._settings.repeats)
         return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in measured.items()}
 
     def changes(self) -> Values:
-        """Return the median and the maximum of all changes, in seconds."""
+        """Return the rows of the median and the longest of all changes of choice, in seconds."""
         changes = change_times(self._page("small", _SMALL), self._settings.repeats)
         times = [one for values in changes.values() for one in values]
         if not times:
@@ -323,13 +329,14 @@ class _Rows:
             "report-change-most": (max(times), {"changes": len(times)}),
         }
 
-    def _size(self, name: str, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
+    def _measure_size(self, name: str, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
+        """Return a page's megabytes, and its bytes and the seconds to write it."""
         start = time.perf_counter()
         size = self._page(name, shape).stat().st_size
         return size / 1e6, {"bytes": size, "seconds": time.perf_counter() - start, **shape}
 
     def _page(self, name: str, shape: dict[str, int]) -> Path:
-        """Return the file of a page, made when it is first needed."""
+        """Return the file of a page, written on the first call."""
         path = self._folder / f"{name}.html"
         if not path.exists():
             report(synthetic_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)

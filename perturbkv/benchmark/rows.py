@@ -24,10 +24,7 @@ _EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY, NO_BROWSER)
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a row: its description and the bound to reach; a value is better the farther it is inside.
-
-    `cuda` rows need a GPU.
-    """
+    """The target of a row: its description and the bound to reach; farther inside the bound is better."""
 
     name: str
     what: str
@@ -71,7 +68,7 @@ SCALE = (
     Target("merging-memory", "peak memory of merging 7 shards, all samples / 10", 1.1),
     Target("two-workers", "2 workers that measure, a thread each / one, samples per second", 1.6, at_least=True),
 )
-"""Rows on runs of thousands of samples, beside measuring."""
+"""Targets of runs of thousands of samples: workers, coordination and merging."""
 REPORT = (
     Target("report-small", "page of 8 samples × 24 configurations × 270 heads, MB", 5.0),
     Target("report-large", "page of 32 samples × 24 configurations × 1,024 heads, MB", 25.0),
@@ -80,7 +77,7 @@ REPORT = (
     Target("report-change", "a change of choice in it until it is painted, median, s", 0.1),
     Target("report-change-most", "the longest of these changes, s", 0.1),
 )
-"""Rows on the size of a report's page, and on how soon it shows a choice."""
+"""Targets of a report's page: its size, and how soon it shows a choice."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Row:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def verdict(self) -> str:
-        """Return `reached`, `falls short` or `not measured`."""
+        """Return "reached", "falls short" or "not measured"."""
         if self.value is None:
             return "not measured"
         return "reached" if self.target.is_reached(self.value) else "falls short"
@@ -116,11 +113,11 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """The rows that should have been measured on this machine and were not."""
+        """The names of the rows that could have been measured on this machine and were not."""
         return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that `read` reads."""
+        """Return the JSON document that `read` reads."""
         rows = [
             {**asdict(row.target), "value": row.value, "verdict": row.verdict(), "reason": row.reason,
              "details": dict(row.details)}
@@ -133,14 +130,15 @@ def read(path: Path) -> Report:
     """Return a report from its JSON file. Raises ConfigError for any other file."""
     document = _FILE.read_json(path)
     try:
-        rows = tuple(_row(entry) for entry in document["rows"])
+        rows = tuple(_parse_row(entry) for entry in document["rows"])
         _check_format(document["format"], [row.target.name for row in rows])
-        return Report(_object(document["machine"]), _object(document["settings"]), rows)
+        return Report(_json_object(document["machine"]), _json_object(document["settings"]), rows)
     except (ValueError, KeyError, TypeError) as error:
         raise _FILE.refusal(path, f"another document ({type(error).__name__}: {error})") from None
 
 
 def _check_format(version: Any, names: Sequence[str]) -> None:
+    """Raise ValueError for another format, or a row that occurs twice."""
     if version != FORMAT:
         msg = f"format is {str(version)[:40]}, not {FORMAT}"
         raise ValueError(msg)
@@ -149,19 +147,22 @@ def _check_format(version: Any, names: Sequence[str]) -> None:
         raise ValueError(msg)
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
+def _parse_row(entry: Mapping[str, Any]) -> Row:
+    """Return a row from its JSON object. Raises KeyError or TypeError for anything else."""
     target = Target(
-        name=_field(str, entry, "name"), what=_field(str, entry, "what"), bound=_number(entry["bound"]),
-        at_least=_field(bool, entry, "at_least"), cuda=_field(bool, entry, "cuda"),
+        name=_typed_field(str, entry, "name"), what=_typed_field(str, entry, "what"),
+        bound=_finite_number(entry["bound"]),
+        at_least=_typed_field(bool, entry, "at_least"), cuda=_typed_field(bool, entry, "cuda"),
     )  # fmt: skip
-    value = None if entry["value"] is None else _number(entry["value"])
-    return Row(target, value, _field(str, entry, "reason"), _object(entry["details"]))
+    value = None if entry["value"] is None else _finite_number(entry["value"])
+    return Row(target, value, _typed_field(str, entry, "reason"), _json_object(entry["details"]))
 
 
 _Kind = TypeVar("_Kind", str, bool)
 
 
-def _field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
+def _typed_field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
+    """Return a field of a JSON object. Raises TypeError where it is not of a type."""
     value = entry[name]
     if not isinstance(value, kind):
         msg = f"{name} is {str(value)[:40]}"
@@ -169,23 +170,24 @@ def _field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
     return value
 
 
-def _number(value: Any) -> float:
-    """Return a finite number as a float. Raises TypeError for booleans, texts and numbers beyond a float's range."""
+def _finite_number(value: Any) -> float:
+    """Return a number as a finite float. Raises TypeError for booleans, texts and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         msg = f"{str(value)[:40]} is no number"
         raise TypeError(msg)
     return float(value)
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _json_object(value: Any) -> dict[str, Any]:
+    """Return a JSON object. Raises TypeError for any other value."""
     if not isinstance(value, dict):
         msg = f"expected an object, got {str(value)[:40]}"
         raise TypeError(msg)
     return value
 
 
-def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
-    """Return the targets of these names, all of them for no name. Raises UnknownNameError."""
+def find_targets(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
+    """Return the targets of these names, or all targets without a name. Raises UnknownNameError."""
     known = tuple(target.name for target in targets)
     for name in names:
         if name not in known:
@@ -195,7 +197,7 @@ def check_names(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tu
 
 @dataclass(frozen=True)
 class Change:
-    """A row in two reports; values are None where it was not measured.
+    """A row's values in two reports, None where it was not measured.
 
     `worse` is the deterioration as a share of the old value: below 0 the new one is better.
     """
@@ -208,7 +210,7 @@ class Change:
 
 
 def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
-    """Return the change of every row of either report; one has regressed where it is worse by more than `tolerance`.
+    """Return the change of every row of two reports; a row has regressed where it is worse by more than `tolerance`.
 
     `tolerance` is a share of the old value. A row that is no longer measured has not regressed.
     Raises ConfigError for a negative tolerance.
@@ -222,12 +224,12 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
     for name in dict.fromkeys([*before, *after]):
         was, now = (rows[name].value if name in rows else None for rows in (before, after))
         at_least = (after if name in after else before)[name].target.at_least
-        worse = _worse(was, now, at_least)
+        worse = _deterioration(was, now, at_least)
         changes.append(Change(name, was, now, worse, worse is not None and worse > tolerance))
     return changes
 
 
-def _worse(old: float | None, new: float | None, at_least: bool) -> float | None:
+def _deterioration(old: float | None, new: float | None, at_least: bool) -> float | None:
     """Return the deterioration as a share of the old value; None if one is missing or the share is infinite."""
     if old is None or new is None or old == 0:
         return None
@@ -235,7 +237,7 @@ def _worse(old: float | None, new: float | None, at_least: bool) -> float | None
     return worse if math.isfinite(worse) else None
 
 
-def other_settings(old: Report, new: Report) -> list[str]:
+def setting_differences(old: Report, new: Report) -> list[str]:
     """Return the differences between the machines and settings of two reports: 'cores: 2 and 16'."""
     pairs = [(old.machine, new.machine), (old.settings, new.settings)]
     return [

@@ -14,7 +14,7 @@ _COMMAND = "import sys; from perturbkv.cli.start import main; main()"
 _TRACE = ("--samples", "2", "--length", "300", "--budget", "64")
 
 
-def seconds(model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
+def startup_seconds(model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Return the processor seconds per turn of each command, and of the import that it is compared with.
 
     `help` is `perturbkv -h` compared with `import numpy`; `figure` is `perturbkv heads` of a finished trace, which is

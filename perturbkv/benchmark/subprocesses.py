@@ -21,31 +21,40 @@ from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
 Result = dict[str, Any]
-"""The measurements of one piece of work, as a JSON object."""
+"""The measurements of a process, as a JSON object."""
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Settings with which glibc returns freed memory at once, so that the peak of a process counts used memory alone."""
 _ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-"""The command that runs another one in a namespace with the loopback as its only network (unshare(1))."""
+"""Beginning of a command that runs another one with the loopback as its only network (unshare(1))."""
 
 
 def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (), **arguments: Any) -> Result:
-    """Return the result of `work.<work>(**arguments)` from a new process, started through the command `prefix`.
+    """Return the result of `work.<work>(**arguments)` from a new process, whose command begins with `prefix`.
 
     Raises PerturbkvError where the process fails.
     """
     command = [*prefix, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
-    environment = os.environ | (_EXACT_PEAK if exact_peak else {})
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return run_json(command, f"the benchmark's process '{work}'", _EXACT_PEAK if exact_peak else {})
+
+
+def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> Result:
+    """Return the JSON object on the last line that a command prints; `environment` is added to this process's.
+
+    Raises PerturbkvError with `name` and the last line of the command's error output where it fails.
+    """
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | (environment or {})
+    )
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]
-        msg = f"the benchmark's process '{work}' failed: {lines[-1]}"
+        msg = f"{name} failed: {lines[-1]}"
         raise PerturbkvError(msg)
     result: Result = json.loads(finished.stdout.splitlines()[-1])
     return result
 
 
 def without_network() -> tuple[str, ...]:
-    """Return the command prefix that leaves only the loopback network; empty where the system forbids it."""
+    """Return the beginning of a command without network but the loopback; empty where the system forbids it."""
     try:
         subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -54,7 +63,7 @@ def without_network() -> tuple[str, ...]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, with the work of the device."""
+    """Return the seconds of a call, including the work that it starts on the device."""
     gc.collect()
     wait(device)
     start = time.perf_counter()
@@ -70,7 +79,7 @@ def wait(device: torch.device) -> None:
 
 
 def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the GPU, or of the process, before a call and at its peak."""
+    """Return the bytes in use before a call and at its peak, of the GPU or of the process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -84,7 +93,7 @@ def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:
-    """Return the description of the machine."""
+    """Return a description of the machine: device, cores, memory, dtype and versions."""
     chosen = pick_device(device)
     return {
         "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor(),

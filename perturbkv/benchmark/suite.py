@@ -39,12 +39,12 @@ class Settings:
             raise ConfigError(msg)
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments that most processes take."""
+        """Return the arguments that most processes take: model, tokens, dtype and device."""
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
 def check_repeats(repeats: int) -> None:
-    """Raise ConfigError for a number of turns out of range."""
+    """Raise ConfigError for a number of turns below 1 or above 1000."""
     if not 1 <= repeats <= _MOST_REPEATS:
         msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {repeats}"
         raise ConfigError(msg)
@@ -59,7 +59,7 @@ Group = tuple[str, tuple[str, ...], Callable[[], Values]]
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Measure the rows of these targets, those of a GPU only where there is one; call `finished` with each group.
+    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
 
     A row whose process fails has the reason instead of a value. Raises ConfigError for a device that does not
     exist.
@@ -77,7 +77,7 @@ def run_groups(
     groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
-    """Return the report of the groups that have a target, measured in turn; call `finished` with every group."""
+    """Return the report of the groups that have a target, measured in turn; call `finished` with every group's name."""
     names, values, reasons = {target.name for target in targets}, Values(), dict[str, str]()
     for group, rows, work in groups:
         if names & set(rows):
@@ -86,22 +86,24 @@ def run_groups(
             except PerturbkvError as error:
                 reasons |= dict.fromkeys(rows, str(error))
         finished(group)
-    return Report(machine, settings, tuple(_row(target, values, reasons) for target in targets))
+    return Report(machine, settings, tuple(_report_row(target, values, reasons) for target in targets))
 
 
-def _row(target: Target, values: Values, reasons: dict[str, str]) -> Row:
+def _report_row(target: Target, values: Values, reasons: dict[str, str]) -> Row:
+    """Return a target's row with its value, or with the reason why it was not measured."""
     if target.name not in values:
         return Row(target, None, reasons.get(target.name, NO_GPU))
     value, details = values[target.name]
     return Row(target, value, "", details)
 
 
-def groups(settings: Settings) -> int:
-    """Return the number of groups of `measure`."""
+def group_count(settings: Settings) -> int:
+    """Return the number of groups of rows that `measure` reports."""
     return len(list(_groups(settings, set())))
 
 
 def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
+    """Yield the groups of rows, those of a GPU only where there is one; `names` are the rows to measure."""
     yield "times", tuple(_COUNTS), lambda: _times(settings, names)
     yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)
@@ -122,6 +124,7 @@ _COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200, "scores-11": 11}
 
 
 def _times(settings: Settings, names: set[str]) -> Values:
+    """Return the rows of a traced run's seconds over a plain run's, for several numbers of configurations."""
     counts = {name: count for name, count in _COUNTS.items() if name in names}
     measured = in_process("times", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments())
     values: Values = {}
@@ -133,12 +136,17 @@ def _times(settings: Settings, names: set[str]) -> Values:
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Return the median of the ratios of all turns, and their seconds."""
-    value = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
-    return value, {"seconds": list(seconds), "base_seconds": list(base)}
+    """Return the median over turns of a turn's seconds over its base's, and all seconds."""
+    return median_ratio(seconds, base), {"seconds": list(seconds), "base_seconds": list(base)}
+
+
+def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median over turns of a turn's seconds over its base's."""
+    return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
 
 
 def _presses(settings: Settings) -> Values:
+    """Return the row of 24 configurations' seconds over those of kvpress' presses."""
     if find_spec("kvpress") is None:
         raise ConfigError(NO_KVPRESS)
     spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
@@ -146,11 +154,13 @@ def _presses(settings: Settings) -> Values:
 
 
 def _peaks(settings: Settings) -> Values:
+    """Return the row of 24 configurations' peak memory over that of a plain prefill."""
     plain, swept = (in_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
     return {"peak-24": (swept / plain, {"bytes": swept, "base_bytes": plain})}
 
 
 def _growth(settings: Settings) -> Values:
+    """Return the row of the time without prefill at four times the tokens, over that at the tokens."""
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")
@@ -159,16 +169,19 @@ def _growth(settings: Settings) -> Values:
 
 
 def _norms_shapes(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of the processes that compute value norms on the settings' device."""
     return {**_SEVEN_B, "entries": 8192, "dtype": "float32", "device": settings.device}
 
 
 def _norms(settings: Settings) -> Values:
+    """Return the row of the seconds of value norms over a loop's."""
     spent = in_process("norms", repeats=settings.repeats, **_norms_shapes(settings))
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
     return {"norms-time": (value, {**details, "rate": spent["rate"], "matmul_rate": spent["matmul_rate"]})}
 
 
 def _norms_memory(settings: Settings) -> Values:
+    """Return the row of the extra memory of value norms over a loop's."""
     ours, loop = (
         in_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
         for which in ("ours", "loop")
@@ -177,6 +190,7 @@ def _norms_memory(settings: Settings) -> Values:
 
 
 def _writing(settings: Settings, names: set[str]) -> Values:
+    """Return the rows of the seconds of writing a trace over those of its run."""
     values: Values = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
@@ -187,6 +201,7 @@ def _writing(settings: Settings, names: set[str]) -> Values:
 
 
 def _generation(settings: Settings) -> Values:
+    """Return the row of the peak memory saved by an evicted cache, over the cache's bytes saved."""
     full, evicted = (
         in_process("generating", evicted=evicted, exact_peak=True, **settings.model_arguments())
         for evicted in (False, True)
@@ -196,6 +211,7 @@ def _generation(settings: Settings) -> Values:
 
 
 def _quality(settings: Settings) -> Values:
+    """Return the row of the seconds of 12 scored configurations over those of one plain answer."""
     arguments = {**settings.model_arguments(), **_ANSWERED, "repeats": settings.repeats}
     spent = in_process("scoring", **arguments)
     value, details = _ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
@@ -203,11 +219,13 @@ def _quality(settings: Settings) -> Values:
 
 
 def _startup(settings: Settings) -> Values:
-    spent = startup.seconds(settings.model, settings.repeats)
+    """Return the rows of commands' processor seconds over those of an import."""
+    spent = startup.startup_seconds(settings.model, settings.repeats)
     return {f"startup-{name}": _ratio(one["command"], one["import"]) for name, one in spent.items()}
 
 
 def _triton(settings: Settings) -> Values:
+    """Return the rows of value norms in Triton: seconds over a loop's, and rate over that of a matrix product."""
     shapes: dict[str, Any] = {**_SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
     spent = in_process("norms", repeats=max(20, settings.repeats), **shapes)
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
@@ -219,6 +237,7 @@ def _triton(settings: Settings) -> Values:
 
 
 def _cuda_sweep(settings: Settings) -> Values:
+    """Return the row of 24 configurations' seconds over a plain prefill's, of a 7B model."""
     measured = in_process(
         "times", model="random:mistral-7b", tokens=8192, repeats=max(5, settings.repeats), dtype="bfloat16",
         device="cuda", counts=[24],
@@ -228,6 +247,7 @@ def _cuda_sweep(settings: Settings) -> Values:
 
 
 def _cuda_decoding(settings: Settings) -> Values:
+    """Return the row of the seconds of decoding from an evicted cache over those from a full one."""
     spent = in_process(
         "decoding", model="random:mistral-7b", tokens=32768, budget=1024, batch=4, steps=16,
         repeats=settings.repeats, dtype="bfloat16", device="cuda",

@@ -42,7 +42,7 @@ from perturbkv.trace import SampleTrace
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return ν, computed head by head from projections that are stored."""
+    """Return value norms ν (head, entry), computed head by head from projections that are stored."""
     kv_heads, _, d_head = value.shape
     group = w_o.shape[1] // (kv_heads * d_head)
     return torch.stack(
@@ -59,6 +59,7 @@ _NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value
 def _random_layer(
     entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str
 ) -> tuple[Tensor, Tensor]:
+    """Return random values (kv_head, entry, d_head) and a random W_O (d_model, d_model) of a layer."""
     chosen, d_head = pick_device(device), d_model // heads
     generator = torch.Generator(chosen).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": chosen, "dtype": getattr(torch, dtype)}
@@ -86,7 +87,7 @@ def norms(repeats: int, **shapes: Any) -> Result:
 
 @torch.inference_mode()
 def norms_peak(which: str, **shapes: Any) -> Result:
-    """Return the bytes that ν (`ours`) or the loop takes, without inputs and result."""
+    """Return the bytes that ν (`ours`) or the loop (`loop`) takes, without inputs and result."""
     value, w_o = _random_layer(**shapes)
     before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
@@ -96,7 +97,7 @@ BUDGETS = (128, 256, 512, 1024)
 
 
 def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
-    """Return a function per press and budget that prefills under it.
+    """Return a function per press of kvpress and budget that prefills under it.
 
     The presses are SnapKV, PyramidKV and AdaKV, each also within CriticalKV, at four budgets.
     """
@@ -118,7 +119,7 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
 
 
 def time_presses(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Return the seconds of all presses and of `ours`, `repeats` times in turns."""
+    """Return the seconds of all presses and of `ours`, in each of `repeats` turns."""
     taken: dict[str, list[float]] = {"presses": [], "ours": []}
     runs = press_runs(adapter, token_ids)
     for _ in range(repeats):
@@ -135,7 +136,7 @@ _LATER = ("caote", "dropkv", "obcache-value", "obcache-key", "obcache-joint", "k
 
 
 def configurations(count: int) -> tuple[EvictionConfig, ...]:
-    """Return a standard set of `count` configurations.
+    """Return the standard set of `count` configurations.
 
     2: SnapKV's two selections at b = 128; 11: SnapKV's score and ten others; 12: two policies, two selections, three
     shares; 24: three policies, two selections, four budgets; 200: two policies at ten budgets, two-stage at five alphas
@@ -157,12 +158,12 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
 
 
 def random_tokens(count: int) -> list[int]:
-    """Return random token ids, always the same."""
+    """Return `count` random token ids, always the same."""
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
-    """Prefill and decode greedily, without hooks."""
+    """Prefill and decode `decodes` tokens greedily, without hooks."""
     cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
     with torch.inference_mode():
         for _ in range(decodes + 1):
@@ -171,11 +172,12 @@ def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
 
 
 def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """Measure one prompt; return its sample."""
-    return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _run(adapter, configs))
+    """Return the measurements of one prompt under some configurations."""
+    return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _resolved_run(adapter, configs))
 
 
-def _run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
+def _resolved_run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
+    """Return the resolved run of one sample with these configurations."""
     return ResolvedRun.from_run(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
 
 
@@ -190,17 +192,26 @@ def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts
     runs |= {str(count): _trace_function(adapter, token_ids, count) for count in counts}
     runs["prefill"]()
     runs[str(counts[0])]()
+    taken, phases = _time_in_turns(runs, repeats, adapter.device)
+    return {"seconds": taken, "phases": {name: spent for name, spent in phases.items() if spent}}
+
+
+def _time_in_turns(
+    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Return the seconds of every run in each of `repeats` turns, and the phases of each run's last turn."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     phases: dict[str, dict[str, float]] = {}
     for _ in range(repeats):
         for name, work in runs.items():
-            with timed(lambda: wait(adapter.device)) as spent:
-                taken[name].append(seconds(work, adapter.device))
+            with timed(lambda: wait(device)) as spent:
+                taken[name].append(seconds(work, device))
             phases[name] = dict(spent)
-    return {"seconds": taken, "phases": {name: spent for name, spent in phases.items() if spent}}
+    return taken, phases
 
 
 def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
+    """Return a function that traces the prompt under the standard set of `count` configurations."""
     configs = configurations(count)
     return lambda: trace_prompt(adapter, token_ids, configs)
 
@@ -241,16 +252,16 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
         samples: list[SampleTrace] = []
         taken["run"].append(seconds(lambda: samples.append(trace_prompt(adapter, ids, configs)), adapter.device))  # noqa: B023
         with tempfile.TemporaryDirectory() as folder:
-            writer = TraceWriter(Path(folder) / "trace.h5", _run(adapter, configs), ["benchmark"], {})
+            writer = TraceWriter(Path(folder) / "trace.h5", _resolved_run(adapter, configs), ["benchmark"], {})
             taken["journal"].append(seconds(lambda: writer.append(samples[0]), cpu))  # noqa: B023
             taken["file"].append(seconds(writer.finish, cpu))  # noqa: B023
     return {name: spent[1:] for name, spent in taken.items()}
 
 
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
-    """Return the peak bytes of prefill and generation from the full or an evicted cache, and the bytes of the cache."""
+    """Return the peak bytes of prefill and generation from the full or an evicted cache, and the cache's bytes."""
     adapter = load_model(model, dtype, device)
-    run, prompt = _run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
+    run, prompt = _resolved_run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
     adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
     sizes: list[int] = []
 
@@ -280,12 +291,8 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
         "scored": lambda: trace_sample(adapter, prompts[0], planned.resolved, planned.resources),
     }
     runs["plain"]()
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, work in runs.items():
-            with timed(lambda: wait(adapter.device)) as spent:
-                taken[name].append(seconds(work, adapter.device))
-    return {"seconds": taken, "phases": dict(spent), "batches": len(planned.batches.indices)}
+    taken, phases = _time_in_turns(runs, repeats, adapter.device)
+    return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
 @torch.inference_mode()
@@ -301,16 +308,17 @@ def decoding(
     for _ in range(repeats + 1):
         cache = _random_cache(adapter, batch, tokens)
         compact = CompactCache([_keep_last(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
-        full.append(seconds(lambda cache=cache: _decode(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
+        full.append(seconds(lambda cache=cache: _greedy_steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
         del cache
         with decode_from(adapter, compact):
             evicted.append(
-                seconds(lambda compact=compact: _decode(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
+                seconds(lambda compact=compact: _greedy_steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
             )
     return {"full": full[1:], "evicted": evicted[1:]}
 
 
 def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
+    """Return a full cache of `batch` rows with random entries."""
     cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens, adapter.d_head)
     for layer in range(len(adapter.layers)):
         keys, values = (torch.randn(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
@@ -319,7 +327,7 @@ def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
 
 
 def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
-    """Return a layer of the last `budget` entries of every row and key/value head."""
+    """Return a compact layer of the last `budget` entries of every row and key/value head."""
     rows = [
         KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
         for key, value in zip(keys, values, strict=True)
@@ -327,7 +335,8 @@ def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> C
     return CompactLayer(rows, adapter.heads, keys.shape[2])
 
 
-def _decode(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
+def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
+    """Decode `steps` tokens greedily from a cache."""
     for _ in range(steps):
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1:].argmax(dim=-1)

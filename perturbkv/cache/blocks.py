@@ -26,9 +26,14 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Segment:
-    """One kept set of one row.
+    """A kept set of one row of a batch.
 
-    `group` query heads read it, from `group · head` on; its `length` entries are listed from `start` on.
+    Attributes:
+        row: index of the row.
+        head: index of the kept set in the row.
+        group: number of query heads that share the kept set, the first of them `group · head`.
+        length: number of entries.
+        start: index of the first entry in `EntryPool.index`.
     """
 
     row: int
@@ -59,14 +64,14 @@ class Block:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one segment, as views."""
+        """Return keys and values (entry, d_head) of one segment, as views."""
         length = self.segments[index].length
         return self.keys[index, :length], self.values[index, :length]
 
     def keep_rows(self, rows: Sequence[int]) -> Block | None:
-        """Return the segments of these rows, renumbered by their index in `rows`; None where there are none.
+        """Return the block of these rows, numbered by their index in `rows`; None where they have no segment here.
 
-        They are copied where other segments are dropped.
+        Entries are copied where segments are dropped.
         """
         kept, segments = select_rows(self.segments, rows)
         if not kept:
@@ -80,22 +85,22 @@ class Block:
         return Block(segments, keys, values, padding, indices)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
         work = torch.promote_types(query.dtype, torch.float32)
         grouped = query[self.query_index]
         segments, group, queries, d_head = grouped.shape
         scaled = (grouped.to(work) * scale).reshape(segments, group * queries, d_head)
         logits = scaled @ self.keys.to(work).transpose(1, 2)
-        if (unseen := self.unseen(grouped)) is not None:
-            logits.masked_fill_(unseen, -torch.inf)
+        if (excluded := self.excluded_entries(grouped)) is not None:
+            logits.masked_fill_(excluded, -torch.inf)
         total = logits.logsumexp(dim=-1)
         output = (logits - total.unsqueeze(-1)).exp_() @ self.values.to(work)
         return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
 
-    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
-        """Return a mask (segment, query or 1, longest) of the entries that queries do not attend to, the padding.
+    def excluded_entries(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
+        """Return the mask (segment, 1, longest) of the padding, to which queries do not attend; None without padding.
 
-        None where there is none.
+        A subclass may exclude other entries for each query.
         """
         return None if self.padding is None else self.padding.unsqueeze(1)
 
@@ -104,8 +109,8 @@ class Block:
 class Packed:
     """Concatenated segments without padding, for CUDA's variable-length attention: keys (entry, 1, d_head).
 
-    `begins` has the index of each segment's first entry, and the end of the last. `lengths` is set where there are
-    entries between segments that belong to none: the number of entries of each segment from its beginning.
+    `begins`, and `starts` as a tensor, are the indices of each segment's first entry, and the end of the last segment.
+    `lengths` are the segments' numbers of entries where other entries lie between segments; else None.
     """
 
     segments: list[Segment]
@@ -119,7 +124,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments' entries; there is no padding."""
+        """Bytes of the segments' entries."""
         entries = sum(segment.length for segment in self.segments)
         return entries * self.entry_bytes
 
@@ -129,14 +134,14 @@ class Packed:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one segment, as views."""
+        """Return keys and values (entry, d_head) of one segment, as views."""
         entries = slice(self.begins[index], self.begins[index] + self.segments[index].length)
         return self.keys[entries, 0], self.values[entries, 0]
 
     def keep_rows(self, rows: Sequence[int]) -> Packed | None:
-        """Return the segments of these rows without copying, renumbered by their index in `rows`.
+        """Return these rows' segments, numbered by their index in `rows`; None where they have no segment here.
 
-        None where there are none. Entries between them are skipped, and stay in memory.
+        Nothing is copied: entries of other rows stay in memory.
         """
         kept, segments = select_rows(self.segments, rows)
         if not kept:
@@ -144,12 +149,12 @@ class Packed:
         lengths = [segment.length for segment in segments]
         first, end = self.begins[kept[0]], self.begins[kept[-1]] + lengths[-1]
         begins = [*(self.begins[index] - first for index in kept), end - first]
-        starts, used = (to_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
+        starts, counts = (to_device(numbers, self.keys.device, torch.int32) for numbers in (begins, lengths))
         keys, values, indices = self.keys[first:end], self.values[first:end], query_indices(segments, self.keys.device)
-        return Packed(segments, keys, values, begins, starts, used, indices, self.kernel)
+        return Packed(segments, keys, values, begins, starts, counts, indices, self.kernel)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
         grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_head)
         segments, queries, group, d_head = grouped.shape
         query_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
@@ -161,21 +166,21 @@ class Packed:
 
 
 def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
-    """Return the indices of the segments of these rows, and the segments with rows renumbered by `rows`."""
+    """Return the indices of the segments in `rows`, and those segments, each row numbered by its index in `rows`."""
     renumbered = {row: index for index, row in enumerate(rows)}
     kept = [index for index, segment in enumerate(segments) if segment.row in renumbered]
     return kept, [replace(segments[index], row=renumbered[segments[index].row]) for index in kept]
 
 
 def query_indices(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of each segment's queries into (row, head, …)."""
+    """Return the index (rows, heads) that picks each segment's queries from a tensor (row, head, …)."""
     rows = to_device([[segment.row] for segment in segments], device)
     first = to_device([[segment.head * segment.group] for segment in segments], device)
     return rows, first + torch.arange(segments[0].group, device=device)
 
 
 def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
-    """Return a block in which shorter segments repeat their last entry, which attention masks."""
+    """Return a padded copy of the segments, longest first; padding repeats a segment's last entry and is masked."""
     longest, device = segments[0].length, kept.keys.device
     lengths = to_device([[segment.length] for segment in segments], device)
     starts = to_device([[segment.start] for segment in segments], device)
@@ -186,7 +191,7 @@ def padded_block(kept: EntryPool, segments: list[Segment]) -> Block:
 
 
 def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Packed:
-    """Return the concatenated segments."""
+    """Return a copy of the segments without padding, for the variable-length attention `kernel`."""
     device, begins = kept.keys.device, list(accumulate([segment.length for segment in segments], initial=0))
     starts = to_device(begins, device)
     shift = to_device([segment.start for segment in segments], device) - starts[:-1]
@@ -200,7 +205,10 @@ def packed_block(kept: EntryPool, segments: list[Segment], kernel: Kernel) -> Pa
 
 @dataclass(frozen=True, eq=False)
 class PassingBlock:
-    """Segments of similar length with the indices of their entries; `kernel` is that of the block made from them."""
+    """Segments whose entries are copied from the pool in each attention call, and not stored in between.
+
+    `kernel` is the variable-length attention that the copy uses; None: the copy is a padded `Block`.
+    """
 
     kept: EntryPool
     segments: list[Segment]
@@ -208,12 +216,12 @@ class PassingBlock:
 
     @cached_property
     def query_index(self) -> tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]:
-        """Index of each segment's queries into (row, head, …)."""
+        """Index (rows, heads) that picks each segment's queries from a tensor (row, head, …)."""
         return query_indices(self.segments, self.kept.keys.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the temporary block, padding included."""
+        """Bytes of the temporary copy, padding included."""
         lengths = [segment.length for segment in self.segments]
         return self.kept.entry_bytes * (sum(lengths) if self.kernel else max(lengths) * len(lengths))
 
@@ -223,32 +231,34 @@ class PassingBlock:
         return self.kept.entry_bytes
 
     def to_block(self) -> Block | Packed:
-        """Return the block with copies of the entries."""
+        """Return a block with a copy of the entries."""
         if self.kernel is None:
             return padded_block(self.kept, self.segments)
         return packed_block(self.kept, self.segments, self.kernel)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one segment."""
+        """Return copies of one segment's keys and values (entry, d_head)."""
         return self.to_block().entries(index)
 
     def keep_rows(self, rows: Sequence[int]) -> PassingBlock | None:
-        """Return the segments of these rows, renumbered by their index in `rows`; None where there are none."""
+        """Return the block of these rows, numbered by their index in `rows`; None where they have no segment here."""
         _, segments = select_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return outputs (segment, group, query, d_head) and log-sum-exps (segment, group, query) of its heads."""
+        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
         return self.to_block().attend(query, scale)
 
 
 @dataclass(frozen=True, eq=False)
 class ReadBlock(Block):
-    """The segments of one row, its key/value heads in order; entries that are not read count as evicted."""
+    """The block of one row that keeps all entries and attends to those that its `reader` selects for each query."""
 
     reader: Reader
 
-    def unseen(self, queries: Float[Tensor, "segment group query d_head"]) -> Bool[Tensor, "segment row longest"]:
-        """Return a mask of the entries that a query does not attend to; a row is a query of one head of the group."""
+    def excluded_entries(
+        self, queries: Float[Tensor, "segment group query d_head"]
+    ) -> Bool[Tensor, "segment group_query longest"]:
+        """Return the mask of the entries to which each query of each head in the group does not attend."""
         attended = self.reader(queries.flatten(0, 1))
         return ~attended.view(queries.shape[0], -1, attended.shape[-1])

@@ -31,11 +31,17 @@ _NOTHING: Mapping[int, StandIn] = MappingProxyType({})
 
 
 class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a CompactCache. `seen` counts the prompt's entries, evicted ones included, for positions.
+    """One layer of a CompactCache.
 
-    A `passing` layer leaves the entries in the full cache, and copies them block by block in every pass. `stand_ins`
-    are, by row, the corrections for evicted entries. Raises ConfigError where the layout is rectangular and a row's
-    kept sets differ in length.
+    Args:
+        entries: the kept entries of each row.
+        heads: number of query heads.
+        seen: number of the prompt's entries, evicted ones included: the position of the first decoded token.
+        layout: `ragged` or `rectangular`.
+        passing: whether entries stay in the full cache and are copied block by block in every pass.
+        stand_ins: row -> the correction for its evicted entries.
+
+    Raises ConfigError where the layout is rectangular and a row's kept sets differ in length.
     """
 
     is_sliding = False
@@ -51,18 +57,19 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     ) -> None:
         CacheLayerMixin.__init__(self)
         self.heads, self.layout, self.passing = heads, layout, passing
-        self._lay_out(entries)
+        self._freeze(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
         self.tail_from, self.stand_ins = [0] * len(entries), stand_ins
         self.attached = False
 
     def fork(self) -> CompactLayer:
-        """Return another layer that shares the frozen entries; valid only before any decoding."""
+        """Return a second layer that shares the frozen entries; valid only before any decoding."""
         other = copy.copy(self)
         other.tail_from = [0] * self.batch
         return other
 
-    def _lay_out(self, entries: Sequence[KeptEntries]) -> None:
+    def _freeze(self, entries: Sequence[KeptEntries]) -> None:
+        """Store the kept entries of each row in blocks. Raises ConfigError as the class does."""
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
             msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
             raise ConfigError(msg)
@@ -73,7 +80,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
     ) -> Tensor:
-        """Return attention (row, query, head, d_head) of the newest tokens over blocks and tail, in query's dtype."""
+        """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
         output, total = merge_sinks(*self._attend_tail(query, scale), sinks)
         output, total = merge_stand_ins(self.stand_ins, output, total, query, scale)
         for block in self.blocks:
@@ -87,19 +94,19 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return outputs (row, head, query, d_head) and log-sum-exps (row, head, query) over the decoded tokens."""
+        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and log-sum-exps of logits."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
         scaled = (query.to(work) * scale).reshape(rows, keys.shape[1], -1, d_head)
         logits = (scaled @ keys.transpose(2, 3)).view(rows, heads, queries, self.length)
-        logits.masked_fill_(self._unseen(queries, query.device), -torch.inf)
+        logits.masked_fill_(self._excluded_tail(queries, query.device), -torch.inf)
         total = logits.logsumexp(dim=-1)
         weights = (logits - total.unsqueeze(-1)).exp_().view(rows, keys.shape[1], -1, self.length)
         return (weights @ values).view(rows, heads, queries, d_head), total
 
-    def _unseen(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """Return True where a tail entry is later than the query, or is already in the row's block."""
+    def _excluded_tail(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
+        """Return a mask of tail entries that are later than the query, or are already in a block of the row."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         index = torch.arange(self.length, device=device)
         compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
@@ -107,26 +114,26 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frozen blocks, padding included, without the tail."""
+        """Bytes of the frozen blocks, padding included, without decoded tokens."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def borrowed_nbytes(self) -> int:
-        """Bytes of `nbytes` that rows which keep everything borrow, counted once for each of them."""
+        """Bytes in `nbytes` that belong to the full cache, counted once per row that keeps everything."""
         return sum(tensor.nbytes for row in self.borrowed_rows.values() for tensor in row.rectangle or ())
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the kept entries alone: Σ budgets."""
+        """Bytes of the kept entries, without padding."""
         return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
-        """Return the current number of entries in each kept set of a row, decoded ones included."""
+        """Return the number of entries in each kept set of a row, decoded tokens included."""
         lengths = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
         return [length + self.length - self.tail_from[row] for length in lengths]
 
     def entries(self, row: int) -> KeptEntries:
-        """Return the current entries of a row: frozen entries, then decoded ones, per kept set."""
+        """Return a row's entries: per kept set the frozen entries, then the decoded tokens."""
         if not self.is_initialized:
             return self._frozen(row)
         sets = self._frozen(row).sets()
@@ -139,9 +146,9 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return KeptEntries.of(keys, values)
 
     def replace(self, rows: dict[int, KeptEntries]) -> None:
-        """Freeze new entries for some rows, whose tails become empty; other rows are unchanged."""
+        """Replace all entries of some rows, decoded tokens included, by new frozen entries."""
         entries = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
-        self._lay_out(entries)
+        self._freeze(entries)
         for row in rows:
             self.tail_from[row] = self.length
         self._drop_dead_tail()
@@ -159,10 +166,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._keep_tail_rows(rows)
 
     def forget(self, after: int) -> None:
-        """Drop the tokens decoded after the first `after`; kept entries stay."""
+        """Drop all decoded tokens but the first `after`; kept entries stay."""
         self.length, self.tail_from = after, [0] * self.batch
 
     def _frozen(self, row: int) -> KeptEntries:
+        """Return a row's entries without decoded tokens."""
         if row in self.borrowed_rows:
             return self.borrowed_rows[row]
         sets = {
@@ -171,11 +179,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
             for index, segment in enumerate(block.segments)
             if segment.row == row
         }
-        pieces = [sets[head] for head in sorted(sets)]
-        return KeptEntries.of([keys for keys, _ in pieces], [values for _, values in pieces])
+        keys, values = zip(*(sets[head] for head in sorted(sets)), strict=True)
+        return KeptEntries.of(keys, values)
 
     def _drop_dead_tail(self) -> None:
-        """Drop tail entries that no row sees any more; positions continue."""
+        """Drop decoded tokens that every row has in its blocks already; positions continue."""
         dead = min(self.tail_from)
         if dead == 0 or not self.is_initialized:
             return
@@ -185,9 +193,9 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
 
 def _drop_entries(tail: Tensor, dead: int, length: int) -> Tensor:
-    """Return a new tail without the first `dead` entries, with room to grow."""
-    room = max(FIRST, length - dead)
-    fresh = tail.new_empty(*tail.shape[:2], room, tail.shape[3])
+    """Return a new tail of the entries from `dead` up to `length`, with at least the initial capacity."""
+    capacity = max(FIRST, length - dead)
+    fresh = tail.new_empty(*tail.shape[:2], capacity, tail.shape[3])
     fresh[:, :, : length - dead] = tail[:, :, dead:length]
     return fresh
 
@@ -195,9 +203,9 @@ def _drop_entries(tail: Tensor, dead: int, length: int) -> Tensor:
 class CompactCache(Cache):  # type: ignore[misc]
     """A cache of the kept entries only, one configuration per row of the batch, for use in `capture.decode_from`.
 
-    Layers that a model does not evict, because they have a sliding window, are among `layers`; `evicted` are the
-    others. `position_offsets` are, per row, how far the next position is before the
-    prompt's end; empty: 0 in every row.
+    Args:
+        layers: the model's layers; those with a sliding window are not evicted.
+        position_offsets: per row, how far the next position is before the prompt's end; empty: 0 in every row.
     """
 
     def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], position_offsets: Sequence[int] = ()) -> None:
@@ -206,11 +214,11 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def evicted(self) -> list[CompactLayer]:
-        """The measured layers, in order."""
+        """The layers without a sliding window, in order."""
         return [layer for layer in self.layers if not layer.is_sliding]
 
     def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
-        """Return the positions of the next tokens in each row; None where they follow the prompt's end in all rows."""
+        """Return the positions of the next `tokens` tokens; None where they follow the prompt's end in all rows."""
         if not any(self.position_offsets):
             return None
         seen: int = self.get_seq_length()
@@ -219,16 +227,16 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept entries of all evicted layers and rows, padding included, without decoded tokens."""
+        """Bytes of the evicted layers' entries in all rows, padding included, without decoded tokens."""
         return sum(layer.nbytes for layer in self.evicted)
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes of `nbytes` that hold no entry."""
+        """Bytes of padding in `nbytes`."""
         return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted))
 
     def forget(self, after: int = 0) -> None:
-        """Drop the tokens decoded after the first `after`; kept entries stay, for the next decoding."""
+        """Drop all decoded tokens but the first `after`; kept entries stay, for the next decoding."""
         for layer in self.layers:
             layer.forget(after)
 
@@ -241,7 +249,7 @@ class CompactCache(Cache):  # type: ignore[misc]
         self.position_offsets = [self.position_offsets[row] for row in rows] if self.position_offsets else []
 
     def fork(self) -> CompactCache:
-        """Return another cache that shares the kept entries; valid only before any decoding.
+        """Return a second cache that shares the kept entries; valid only before any decoding.
 
         Later decoding or compression in one of them does not change the other.
         """
@@ -265,13 +273,13 @@ class SharedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append row 0's token."""
+        """Append the keys and values of row 0, and return all of the layer's (1, kv_head, key, d_head)."""
         stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
         return stored
 
 
 class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A sliding layer that copies its window, where transformers' keeps a view of all entries it was given."""
+    """A sliding layer of a full cache that copies its window; transformers' own keeps the whole prompt in memory."""
 
     keys: Tensor
     values: Tensor
@@ -279,14 +287,14 @@ class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append entries and return all that the new queries may see."""
+        """Append entries, and return keys and values of all entries that the new queries may attend to."""
         entries: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = self.keys.clone(), self.values.clone()
         return entries
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
-    """Return the model's own cache, empty: measured layers keep everything, others their window."""
+    """Return an empty cache of the model's own kind: measured layers keep everything, other layers their window."""
     if not adapter.is_mixed:
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
@@ -295,9 +303,9 @@ def full_cache(adapter: Adapter) -> DynamicCache:
 
 
 def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
-    """Return the windows of the layers that are not measured, by index; later decoding does not change them."""
-    others = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
-    sliding = {index: cache.layers[index] for index in others}
+    """Return layer index -> window for the layers that are not measured; later decoding does not change them."""
+    unmeasured = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
+    sliding = {index: cache.layers[index] for index in unmeasured}
     return {
         index: Window(layer.keys[0], layer.values[0], layer.cumulative_length, layer.sliding_window)
         for index, layer in sliding.items()
@@ -305,7 +313,7 @@ def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
 
 
 def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
-    """Restore the windows of the layers that are not measured to those that `sliding_windows` returned."""
+    """Set the unmeasured layers of a cache to the windows that `sliding_windows` returned earlier."""
     for index, window in windows.items():
         layer: Any = cache.layers[index]
         layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)
@@ -315,7 +323,7 @@ def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
 def rebuild_cache(
     adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], windows: Mapping[int, Window]
 ) -> DynamicCache:
-    """Return a full cache with these entries (kv_head, entry, d_head) of measured layers and windows of the others."""
+    """Return a full cache of the measured layers' `entries`, each (kv_head, entry, d_head), and of windows."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
@@ -326,10 +334,10 @@ def rebuild_cache(
 
 
 def join_layers(
-    adapter: Adapter, compacted: Sequence[CompactLayer], windows: Mapping[int, Window]
+    adapter: Adapter, measured: Sequence[CompactLayer], windows: Mapping[int, Window]
 ) -> list[CompactLayer | SlidingLayer]:
-    """Return the layers of a compact cache: the measured ones, and the other layers' windows at their indices."""
-    rows = compacted[0].batch
-    layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, compacted, strict=True))
+    """Return all layers of a compact cache in the model's order: measured ones, and a sliding layer per window."""
+    rows = measured[0].batch
+    layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, measured, strict=True))
     layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in windows.items()}
     return [layers[index] for index in sorted(layers)]

@@ -24,7 +24,7 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
 Reader = Callable[[Float[Tensor, "head query d_head"]], Bool[Tensor, "head query key"]]
-"""Function from queries to the entries that each attends to, for a row that keeps everything."""
+"""Function from queries to a mask of the entries that each query attends to, for a row that keeps everything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class KeptEntries:
         keys, values: (source, d_head), of this row alone or shared with other rows.
         index: indices of the kept entries into `source`, one kept set after the other.
         lengths: number of entries of each kept set.
-        rectangle: keys and values (kept_head, kept, d_head) of a row that keeps all entries and borrows them.
-        reader: entries that such a row attends to; None: all of them.
+        rectangle: keys and values (kept_head, kept, d_head) of a row that keeps everything, as views of the full cache.
+        reader: selects the entries that a row with a `rectangle` attends to; None: all of them.
     """
 
     keys: Float[Tensor, "source d_head"]
@@ -48,20 +48,20 @@ class KeptEntries:
 
     @classmethod
     def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:
-        """Return entries from one tensor (kept, d_head) per kept set."""
+        """Return the entries of a row from its keys and values, a tensor (kept, d_head) per kept set."""
         joint = torch.cat(list(keys))
         index = torch.arange(len(joint), device=joint.device)
-        return cls(joint, torch.cat(list(values)), index, [len(piece) for piece in keys])
+        return cls(joint, torch.cat(list(values)), index, [len(kept) for kept in keys])
 
     def sets(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values of each kept set: copies, or views of borrowed entries."""
+        """Return keys and values (kept, d_head) of each kept set: copies, or views where the row has a `rectangle`."""
         if self.rectangle is not None:
             return list(zip(*self.rectangle, strict=True))
         return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
 
 
 def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
-    """Return all entries as a view: the run that keeps everything reads the full cache itself."""
+    """Return the entries of a row that keeps everything, as views of the full cache."""
     nothing = keys[0, :0]
     lengths = [keys.shape[1]] * keys.shape[0]
     return KeptEntries(nothing, nothing, torch.empty(0, dtype=torch.int64), lengths, (keys, values))
@@ -69,7 +69,7 @@ def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_
 
 @dataclass(frozen=True, eq=False)
 class EntryPool:
-    """Storage of the entries of all rows; `index` lists them, segment after segment."""
+    """Keys and values of all rows of one layer; `index` lists each row's entries, one kept set after the other."""
 
     keys: Float[Tensor, "source d_head"]
     values: Float[Tensor, "source d_head"]
@@ -81,7 +81,7 @@ class EntryPool:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def take(self, indices: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-        """Copy the entries at these positions of the index."""
+        """Return copies of keys and values (*shape, d_head) of the entries that `index` lists at `indices`."""
         chosen = self.index[indices.flatten()]
         return tuple(  # type: ignore[return-value]
             kind.index_select(0, chosen).view(*indices.shape, -1) for kind in (self.keys, self.values)
@@ -89,7 +89,7 @@ class EntryPool:
 
 
 def pool_entries(rows: Sequence[KeptEntries]) -> EntryPool:
-    """Return one pool of all rows.
+    """Return one pool with the entries of all rows.
 
     Tensors shared by several rows are stored once, and one shared by all is not copied.
     """
@@ -107,7 +107,7 @@ def pool_entries(rows: Sequence[KeptEntries]) -> EntryPool:
 _BIT_GATHERING_FACTOR = 0x8040201008040201 - 2**64
 """A bit at every ninth position, as a signed number: a product with it moves byte i to bit 63 − i."""
 Lengths = list[list[int]]
-"""Number of entries that each kept set of each configuration keeps in one layer."""
+"""Numbers of kept entries in one layer, per configuration and kept set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +115,10 @@ class KeptBatch:
     """The entries that a batch of configurations keeps in one layer.
 
     Attributes:
-        order: the configurations, in the order of `position`.
-        position: kept positions, ascending within each kept set, one set after the other.
-        entries: configuration -> its entries.
-        masks: the kept sets of `order` as bits, the first entry the highest bit of the first byte.
+        order: indices of the configurations, in the order of `position` and `masks`.
+        position: kept positions in the prompt, ascending within each kept set, one set after the other.
+        entries: index of a configuration -> its kept entries.
+        masks: the kept sets as bits, the first entry the highest bit of the first byte.
     """
 
     order: tuple[int, ...]
@@ -128,7 +128,7 @@ class KeptBatch:
 
 
 def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
-    """Return the number of kept entries per kept set, for every layer, with a single transfer from the device."""
+    """Return each layer's numbers of kept entries, for `configs` configurations, in one transfer from the device."""
     counts = [group.budgets.kept_entries for groups in layers for group in groups]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
     numbers = iter(flat)
@@ -149,7 +149,7 @@ def gather_kept(
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_head"],
 ) -> KeptBatch:
-    """Return the entries of a layer's full cache that the configurations of `batch` keep, as indices."""
+    """Return the entries of a layer's full cache that the configurations with indices `batch` keep."""
     masks, order = [], []
     for group in groups:
         rows = [row for row, config in enumerate(group.config_indices) if config in batch]
@@ -160,27 +160,27 @@ def gather_kept(
     kept = torch.cat(masks)
     segment, position = _nonzero(kept, sum(sum(lengths[config]) for config in order))
     starts = to_device(
-        [start for config in order for start in _starts(len(lengths[config]), *key.shape[:2])], key.device
+        [start for config in order for start in _head_starts(len(lengths[config]), *key.shape[:2])], key.device
     )
-    pieces = torch.split(starts[segment] + position, [sum(lengths[config]) for config in order])
+    indices = torch.split(starts[segment] + position, [sum(lengths[config]) for config in order])
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     entries = {
-        config: KeptEntries(keys, values, index, lengths[config]) for config, index in zip(order, pieces, strict=True)
+        config: KeptEntries(keys, values, index, lengths[config]) for config, index in zip(order, indices, strict=True)
     }
     return KeptBatch(tuple(order), position.to(torch.int32), entries, pack_bits(kept))
 
 
 def pack_bits(mask: Bool[Tensor, "row key"]) -> UInt8[Tensor, "row byte"]:
-    """Pack eight entries into a byte, the first one the highest bit, on the device: a transfer of an eighth.
+    """Return the mask as bits, eight entries per byte, the first entry the highest bit; computed on the device.
 
-    Each number of eight bytes 0 or 1 becomes one byte by a product whose highest byte has all eight bits.
+    Eight mask bytes, read as one integer, become a byte by a product whose highest byte has all eight bits.
     """
-    whole = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
-    return ((whole.contiguous().view(torch.int64) * _BIT_GATHERING_FACTOR) >> 56).to(torch.uint8)
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
+    return ((padded.contiguous().view(torch.int64) * _BIT_GATHERING_FACTOR) >> 56).to(torch.uint8)
 
 
-def _starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
-    """Return the index of the first entry of each kept set's key/value head, where the heads are concatenated."""
+def _head_starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
+    """Return, per kept set, the index of its key/value head's first entry where heads of `keys` entries are joined."""
     return [head * kv_heads // kept_heads * keys for head in range(kept_heads)]
 
 
@@ -192,11 +192,11 @@ def _nonzero(mask: Bool[Tensor, "row key"], count: int) -> tuple[Tensor, Tensor]
 
 
 COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""transformers' `rope_type`s whose frequencies are independent of the text's length."""
+"""Types of rotary frequencies (transformers' `rope_type`) that are independent of the text's length."""
 
 
 def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration moves keys and the model's rotations do not compose."""
+    """Raise ModelError where a configuration moves keys to positions in the cache and the model does not support it."""
     if not any(config.in_cache for config in configs):
         return
     rotations = model_config.rope_parameters
@@ -215,21 +215,21 @@ def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: 
 
 
 def position_offsets(configs: Iterable[ResolvedConfig], n: int) -> list[int]:
-    """Return n minus each configuration's next position: n − min(b, n) for positions in the cache, else 0."""
+    """Return each configuration's number of evicted entries where positions are those in the cache, else 0."""
     return [n - config.kept_entries(n) if config.in_cache else 0 for config in configs]
 
 
 def rotate_to_cache_positions(
     kept: KeptBatch, configs: Sequence[ResolvedConfig], frequencies: Float[Tensor, " frequency"]
 ) -> KeptBatch:
-    """Return the entries, with keys rotated to their positions in the cache where a configuration asks for it.
+    """Return the batch with keys rotated to positions 0, 1, … where a configuration has positions in the cache.
 
-    `frequencies` are the model's own, in radians per position. `position` remains that in the prompt.
+    `frequencies` are the model's own, in radians per position. `KeptBatch.position` is unchanged.
     """
-    pieces = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
+    positions = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
     moved = {
         index: move_positions(kept.entries[index], position, frequencies)
-        for index, position in zip(kept.order, pieces, strict=True)
+        for index, position in zip(kept.order, positions, strict=True)
         if configs[index].in_cache
     }
     return replace(kept, entries=kept.entries | moved)
@@ -238,7 +238,7 @@ def rotate_to_cache_positions(
 def move_positions(
     entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
-    """Copy the entries of kept sets of equal length, as StreamingLLM's are, from `position` to 0, 1, … in each."""
+    """Return copies of the entries, each kept set's keys rotated from `position` to 0, 1, …; sets have equal length."""
     new = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
     angle = _angles(new, frequencies) - _angles(position, frequencies)
     index = torch.arange(len(position), device=position.device)
@@ -247,18 +247,18 @@ def move_positions(
 
 
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:
-    """Return angles of rotation, rounded as the model rounds them, so that differences match those between its keys."""
+    """Return the angles of rotation in radians, with the model's own rounding."""
     work = torch.promote_types(frequencies.dtype, torch.float32)
     rounded = frequencies.to(position.device, work, non_blocking=True)
     return (position.to(work).unsqueeze(-1) * rounded).to(WORK)
 
 
 def rotate_keys(keys: Float[Tensor, "entry d_head"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
-    """Rotate keys by angles in radians, component i with i + frequencies, as transformers pairs them (`rotate_half`).
+    """Return keys rotated by angles in radians; components are paired as in transformers' `rotate_half`.
 
-    Later components are unchanged, as in Phi-3, where only a part of a head is rotary.
+    Components after the rotary ones are unchanged, as in Phi-3, where only a part of a head is rotary.
     """
     half, cosine, sine = angle.shape[-1], angle.cos(), angle.sin()
     first, second, rest = torch.split(keys, [half, half, keys.shape[-1] - 2 * half], dim=-1)
     rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return torch.cat([*(piece.to(keys.dtype) for piece in rotated), rest], dim=-1)
+    return torch.cat([*(components.to(keys.dtype) for components in rotated), rest], dim=-1)

@@ -26,7 +26,7 @@ LayerEntries = tuple[Tensor, Tensor]
 
 
 def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values of every layer. Raises UnreadableCacheError where a layer has none."""
+    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError without them."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
@@ -36,6 +36,7 @@ def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
 
 
 def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of one layer of transformers' `Cache`. Raises UnreadableCacheError without them."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     kind = type(layer).__name__
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
@@ -49,27 +50,29 @@ def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
 def matching_rows(
     external: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
 ) -> list[tuple[LayerEntries, LayerEntries]]:
-    """Return one row's entries per layer, in an external cache and in the full one, whose shapes are compatible.
+    """Return, per layer, one row's entries in the external cache and in the full one, after checking their shapes.
 
     A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises
-    UnreadableCacheError with the incompatible shapes.
+    UnreadableCacheError for incompatible shapes.
     """
-    theirs, whole = layer_tensors(external), layer_tensors(full)
-    if len(theirs) != len(whole):
-        _refuse(f"it has {len(theirs)} layers, the full cache {len(whole)}")
-    for index, (one, other) in enumerate(zip(theirs, whole, strict=True), start=first):
-        _check_shape(index, one, other[0], row)
-    _check_lengths(external, theirs, whole[0][0].shape[2])
-    return [(_select_row(one, row), _select_row(other, row)) for one, other in zip(theirs, whole, strict=True)]
+    external_layers, full_layers = layer_tensors(external), layer_tensors(full)
+    if len(external_layers) != len(full_layers):
+        _refuse(f"it has {len(external_layers)} layers, the full cache {len(full_layers)}")
+    pairs = list(zip(external_layers, full_layers, strict=True))
+    for index, (external_layer, full_layer) in enumerate(pairs, start=first):
+        _check_shape(index, external_layer, full_layer[0], row)
+    _check_lengths(external, external_layers, full_layers[0][0].shape[2])
+    return [(_select_row(external_layer, row), _select_row(full_layer, row)) for external_layer, full_layer in pairs]
 
 
 def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
+    """Return one row's keys and values; those of the only row where the layer has one."""
     index = row if len(layer[0]) > 1 else 0
     return layer[0][index], layer[1][index]
 
 
 def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
-    """Raise UnreadableCacheError unless keys and values are (batch, kv_head, entry, d_head) like the full ones."""
+    """Raise UnreadableCacheError unless the shapes of a layer's keys and values match the `full` cache's keys."""
     keys, values = layer
     if keys.ndim != 4 or keys.shape != values.shape:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
@@ -88,7 +91,7 @@ def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: in
 
 
 def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
-    """Raise UnreadableCacheError where the cache reports one length, not the prompt's, that some layers do not have."""
+    """Raise UnreadableCacheError where the cache reports one length other than `tokens`, and layers have others."""
     if not isinstance(external, Cache):
         return
     reported = {int(external.get_seq_length(index)) for index in range(len(layers))}
@@ -102,24 +105,26 @@ def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> Non
 
 
 def _refuse(reason: str) -> NoReturn:
+    """Raise UnreadableCacheError."""
     raise UnreadableCacheError(reason)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as integers of its item size."""
+    """Return the bits of each number as an integer of the same size."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
 NOWHERE = -1
-"""The position of an entry that has none."""
+"""The position of an entry without a position in the prompt."""
 STRANGE = 0.5
-"""An entry whose key and value both lie farther from every other's than this has no position."""
+"""Relative distance of both key and value from the nearest entry's above which an entry has no position."""
 _OTHER = 0.1
-"""Weight of the farther of key and value where the nearest entry is looked for."""
+"""Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _TIE = 1e-3
-"""Nearer than this is rounding."""
+"""Difference of distances below which two entries are equally near."""
 _CHUNK_BYTES = 64 * 2**20
+"""Working memory of the search for the nearest entries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +143,7 @@ class LayerKept:
 
     @property
     def duplicates(self) -> list[int]:
-        """Number of entries per head whose position an earlier entry has."""
+        """Number of entries per head with the position of an earlier entry."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [len(position) - len(set(position.tolist())) for position in known]
 
@@ -153,14 +158,8 @@ class LayerKept:
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 
-    @property
-    def exact(self) -> bool:
-        """Whether every entry equals one of the full cache bitwise, each of another position."""
-        far = any(bool(one.any()) for one in (*self.key_distance, *self.value_distance))
-        return not far and not any(self.duplicates) and not any(self.strangers)
-
     def mask(self, tokens: int) -> Bool[Tensor, "kv_head key"]:
-        """Return a mask, True at those of `tokens` positions that each head keeps."""
+        """Return the mask of the kept positions in a prompt of `tokens` tokens."""
         mask = torch.zeros(len(self.positions), tokens, dtype=torch.bool, device=self.positions[0].device)
         for row, position in zip(mask, self.positions, strict=True):
             row[position[position != NOWHERE]] = True
@@ -171,7 +170,7 @@ class LayerKept:
 def recover(
     external: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
 ) -> list[LayerKept]:
-    """Return the positions of a prompt that an external cache keeps, per layer.
+    """Return, per layer, the positions of a prompt that an external cache keeps.
 
     Args:
         external: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
@@ -183,13 +182,11 @@ def recover(
     Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
-    return [_match_layer(theirs, whole, padding) for theirs, whole in matching_rows(external, full, row, first)]
-
-
-def _match_layer(theirs: LayerEntries, whole: LayerEntries, padding: int) -> LayerKept:
-    heads = [_match_head(*head, padding) for head in zip(*theirs, *whole, strict=True)]
-    positions, keys, values = zip(*heads, strict=True)
-    return LayerKept(positions, keys, values)
+    layers = []
+    for external_layer, full_layer in matching_rows(external, full, row, first):
+        heads = [_match_head(*head, padding) for head in zip(*external_layer, *full_layer, strict=True)]
+        layers.append(LayerKept(*zip(*heads, strict=True)))
+    return layers
 
 
 def _match_head(
@@ -199,36 +196,36 @@ def _match_head(
     full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of one head's entries, and the distances of keys and values from the entries there."""
+    """Return (entry,) the positions of one head's entries, and the distances of keys and of values from those there."""
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
-    left = (indices == NOWHERE).nonzero().squeeze(-1)
-    if len(left):
-        theirs, whole = _scale(key[left], value[left], full_key, full_value)
+    unmatched = (indices == NOWHERE).nonzero().squeeze(-1)
+    if len(unmatched):
+        scaled, full_scaled = _scale(key[unmatched], value[unmatched], full_key, full_value)
         free = torch.ones(len(full_key), dtype=torch.bool, device=key.device)
         free[indices[indices != NOWHERE]] = False
-        nearest = _nearest(theirs, whole, free)
-        for distance, one, other in zip(distances, theirs, whole, strict=True):
-            distance[left] = torch.linalg.vector_norm(one - other[nearest], dim=-1)
-        strange = torch.minimum(distances[0][left], distances[1][left]) > STRANGE
-        indices[left] = nearest.masked_fill(strange, NOWHERE)
+        nearest = _nearest(scaled, full_scaled, free)
+        for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
+            distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
+        strange = torch.minimum(distances[0][unmatched], distances[1][unmatched]) > STRANGE
+        indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
     return (indices - padding).clamp(min=NOWHERE), distances[0], distances[1]
 
 
 def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
-    """Return the index of a bitwise equal entry, else `NOWHERE`.
+    """Return, per entry, the index of a bitwise equal entry of the full cache, else `NOWHERE`.
 
-    Several equal entries get one index each while they last.
+    Entries that are equal to each other get different indices as far as the full cache has as many.
     """
     nowhere = torch.full((len(key),), NOWHERE, device=key.device)
     if key.dtype != full_key.dtype or value.dtype != full_value.dtype or not len(key):
         return nowhere
-    theirs, whole = torch.cat([key, value], dim=-1), torch.cat([full_key, full_value], dim=-1)
-    own, known = _hash(theirs), _hash(whole)
-    ordered, indices = known.sort(stable=True)
-    begin, end = torch.searchsorted(ordered, own), torch.searchsorted(ordered, own, right=True)
-    index = indices[torch.minimum(begin + _occurrence(own), end - 1).clamp(min=0)]
-    same = (bits(theirs) == bits(whole[index])).all(dim=-1)
+    entries, full_entries = torch.cat([key, value], dim=-1), torch.cat([full_key, full_value], dim=-1)
+    hashes = _hash(entries)
+    ordered, indices = _hash(full_entries).sort(stable=True)
+    begin, end = torch.searchsorted(ordered, hashes), torch.searchsorted(ordered, hashes, right=True)
+    index = indices[torch.minimum(begin + _occurrence(hashes), end - 1).clamp(min=0)]
+    same = (bits(entries) == bits(full_entries[index])).all(dim=-1)
     return torch.where(same & (end > begin), index, nowhere)
 
 
@@ -240,7 +237,7 @@ def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
 
 
 def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
-    """Return the number of equal numbers before each."""
+    """Return, per number, how many equal numbers come before it."""
     ordered, order = numbers.sort(stable=True)
     first = torch.searchsorted(ordered, ordered)
     counts = torch.arange(len(numbers), device=numbers.device) - first
@@ -248,23 +245,26 @@ def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
 
 
 def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return keys and values of both sides in float32, in units of the full ones' root mean square norm."""
-    theirs, whole = [], []
-    for one, full in ((key, full_key), (value, full_value)):
-        unit = full.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-        theirs.append(one.float() / unit)
-        whole.append(full.float() / unit)
-    return theirs, whole
+    """Return [keys, values] of the external and of the full cache, divided by the full ones' root mean square norm."""
+    scaled, full_scaled = [], []
+    for vectors, full_vectors in ((key, full_key), (value, full_value)):
+        unit = full_vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        scaled.append(vectors.float() / unit)
+        full_scaled.append(full_vectors.float() / unit)
+    return scaled, full_scaled
 
 
 def _nearest(
-    theirs: Sequence[Tensor], whole: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
+    scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
 ) -> Int[Tensor, " entry"]:
-    """Return the index nearest to each entry; of several equally near ones a free one, so that none is used twice."""
+    """Return, per entry, the index of the nearest entry of the full cache; of equally near ones the first `free` one.
+
+    Both sequences are [keys, values], scaled. Indices that are returned are removed from `free`.
+    """
     size = max(1, _CHUNK_BYTES // (16 * len(free)))
     nearest = []
-    for keys, values in zip(*(torch.split(kind, size) for kind in theirs), strict=True):
-        distances = torch.cdist(keys, whole[0]), torch.cdist(values, whole[1])
+    for keys, values in zip(*(torch.split(kind, size) for kind in scaled), strict=True):
+        distances = torch.cdist(keys, full_scaled[0]), torch.cdist(values, full_scaled[1])
         cost = torch.minimum(*distances) + _OTHER * torch.maximum(*distances)
         best, index = cost.min(dim=-1)
         ties = cost <= (best + _TIE).unsqueeze(-1)
@@ -273,9 +273,12 @@ def _nearest(
 
 
 def _resolve_ties(index: Tensor, ties: Bool[Tensor, "entry full_entry"], free: Bool[Tensor, " full_entry"]) -> Tensor:
-    """Replace indices that are taken by the first free tied one; assigned indices are removed from `free`."""
+    """Return the indices, each one that is not `free` replaced by the first free tied one where there is one.
+
+    Indices that are returned are removed from `free`.
+    """
     for entry, wanted in enumerate(index.tolist()):
-        if not free[wanted] and len(others := (ties[entry] & free).nonzero()):
-            index[entry] = others[0, 0]
+        if not free[wanted] and len(candidates := (ties[entry] & free).nonzero()):
+            index[entry] = candidates[0, 0]
         free[index[entry]] = False
     return index

@@ -30,11 +30,11 @@ from perturbkv.devices import to_device
 def quantise_dequantise(
     data: Float[Tensor, "row column"], groups: Sequence[int], bits: int
 ) -> Float[Tensor, "row column"]:
-    """Quantise numbers to `bits` bits and back; each column's `groups` of rows share a scale and a minimum.
+    """Return numbers quantised to `bits` bits and back; groups of a column's rows share a scale and a minimum.
 
-    `groups` are the lengths of consecutive groups. A group of one value, or of a range too small for a 16-bit scale,
-    becomes its minimum. Numbers beyond 16-bit floats give NaN or infinity. Computed in float32; the result has the
-    data's dtype.
+    `groups` are the numbers of rows of consecutive groups. A group of one value, or of a range too small for a 16-bit
+    scale, becomes its minimum. Numbers beyond 16-bit floats give NaN or infinity. Computed in float32; the result has
+    the data's dtype.
     """
     lengths = to_device(list(groups), data.device)
     group = torch.arange(len(groups), device=data.device).repeat_interleave(lengths, output_size=len(data))
@@ -46,46 +46,43 @@ def quantise_dequantise(
 
 
 def _group_ranges(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return smallest and largest number of each group and column: (group, column).
-
-    A shorter group repeats its last row.
-    """
+    """Return the smallest and the largest number of each group of `lengths` rows, both (group, column)."""
     begins = lengths.cumsum(0) - lengths
     index = torch.arange(longest, device=data.device)
-    padded = data[begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)]
+    padded = data[begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)]  # repeats the last row
     return padded.amin(dim=1), padded.amax(dim=1)
 
 
 def quantise_entries(entries: KeptEntries, config: EvictionConfig) -> KeptEntries:
     """Return copies of a configuration's kept entries, quantised except for the window at the end of each kept set."""
     keys, values = (torch.cat(kind) for kind in zip(*entries.sets(), strict=True))
-    few = [max(0, length - config.window) for length in entries.lengths]
+    counts = [max(0, length - config.window) for length in entries.lengths]
     bits, group = config.bits, int(config.precision["group"])
-    indices = _first_indices(entries.lengths, few, keys.device)
+    indices = _first_indices(entries.lengths, counts, keys.device)
     if len(indices):
-        per_channel = [part for count in few for part in group_lengths(count, group)]
+        per_channel = [length for count in counts for length in group_lengths(count, group)]
         keys[indices] = quantise_dequantise(keys[indices], per_channel, bits)
         values[indices] = quantise_dequantise(values[indices].mT, group_lengths(values.shape[-1], group), bits).mT
     return KeptEntries(keys, values, torch.arange(len(keys), device=keys.device), entries.lengths)
 
 
 def group_lengths(count: int, group: int) -> list[int]:
-    """Return the lengths of the groups of `count` numbers, the last one the remainder."""
-    left = count % group
-    return [group] * (count // group) + [left] * (left > 0)
+    """Return the lengths of the groups into which `count` numbers are split: `group` each, the last the remainder."""
+    remainder = count % group
+    return [group] * (count // group) + [remainder] * (remainder > 0)
 
 
-def _first_indices(lengths: Sequence[int], few: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of the first `few` entries of each kept set."""
+def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the indices of the first `counts` entries of each kept set, in concatenated sets of `lengths` entries."""
     begin, indices = 0, []
-    for length, count in zip(lengths, few, strict=True):
+    for length, count in zip(lengths, counts, strict=True):
         indices.append(torch.arange(begin, begin + count))
         begin += length
     return torch.cat(indices).to(device, non_blocking=True)
 
 
 def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBatch:
-    """Return the entries, quantised for configurations that ask for it."""
+    """Return the batch with the entries of quantised configurations quantised."""
     quantised = {
         index: quantise_entries(kept.entries[index], configs[index]) for index in kept.order if configs[index].quantised
     }
@@ -95,9 +92,9 @@ def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBat
 def layer_bits(
     config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
 ) -> int:
-    """Return the bits stored for one layer with kept sets of `kept` entries, which all query heads share evenly.
+    """Return the bits that a configuration stores for one layer, whose kept sets have `kept` entries.
 
-    A policy that reads pages stores every entry and the pages' bounds; one with a prefill of its own every entry.
+    A policy that reads pages stores all entries and the pages' bounds; one with a sparse prefill all entries.
     """
     if config.has_sparse_prefill:
         return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads

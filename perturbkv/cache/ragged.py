@@ -30,10 +30,11 @@ AnyBlock = Block | Packed | PassingBlock
 
 
 def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool = False) -> list[AnyBlock]:
-    """Return the blocks of all rows of one layer with `heads` query heads; `slack` bounds the padding, 0 allows none.
+    """Return the blocks of all rows of one layer with `heads` query heads.
 
-    `passing` blocks hold no entries and copy them on every use, within the working memory. Rows that borrow their
-    entries use the kernel of the other rows, so that they show that kernel's rounding (METHOD, protocol 4).
+    `slack` is the largest share of padding. `passing` blocks store no entries and copy them on every use, within the
+    working memory. Rows that keep everything use the kernel of the other rows, so that they show that kernel's
+    rounding (METHOD, protocol 4).
     """
     kernel = kernel_for(rows[0].keys)
     blocks: list[AnyBlock] = [
@@ -46,16 +47,16 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
         return blocks
     kept = pool_entries([entries for entries in rows if entries.rectangle is None])
     most = working_bytes(kept.keys.device, CHUNK_BYTES) / kept.entry_bytes if passing else math.inf
-    parts = _buckets(ordered, slack if kernel is None else math.inf, most)
+    buckets = _buckets(ordered, slack if kernel is None else math.inf, most)
     if passing:
-        return blocks + [PassingBlock(kept, segments, kernel) for segments in parts]
+        return blocks + [PassingBlock(kept, segments, kernel) for segments in buckets]
     return blocks + [
-        packed_block(kept, segments, kernel) if kernel else padded_block(kept, segments) for segments in parts
+        packed_block(kept, segments, kernel) if kernel else padded_block(kept, segments) for segments in buckets
     ]
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
-    """Return the nonempty kept sets as segments, without rows that borrow."""
+    """Return the nonempty kept sets as segments, without those of rows that keep everything."""
     segments, start = [], 0
     for row, entries in enumerate(rows):
         if entries.rectangle is not None:
@@ -68,9 +69,9 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
 
 
 def _buckets(segments: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
-    """Group segments, longest first per group size.
+    """Return the segments in runs of one group size, sorted by it and by descending length; each becomes a block.
 
-    A new bucket starts where padding or `most` entries would be exceeded.
+    A new run starts where padding would exceed `slack`, or the padded entries `most`.
     """
     buckets: list[list[Segment]] = []
     entries = 0
@@ -91,7 +92,7 @@ def _borrowed_block(
 ) -> Block | Packed:
     """Return the block of a row that keeps everything, as a view of the full cache.
 
-    A `reader` selects entries per query.
+    `rectangle` are the row's keys and values (kv_head, entry, d_head); `reader` selects entries per query, if any.
     """
     keys, values = rectangle
     kv_heads, length = keys.shape[:2]
@@ -113,17 +114,14 @@ def _borrowed_block(
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
-    """Return torch's variable-length attention where it supports such entries (CUDA, 16 bits), else None."""
+    """Return torch's variable-length attention where it supports entries like `like` (CUDA, 16 bits), else None."""
     fits = like.device.type == "cuda" and like.dtype in (torch.float16, torch.bfloat16)
     return variable_length_attention() if fits else None
 
 
 @functools.cache
 def variable_length_attention() -> Kernel | None:
-    """Return torch's own variable-length attention with log-sum-exps.
-
-    None where its version lacks a feature we need.
-    """
+    """Return torch's variable-length attention with log-sum-exps; None where torch is too old for it."""
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:

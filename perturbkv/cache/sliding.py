@@ -27,7 +27,10 @@ def merge_sinks(
     total: Float[Tensor, "row head query"],
     sinks: Float[Tensor, " head"] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over some entries and its log-sum-exps with each head's sink, a logit without a value."""
+    """Return attention outputs and log-sum-exps after adding each head's sink, a logit without a value.
+
+    `output` and `total` are the attention over some entries and its log-sum-exps.
+    """
     if sinks is None:
         return output, total
     joint = torch.logaddexp(total, sinks.to(total).view(1, -1, 1).expand_as(total))
@@ -35,9 +38,9 @@ def merge_sinks(
 
 
 class Tail:
-    """The decoded tokens of one layer: `keys` and `values` (row, kv_head, room, d_head), of which `length` are in use.
+    """The decoded tokens of one layer: `keys` and `values` (row, kv_head, capacity, d_head), the first `length` in use.
 
-    `seen` counts the prompt's entries, evicted ones included, for positions; only an `attached` tail accepts tokens.
+    `seen` is the number of the prompt's entries, evicted ones included; only an `attached` tail accepts tokens.
     """
 
     keys: Tensor
@@ -57,7 +60,7 @@ class Tail:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append decoded tokens (row, kv_head, query, d_head); amortised, as the tail doubles when it is full.
+        """Append decoded tokens' keys and values (row, kv_head, query, d_head), and return them.
 
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """
@@ -67,16 +70,13 @@ class Tail:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
-        self._grow(end)
+        while self.keys.shape[2] < end:
+            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
+            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
         return key_states, value_states
-
-    def _grow(self, length: int) -> None:
-        while self.keys.shape[2] < length:
-            self.keys = torch.cat([self.keys, torch.empty_like(self.keys)], dim=2)
-            self.values = torch.cat([self.values, torch.empty_like(self.values)], dim=2)
 
     def _keep_tail_rows(self, rows: Sequence[int]) -> None:
         """Keep only the tails of these rows, in this order."""
@@ -85,13 +85,13 @@ class Tail:
             self.keys, self.values = self.keys[kept], self.values[kept]
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens so far, evicted ones included: the next token's position."""
+        """Return the number of tokens read, evicted ones included: the next token's position."""
         return self.seen + self.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return length and offset for transformers' mask, which attention over a CompactCache does not read.
+        """Return length and offset of transformers' mask, which attention over a CompactCache ignores.
 
-        Older transformers pass the queries' positions instead of their number.
+        Older versions of transformers pass the queries' positions instead of their number.
         """
         queries = len(query_length) if isinstance(query_length, Tensor) else query_length
         return self.get_seq_length() + queries, 0
@@ -101,7 +101,7 @@ class Tail:
         return -1
 
     get_max_cache_shape = get_max_length
-    """Its name in older transformers."""
+    """The name of `get_max_length` in older versions of transformers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +126,13 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fork(self) -> SlidingLayer:
-        """Return another layer that shares the window; valid only before any decoding."""
+        """Return a second layer that shares the window; valid only before any decoding."""
         return copy.copy(self)
 
     def attend(
         self, query: Float[Tensor, "row head query d_head"], scale: float, sinks: Float[Tensor, " head"] | None = None
     ) -> Tensor:
-        """Return attention (row, query, head, d_head) of the newest tokens over window and tail, in query's dtype."""
+        """Return the newest tokens' attention output (row, query, head, d_head), in the dtype of `query`."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         kv_heads, entries = self.window.keys.shape[:2]
@@ -140,18 +140,18 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         keys, values = (tail[:, :, first : self.length].to(work) for tail in (self.keys, self.values))
         scaled = (query.to(work) * scale).reshape(rows, kv_heads, -1, d_head)
         logits = torch.cat([scaled @ self.window.keys.to(work).mT, scaled @ keys.mT], dim=-1)
-        hidden = self._unseen(queries, first, query.device)
-        logits = logits.view(rows, heads, queries, -1).masked_fill_(hidden, -torch.inf)
+        excluded = self._excluded_entries(queries, first, query.device)
+        logits = logits.view(rows, heads, queries, -1).masked_fill_(excluded, -torch.inf)
         total = logits.logsumexp(dim=-1)
         weights = (logits - total.unsqueeze(-1)).exp().view(rows, kv_heads, -1, logits.shape[-1])
         output = weights[..., :entries] @ self.window.values.to(work) + weights[..., entries:] @ values
         output, _ = merge_sinks(output.view(rows, heads, queries, d_head), total, sinks)
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
-    def _unseen(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
-        """Return True where an entry is later than the query, or outside its window.
+    def _excluded_entries(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
+        """Return a mask of the entries that are later than the query or outside its window.
 
-        Tail entries are those from `first`.
+        Entries are those of the prompt's window, then the decoded tokens from `first` on.
         """
         entries = self.window.keys.shape[1]
         indices = torch.cat([
@@ -162,7 +162,7 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return (indices > newest) | (indices <= newest - self.window.size)
 
     def forget(self, after: int) -> None:
-        """Drop the tokens decoded after the first `after`."""
+        """Drop all decoded tokens but the first `after`."""
         self.length = after
 
     def keep_rows(self, rows: Sequence[int]) -> None:

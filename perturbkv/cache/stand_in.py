@@ -36,7 +36,7 @@ class PredictedStandIn:
     bias: Float[Tensor, " head"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
-        """Return the predicted log-mass of the evicted entries, for each query."""
+        """Return, per query, the predicted logarithm of the evicted entries' softmax mass, up to normalisation."""
         work = torch.promote_types(query.dtype, torch.float32)
         return (query.to(work) * self.key.to(work).unsqueeze(1)).sum(dim=-1) * scale + self.bias.to(work).unsqueeze(1)
 
@@ -56,7 +56,7 @@ class OracleStandIn:
     gone: Bool[Tensor, "head key"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
-        """Return the log-mass of the evicted entries, for each query."""
+        """Return, per query, the log-sum-exp of the evicted entries' logits."""
         work = torch.promote_types(query.dtype, torch.float32)
         heads, queries, d_head = query.shape
         scaled = query.to(work).reshape(len(self.keys), -1, d_head) * scale
@@ -68,7 +68,7 @@ StandIn = PredictedStandIn | OracleStandIn
 
 
 def correction_windows(configs: Iterable[EvictionConfig]) -> list[int]:
-    """Return the distinct windows of corrected configurations, whose mean queries are needed."""
+    """Return the distinct windows of corrected configurations."""
     return list(dict.fromkeys(config.window for config in configs if config.corrected))
 
 
@@ -80,9 +80,9 @@ def make_stand_in(
     gone: Bool[Tensor, "head key"],
     scale: float,
 ) -> StandIn:
-    """Return the correction for the entries that are `gone`, with weights of the mean `query`.
+    """Return the correction for the evicted entries, which `gone` masks, rounded to the cache's dtype.
 
-    Rounded to the cache's dtype.
+    Evicted values and keys are averaged with the attention weights of `query`, the window's mean query.
     """
     logits = theory.decode_logits(query, keys, scale).masked_fill(~gone, -torch.inf)
     weights = logits.softmax(dim=-1).where(gone, 0).unsqueeze(0)
@@ -102,7 +102,10 @@ def merge_stand_ins(
     query: Float[Tensor, "row head query d_head"],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over some entries and its log-sum-exps with the corrections of the rows, in place."""
+    """Return attention outputs and log-sum-exps after adding the rows' corrections, which change them in place.
+
+    `stand_ins` maps rows to corrections; `output` and `total` are the attention over some entries.
+    """
     for row, stand_in in stand_ins.items():
         logit = stand_in.logits(query[row], scale).to(total.dtype)
         joint = torch.logaddexp(total[row], logit)

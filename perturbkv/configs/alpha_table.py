@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from perturbkv.configs import layer_types
+from perturbkv.configs.layer_types import format_layers, measured_layers
 from perturbkv.configs.option import Option
 from perturbkv.errors import ConfigError
 from perturbkv.escaping import escape_line
@@ -47,7 +47,7 @@ class AlphaTable:
     def __post_init__(self) -> None:
         if escape_line(self.name) != self.name or {'"', "'"} <= set(self.name):
             name = escape_line(self.name)
-            msg = f"expected a file's name of characters that are seen, and one kind of quote, got '{name}'"
+            msg = f"expected a file's name of visible characters and one kind of quote, got '{name}'"
             raise ConfigError(msg)
         wrong = [share for row in self.shares for share in row if not 0 <= share <= 1]
         if wrong:
@@ -74,9 +74,9 @@ class AlphaTable:
         return statistics.mean(share for row in self.shares for share in row)
 
     def per_kept_set(self, layer: int, sets: int) -> tuple[float, ...]:
-        """Return α of each of the `sets` kept sets of a measured layer, layers counted from 0.
+        """Return α of each kept set of a measured layer, where the layer has `sets` of them; layers count from 0.
 
-        A set that heads share has their mean. The mean of equal shares is that share, bit for bit.
+        A kept set that heads share has the mean of their α. The mean of equal shares is that share, bit for bit.
         """
         row = self.shares[0 if self.by == GLOBAL else layer]
         if len(row) == 1:
@@ -88,18 +88,18 @@ class AlphaTable:
 
     def check(self, layers: Sequence[int], heads: int) -> None:
         """Raise ConfigError unless the table fits a model with these measured layers and so many query heads."""
-        wanted, got = [f"layers {_format_layers(layers)}"], [f"layers {_format_layers(self.layers)}"]
+        expected, got = [f"layers {format_layers(layers)}"], [f"layers {format_layers(self.layers)}"]
         if self.by == HEAD:
-            wanted, got = [*wanted, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
-        if wanted != got and (self.layers or self.by != GLOBAL):
+            expected, got = [*expected, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
+        if expected != got and (self.layers or self.by != GLOBAL):
             msg = (
-                f"alpha={self.name}: expected shares of {' and '.join(wanted)}, as the model has them, got those of "
+                f"alpha={self.name}: expected shares of {' and '.join(expected)}, as the model has them, got those of "
                 f"{' and '.join(got)}; choose this model's: perturbkv question alpha"
             )
             raise ConfigError(msg)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the table as JSON, in a file or in a run; `from_document` reads it."""
+        """Return the table as a JSON object, as it is stored in a file or in a run."""
         first = [row[0] for row in self.shares]
         shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
         layers = {"layers": list(self.layers)} if self.layers else {}
@@ -107,7 +107,7 @@ class AlphaTable:
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:
-        """Return the table of a JSON value. Raises ConfigError for any other value."""
+        """Return the table of a JSON object that `to_document` returned. Raises ConfigError for any other value."""
         if not isinstance(document, dict) or document.get("by") not in BY:
             got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
             msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
@@ -116,7 +116,7 @@ class AlphaTable:
             msg = f"expected by, alpha, layers and about in {name}, got '{escape_line(strange[0])[:40]}'"
             raise ConfigError(msg)
         by, layers = document["by"], document.get("layers", [])
-        if not isinstance(layers, list) or not all(_is_number(int, one) and one >= 0 for one in layers):
+        if not isinstance(layers, list) or not all(_is_number(int, layer) and layer >= 0 for layer in layers):
             msg = f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}"
             raise ConfigError(msg)
         return cls(name, by, _parse_rows(by, document.get("alpha"), name), tuple(layers))
@@ -126,10 +126,9 @@ class AlphaTable:
 
 
 def read_table(text: str) -> AlphaTable:
-    """Read the table of a file, given as its path or as `path@digest`.
+    """Return the table of a file; `text` is the file's path, or `path@digest` for a table that must have this digest.
 
-    The table must have the digest. Raises ConfigError where
-    the file holds no table, or another one.
+    Raises ConfigError where the file holds no table, or a table of another digest.
     """
     file, separator, digest = text.rpartition(_SEPARATOR)
     has_digest = separator and len(digest) == _DIGITS and not Path(text).expanduser().exists()
@@ -143,11 +142,11 @@ def read_table(text: str) -> AlphaTable:
 
 
 def check_tables(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
-    """Raise ConfigError for a table of another model, and for one table under two names."""
+    """Raise ConfigError where a table among the shares is of another model, or where one table has two names."""
     names: dict[str, str] = {}
     for table in shares:
         if isinstance(table, AlphaTable):
-            table.check(layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
+            table.check(measured_layers(model_config), int(model_config.num_attention_heads))
             if names.setdefault(table.digest, table.name) != table.name:
                 msg = f"{names[table.digest]} and {table.name} hold one table of alpha; give one of them"
                 raise ConfigError(msg)
@@ -158,20 +157,26 @@ class AlphaOption(Option):
     """An option for α: a number, or the file of a table."""
 
     def convert(self, value: Any, name: str, owner: str = "") -> Any:
-        """Return a number or a table; a text names the table's file. Raises ConfigError as `Option` and `read`."""
+        """Return a number or a table; a text is the path of a table's file.
+
+        Raises ConfigError as `Option.convert` and `read_table`.
+        """
         if isinstance(value, AlphaTable):
             return value
         return read_table(value) if isinstance(value, str) else super().convert(value, name, owner)
 
 
 def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
+    """Return the rows of `AlphaTable.shares` from JSON. Raises ConfigError for another shape or another type."""
     kinds: Mapping[str, Callable[[], Any]] = {
         GLOBAL: lambda: [[alpha]],
-        LAYER: lambda: [[one] for one in alpha],
+        LAYER: lambda: [[share] for share in alpha],
         HEAD: lambda: [list(row) if isinstance(row, list) else None for row in alpha],
     }
     rows = kinds[by]() if by == GLOBAL or isinstance(alpha, list) else None
-    if rows is None or not all(row is not None and all(_is_number(int | float, one) for one in row) for row in rows):
+    if rows is None or not all(
+        row is not None and all(_is_number(int | float, share) for share in row) for row in rows
+    ):
         msg = f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}"
         raise ConfigError(msg)
     return tuple(tuple(map(float, row)) for row in rows)
@@ -180,9 +185,3 @@ def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]
 def _is_number(kind: Any, value: Any) -> bool:
     """Return whether a value is a number of a type; true is not a number, nor is an integer beyond 2**63."""
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _format_layers(layers: Sequence[int]) -> str:
-    """Format layers as a range '0-29', or list them."""
-    whole = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
-    return f"{layers[0]}-{layers[-1]}" if whole and len(layers) > 1 else " ".join(map(str, layers)) or "none"

@@ -18,8 +18,8 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\s(),=\"']+")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _WORDS = {"true": True, "false": False, "none": None}
-_PREFIX = re.compile(r".*\.py|kvpress|given")
-"""Prefixes that belong to the name after the colon."""
+_NAME_PREFIX = re.compile(r".*\.py|kvpress|given")
+"""Texts that form one name together with the colon and the text after it."""
 DEEPEST = 16
 """Deepest nesting of calls."""
 UNNAMED = ""
@@ -28,11 +28,11 @@ UNNAMED = ""
 
 @dataclass(frozen=True)
 class Choice:
-    """A name and its options.
+    """A chosen name with its options, such as `adakv(floor=0.1)`.
 
     Attributes:
         name: the chosen name.
-        options: option -> number, truth value, None, text or `Choice`; the key `FIRST` for an option without a name.
+        options: option -> number, truth value, None, text or `Choice`; the key `UNNAMED` for an option without a name.
         defaults: names of the options at their default, which the printed form omits; only a resolved choice has them.
             None for a choice that is not resolved yet.
 
@@ -46,7 +46,7 @@ class Choice:
     def __post_init__(self) -> None:
         for text in (self.name, *self.options, *self.options.values()):
             if isinstance(text, str) and escape_line(text) != text:
-                msg = f"expected a name or a text of characters that are seen, got '{escape_line(text)}'"
+                msg = f"expected a name or a text of visible characters, got '{escape_line(text)}'"
                 raise ConfigError(msg)
 
     def __getitem__(self, option: str) -> Any:
@@ -57,11 +57,11 @@ class Choice:
 
     @property
     def shown_options(self) -> dict[str, Any]:
-        """The options that the printed form shows."""
+        """The options that the printed form shows: all of them but those at their default."""
         return {name: value for name, value in self.options.items() if name not in (self.defaults or ())}
 
     def without(self, names: Iterable[str]) -> Choice:
-        """Return the choice without these options."""
+        """Return the choice without the options of these names."""
         removed = set(names)
         options = {name: value for name, value in self.options.items() if name not in removed}
         return Choice(self.name, options, None if self.defaults is None else self.defaults & options.keys())
@@ -77,17 +77,20 @@ class Choice:
 
 
 def as_choice(choice: Choice | str) -> Choice:
-    """Return a choice unchanged, or parse a text. Raises ConfigError that points at the wrong character."""
+    """Return a choice unchanged, or the choice that a text denotes. Raises ConfigError as `parse`."""
     return choice if isinstance(choice, Choice) else parse(choice)
 
 
 def parse(text: str) -> Choice:
-    """Parse a choice. Raises ConfigError that points at the first wrong character."""
-    reader = _Parser(text)
-    choice = reader.choice()
-    reader.skip()
-    if reader.place < len(text):
-        reader.refuse("nothing more")
+    """Return the choice that a text such as `adakv(floor=0.1)` denotes.
+
+    Raises ConfigError that points at the first wrong character.
+    """
+    parser = _Parser(text)
+    choice = parser.choice()
+    parser.skip()
+    if parser.position < len(text):
+        parser.refuse("nothing more")
     return choice
 
 
@@ -114,12 +117,13 @@ def split_policy_and_selection(text: str) -> list[str]:
     A colon within one name does not split: `my_file.py:MyScore`.
     """
     first, *rest = split_outside_brackets(text, ":")
-    if rest and _PREFIX.fullmatch(first):
+    if rest and _NAME_PREFIX.fullmatch(first):
         first, *rest = f"{first}:{rest[0]}", *rest[1:]
     return [first, ":".join(rest)] if rest else [first]
 
 
 def _format_value(value: Any) -> str:
+    """Format an option's value so that parsing it returns the value; texts that look like other values get quotes."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Choice) and not value.shown_options:
@@ -143,45 +147,48 @@ def _parse_word(word: str) -> Any:
 
 
 class _Parser:
-    """A parser that reads one text from left to right."""
+    """A parser that reads the text of a choice from left to right."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.place, self.depth = text, 0, 0
+        self.text, self.position, self.depth = text, 0, 0
 
     def skip(self) -> None:
-        match = _SPACE.match(self.text, self.place)
-        self.place = match.end() if match else self.place
+        """Skip spaces."""
+        match = _SPACE.match(self.text, self.position)
+        self.position = match.end() if match else self.position
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise ConfigError with the position where something else was expected."""
-        rest = self.text[self.place :]
+        """Raise ConfigError that says what was expected at the current position, and what is there."""
+        rest = self.text[self.position :]
         got = f"'{rest[:12]}{'…' if len(rest) > 12 else ''}'" if rest else "its end"
-        msg = (
-            f"'{self.text}' at character {self.place + 1}: expected {expected}, got {got}; write name(option=value, …)"
-        )
+        where = f"'{self.text}' at character {self.position + 1}"
+        msg = f"{where}: expected {expected}, got {got}; write name(option=value, …)"
         raise ConfigError(msg)
 
     def accept(self, letter: str) -> bool:
-        """Consume these characters if they come next; return whether they did."""
+        """Skip spaces; consume the letter where it comes next, and return whether it did."""
         self.skip()
-        if not self.text.startswith(letter, self.place):
+        if not self.text.startswith(letter, self.position):
             return False
-        self.place += len(letter)
+        self.position += 1
         return True
 
     def word(self, expected: str) -> str:
+        """Consume a bare word and return it. Raises ConfigError, with what was `expected`, where none comes next."""
         self.skip()
-        match = _NAME.match(self.text, self.place)
+        match = _NAME.match(self.text, self.position)
         if match is None:
             self.refuse(expected)
-        self.place = match.end()
+        self.position = match.end()
         return match.group()
 
     def choice(self) -> Choice:
+        """Consume a name, and its options in brackets where it has any, and return the choice."""
         name = self.word("a name")
         return Choice(name, self.options()) if self.accept("(") else Choice(name)
 
     def options(self) -> dict[str, Any]:
+        """Consume the options up to the closing bracket, and return their values by name."""
         self.depth += 1
         if self.depth > DEEPEST:
             self.refuse(f"at most {DEEPEST} calls inside each other")
@@ -189,31 +196,33 @@ class _Parser:
         while not self.accept(")"):
             if options and not self.accept(","):
                 self.refuse("',' or ')'")
-            begin = self.place
+            start = self.position
             name, value = self.option(first=not options)
             if name in options:
-                self.place = begin
+                self.position = start
                 self.refuse(f"{name} once")
             options[name] = value
         self.depth -= 1
         return options
 
     def option(self, first: bool) -> tuple[str, Any]:
+        """Consume one option and return its name and value; the first may lack a name, and gets `UNNAMED`."""
         self.skip()
-        begin = self.place
+        start = self.position
         value = self.value()
         if isinstance(value, str) and self.accept("="):
             return value, self.value()
         if not first:
-            self.place = begin
+            self.position = start
             self.refuse("option=value")
         return UNNAMED, value
 
     def value(self) -> Any:
+        """Consume a quoted text, a call or a bare word, and return its value."""
         self.skip()
-        quoted = _QUOTED.match(self.text, self.place)
+        quoted = _QUOTED.match(self.text, self.position)
         if quoted:
-            self.place = quoted.end()
+            self.position = quoted.end()
             return quoted.group()[1:-1]
         word = self.word("a value")
         return Choice(word, self.options()) if self.accept("(") else _parse_word(word)

@@ -12,7 +12,7 @@ from perturbkv.errors import BudgetError
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """A number of entries kept per head, window included: an int is tokens, a float a fraction of the prompt.
+    """A number of entries kept per head, window included: an int is entries, a float a fraction of the prompt.
 
     Raises BudgetError where it is not positive, infinite, or a fraction above 1.
     """
@@ -36,16 +36,16 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse '128' as tokens and '0.05' as a fraction of the prompt's length."""
+        """Return the budget of a text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
         return cls(parse_entries("a budget", text))
 
     def tokens(self, prompt_tokens: int) -> int:
-        """Return the budget for a prompt of `prompt_tokens` entries: ⌊fraction · n⌋, or the tokens themselves."""
+        """Return the budget in entries for a prompt of n tokens: ⌊fraction · n⌋, or the number of entries itself."""
         return entry_count(self.value, prompt_tokens)
 
     @property
     def unit(self) -> str:
-        """The unit of the number."""
+        """The unit of `value`, as text."""
         return "entries" if isinstance(self.value, int) else "share of the prompt"
 
     def __str__(self) -> str:
@@ -53,7 +53,10 @@ class Budget:
 
 
 def parse_entries(what: str, text: str) -> int | float:
-    """Return an int for '128', a float for '0.05'. Raises BudgetError for any other text; `what` names the value."""
+    """Return the number of a text: an int for `128` (entries), a float for `0.05` (a fraction).
+
+    Raises BudgetError for any other text; `what` names the value in its message.
+    """
     for kind in (int, float):
         try:
             return kind(text)

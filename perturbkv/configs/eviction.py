@@ -29,9 +29,9 @@ from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 
 def option_to_json(value: Any) -> Any:
-    """Return an option's value as JSON: a nested choice as its text with all of its options.
+    """Return an option's value for JSON; a nested choice becomes an object with its text and all of its options.
 
-    A table of α becomes its name and its file's content.
+    A table of α becomes an object with its name and its file's content.
     """
     if isinstance(value, AlphaTable):
         return {"table": value.name, **value.to_document()}
@@ -57,7 +57,7 @@ def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
 
 
 def with_all_options(choice: Choice, options: Mapping[str, Any]) -> Choice:
-    """Return a choice with all of its options, the shown ones first in their order, which sorted JSON loses."""
+    """Return a choice, parsed from its text, with all of its options; those in the text are shown, and come first."""
     ordered = {name: options[name] for name in (*choice.options, *options)}
     return Choice(choice.name, ordered, frozenset(options) - frozenset(choice.options))
 
@@ -190,7 +190,7 @@ class EvictionConfig:
         return self.alpha.mean if isinstance(self.alpha, AlphaTable) else self.alpha
 
     def alphas(self, layer: int, kept_heads: int) -> tuple[float, ...]:
-        """Return α of each kept set of a measured layer, counted from 0; for heads that share a kept set their mean."""
+        """Return α per kept set of a measured layer, counted from 0; heads that share a kept set have their mean."""
         if not isinstance(self.alpha, AlphaTable):
             return (self.alpha,) * kept_heads
         sets = 1 if self.granularity.name == "layer" else kept_heads
@@ -228,7 +228,7 @@ class EvictionConfig:
 
     @property
     def evicts(self) -> bool:
-        """Whether entries are removed for good; otherwise all stay in the cache."""
+        """Whether it removes entries for good; otherwise all entries stay in the cache."""
         return not self.reads_pages and not self.has_sparse_prefill
 
     @property
@@ -237,7 +237,10 @@ class EvictionConfig:
         return not self.quantised and not self.corrected
 
     def protected_counts(self, kept: int) -> tuple[int, int]:
-        """Return how many first and how many most recent of `kept` entries are always kept, the window included."""
+        """Return the numbers of first and of most recent entries that always stay, the window included.
+
+        Protected shares are of `kept` entries.
+        """
         return entry_count(self.protect_first, kept), max(self.window, entry_count(self.protect_recent, kept))
 
     @property
@@ -252,7 +255,7 @@ class EvictionConfig:
         return Blocks.divide(prompt_tokens, self.window, self.block)
 
     def check_budget(self, tokens: int, what: str) -> None:
-        """Raise BudgetError unless `tokens` exceeds what always stays; `what` names the budget.
+        """Raise BudgetError unless a budget of `tokens` entries exceeds those that always stay; `what` names it.
 
         With blocks at least one more block must fit, wherever the window begins within a block.
         """
@@ -280,7 +283,7 @@ class EvictionConfig:
         raise BudgetError(msg)
 
     def allowed_entries(self, prompt_tokens: int) -> int:
-        """Return how many of n prompt entries may be kept per head: min(b, n), and n where n ≤ w, as the window stays.
+        """Return the number of entries that may be kept per head, of n prompt entries: min(b, n), and n where n ≤ w.
 
         Where b counts bytes, as many entries as fit into them.
 
@@ -321,12 +324,12 @@ class EvictionConfig:
         return f"<EvictionConfig {self.label()}>"
 
     def label_parts(self, every: bool = False) -> dict[str, str]:
-        """Return the parts of a short name: choice -> its text, policy and selection first.
+        """Return the parts of a short name for the configuration: field or option -> its text, policy first.
 
-        Less common choices at their default are omitted, unless `every` is set.
+        Less common choices and options at their default are omitted, unless `every` is set.
         """
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
+        texts |= {"alpha": f"alpha={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         texts |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         texts["granularity"] = self.granularity.name
@@ -340,7 +343,7 @@ class EvictionConfig:
         return texts | {name: f"{name.replace('_', '-')}={value}" for name, value in shown.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Return every choice as a flat dict of plain values: names, numbers, and options as `selection_alpha`.
+        """Return all fields and options as a flat dict of plain values, options under names such as `selection_alpha`.
 
         Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks.
         """
@@ -352,7 +355,7 @@ class EvictionConfig:
         return values
 
     def to_document(self) -> dict[str, Any]:
-        """Return the configuration as JSON: each choice as its text, followed by its options.
+        """Return the configuration as a JSON object: each choice as its text, followed by its options.
 
         Full precision and no correction are omitted.
         """
@@ -366,7 +369,7 @@ class EvictionConfig:
         return document
 
     def _fields(self) -> list[tuple[str, Any]]:
-        """Return each field's name and value."""
+        """Return the name and the value of each field."""
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(EvictionConfig)]
 
     @classmethod
@@ -392,13 +395,17 @@ class EvictionConfig:
 
 
 def _as_budget(budget: Budget | float | str) -> Budget:
+    """Return a budget unchanged, or that of a number or a text. Raises BudgetError."""
     if isinstance(budget, Budget):
         return budget
     return Budget.parse(budget) if isinstance(budget, str) else Budget(budget)
 
 
 def _resolve_choice(what: str, text: Choice | str, known: Mapping[str, Any]) -> Choice:
-    """Return the choice with all of its options. Raises UnknownNameError, ConfigError."""
+    """Return the choice of a field, `what`, with all of its options; `known` has the options of each name.
+
+    Raises UnknownNameError for an unknown name, ConfigError for a wrong option.
+    """
     choice = as_choice(text)
     if choice.name not in known:
         raise UnknownNameError(choice.name, what, SELECTABLE if what == "selection" else known)
@@ -411,7 +418,7 @@ def _show_always(choice: Choice, option: str) -> Choice:
 
 
 def _parse_protected(name: str, protected: float | str) -> int | float:
-    """Return entries or a share of b. Raises BudgetError."""
+    """Return a number of protected entries, or a share of the budget b. Raises BudgetError for any other value."""
     value = parse_entries(name, protected) if isinstance(protected, str) else protected
     if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
@@ -420,9 +427,10 @@ def _parse_protected(name: str, protected: float | str) -> int | float:
 
 
 def _option_value(value: Any) -> Any:
-    """Return an option as a plain value."""
+    """Return an option's value as a plain value; nested choices and tables become text."""
     return str(value) if isinstance(value, Choice | AlphaTable) else value
 
 
 def _field_value(value: Any) -> Any:
+    """Return a field's value as a plain value; a budget becomes its number."""
     return value.value if isinstance(value, Budget) else value

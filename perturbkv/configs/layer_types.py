@@ -6,6 +6,7 @@ window whatever is evicted elsewhere. In a model with one kind of layer all are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -24,12 +25,26 @@ def is_mixed(config: Any) -> bool:
 
 
 def format_measured(config: Any) -> str:
-    """Format the measured layers, such as `5 11 17 of 18`; empty where every layer is measured."""
+    """Format the indices of the measured layers, such as `5 11 17 of 18`; empty where every layer is measured."""
     return f"{' '.join(map(str, measured_layers(config)))} of {config.num_hidden_layers}" if is_mixed(config) else ""
 
 
+def format_layers(layers: Sequence[int]) -> str:
+    """Format ascending layer numbers as ranges, such as `0, 18-23`; `none` for no layers."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
 def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
-    """Parse the text of `format_measured` into indices and the number of all layers. Raises ValueError."""
+    """Return the measured layers' indices and the number of all layers from the text of `format_measured`.
+
+    Raises ValueError for any other text.
+    """
     indices, _, count = text.partition(" of ")
     return tuple(map(int, indices.split())), int(count)
 

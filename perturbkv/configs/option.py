@@ -17,12 +17,12 @@ LARGEST = 2**63 - 1
 MOST_CONFIGURATIONS = 10_000
 """Limit of configurations in one run: planning more takes too long."""
 MOST_SAMPLES = 100_000
-LONGEST_NUMBER = 2_000_000
+LONGEST_PROMPT = 2_000_000
 """Limit of tokens of a synthetic prompt: longer than every model's context, and still generated in seconds."""
 
 
 def check_number(what: str, value: float, most: float = LARGEST) -> None:
-    """Raise ConfigError for a number that is NaN, infinite or beyond `most`; `what` names it in the message."""
+    """Raise ConfigError for a number that is NaN, infinite or beyond ±`most`; `what` names it in the message."""
     if isinstance(value, float) and not math.isfinite(value):
         msg = f"{what} must be a finite number, got {value}"
         raise ConfigError(msg)
@@ -42,6 +42,7 @@ def check_configurations(count: int) -> None:
 
 
 def _format_number(value: float) -> str:
+    """Format a number for a message, a huge one with three digits."""
     return f"{value:.3g}" if abs(value) > 1e15 else str(value)
 
 
@@ -85,17 +86,17 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def convert(self, value: Any, name: str, owner: str = "") -> Any:
-        """Return the value as the option's type after checking it; `name` and `owner` name the option in messages.
+        """Check a value and return it as the option's type; `name` and `owner` name the option in messages.
 
-        Raises ConfigError for another kind or range, UnknownNameError for an unknown name.
+        Raises ConfigError for another type or a number out of range, UnknownNameError for an unknown name.
         """
         if self.call and isinstance(value, str | Choice):
             return value if value == self.default else as_choice(value)
-        kinds, words = KINDS[type(self.default)]
+        accepted, description = KINDS[type(self.default)]
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {owner}" if owner else name
-        if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, kinds):
-            msg = f"{what} is {words}, got '{value}'"
+        if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, accepted):
+            msg = f"{what} is {description}, got '{value}'"
             raise ConfigError(msg)
         if isinstance(value, str):
             if value not in self.known:
@@ -103,11 +104,12 @@ class Option:
             return value
         if not isinstance(value, bool):
             self._check_number(value, what)
-        return kinds[-1](value)
+        return accepted[-1](value)
 
     def _check_number(self, value: Any, what: str) -> None:
+        """Raise ConfigError for a number outside the option's range; `what` names the option."""
         if not (self.low <= value <= self.high and value <= LARGEST):
-            msg = f"{what} must {self._range()}, got {value}"
+            msg = f"{what} must {self._range_text()}, got {value}"
             raise ConfigError(msg)
         if self.allowed and value not in self.allowed:
             msg = f"{what} is one of {', '.join(map(str, self.allowed))}, got {value}"
@@ -116,14 +118,15 @@ class Option:
             msg = f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}"
             raise ConfigError(msg)
 
-    def _range(self) -> str:
+    def _range_text(self) -> str:
+        """Return the condition on the option's numbers, such as `lie in [0, 1]`."""
         if self.high < math.inf:
             return f"lie in [{self.low:.9g}, {self.high:.9g}]"
         return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
-    """Return a dataclass field of a score or a policy that is an option; `limits` are further fields of `Option`."""
+    """Return a dataclass field that declares an option of a score or a policy; `limits` are fields of `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
 
 
@@ -132,7 +135,7 @@ class WithOptions:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options by name, those of the class itself before inherited ones."""
+        """Return name -> option, the class's own options before inherited ones."""
         own_fields = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         ordered = sorted(fields, key=lambda field: field.name not in own_fields)
@@ -147,9 +150,11 @@ class WithOptions:
 
 
 def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """Return the choice with all options of its owner, each checked; a resolved one only gets newly added options.
+    """Return the choice with every option in `options`, each checked, at its default where the choice lacks it.
 
-    `what` names the owner. Raises ConfigError for an unknown option, one without a name, or a wrong value.
+    A choice that is resolved already gets only options that are new. `what` names the choice in messages.
+
+    Raises ConfigError for an unknown option, one without a name, or a wrong value.
     """
     if choice.defaults is not None:
         return _with_new_options(choice, options)

@@ -12,6 +12,7 @@ from typing import Self
 
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.layer_types import format_layers
 from perturbkv.errors import ConfigError, UnknownNameError
 
 _LAYER = re.compile(r"[bt]|\([01]+\)")
@@ -20,7 +21,7 @@ _LETTERS = {False: "b", True: "t"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """The side that each head's kept set comes from, the baseline or the treatment.
+    """A choice, per head, of the side that its kept set comes from: the baseline or the treatment.
 
     Attributes:
         layers: per measured layer and kept set (query head, key/value head), True for the treatment's.
@@ -34,16 +35,14 @@ class Mixture:
         return cls(tuple((layer in treated,) * heads for layer in range(layers)))
 
     @classmethod
-    def of_cells(cls, layers: int, heads: int, treated: Collection[tuple[int, int]]) -> Self:
-        """Return the mixture with the treatment's kept sets in these (layer, head)."""
-        return cls(tuple(tuple((layer, head) in treated for head in range(heads)) for layer in range(layers)))
-
-    @classmethod
     def parse(cls, text: str, heads: int) -> Self:
-        """Parse the text that `str` writes. Raises ValueError for any other text."""
-        words = _LAYER.findall(text)
-        layers = tuple(tuple(bit == "1" for bit in word[1:-1]) or (word == "t",) * heads for word in words)
-        if "".join(words) != text or any(len(layer) != heads for layer in layers):
+        """Return the mixture of a text that `str` returned, with `heads` kept sets per layer.
+
+        Raises ValueError for any other text.
+        """
+        codes = _LAYER.findall(text)
+        layers = tuple(tuple(bit == "1" for bit in code[1:-1]) or (code == "t",) * heads for code in codes)
+        if "".join(codes) != text or any(len(layer) != heads for layer in layers):
             msg = f"expected a letter or {heads} bits for every layer, got '{text}'"
             raise ValueError(msg)
         return cls(layers)
@@ -75,7 +74,7 @@ Coalition = frozenset[int]
 
 @dataclass(frozen=True, order=True)
 class Player:
-    """A layer, by its number in the model, or one kept set of it."""
+    """A player of kept-set patching: a layer, by its number in the model, or one kept set of a layer."""
 
     layer: int
     head: int | None = None
@@ -136,10 +135,13 @@ class PatchingConfig:
 
 
 def parse_layers(option: str, text: str) -> tuple[int, ...]:
-    """Return the layers of `0,18-23`, ascending. Raises ConfigError for anything else."""
+    """Return the layers that a text such as `0,18-23` lists, ascending.
+
+    Raises ConfigError, which names the option, for any other text.
+    """
     layers: list[int] = []
-    for piece in text.split(","):
-        match = _RANGE.fullmatch(piece.strip())
+    for item in text.split(","):
+        match = _RANGE.fullmatch(item.strip())
         ends = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if ends[1] < ends[0]:
             msg = f"{option} takes layers, such as 0 or 0,18-23; got '{text}'"
@@ -157,25 +159,26 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
         msg = f"expected configurations that evict, so that there are kept sets to swap; policy '{full[0]}' does not"
         raise ConfigError(msg)
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
-        msg = f"expected kept sets alone, with no correction of what goes, got {corrected[0].correction}; leave it out"
+        msg = f"expected configurations with no correction, got {corrected[0].correction}; leave it out"
         raise ConfigError(msg)
-    for what, one, other in (
+    for what, first, second in (
         ("granularity", baseline.granularity.name, treatment.granularity.name),
         ("precision", str(baseline.precision), str(treatment.precision)),
-        ("position of kept keys", _positions(baseline), _positions(treatment)),
+        ("position of kept keys", _key_positions(baseline), _key_positions(treatment)),
     ):
-        if one != other:
-            msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {one} and {other}"
+        if first != second:
+            msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {first} and {second}"
             raise ConfigError(msg)
 
 
-def _positions(config: EvictionConfig) -> str:
+def _key_positions(config: EvictionConfig) -> str:
+    """Return the positions to which a configuration rotates the keys that it keeps, as its policy names them."""
     return str(config.policy.options.get("positions", "kept"))
 
 
 @dataclass(frozen=True)
 class Game:
-    """The players and the requested mixtures of a model.
+    """The players of kept-set patching in a model, and the mixtures that are requested by name.
 
     Attributes:
         players: players of the game, in order.
@@ -191,10 +194,10 @@ class Game:
 
     @classmethod
     def from_config(cls, config: PatchingConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
-        """Return the game of a model with these measured layers. Raises ConfigError for a layer that is not measured.
+        """Return the game of a model with these measured layers and `kept_heads` kept sets per layer.
 
-        Raises ConfigError also for heads that share a kept set, for fewer than two players, and for too many players to
-        measure all of their subsets.
+        Raises ConfigError for a requested layer that is not measured, for players by heads where heads share a kept
+        set, for fewer than two players, and for too many players to measure all of their subsets.
         """
         for layer_numbers in (config.layers, *config.baseline_in, *config.treatment_in):
             _check_layers(layer_numbers, layers)
@@ -229,43 +232,36 @@ class Game:
 
     def mixture(self, coalition: Collection[int]) -> Mixture:
         """Return the mixture of a coalition: its players have the treatment's kept sets, all others the baseline's."""
-        cells = [
+        cells = {
             (self.layers.index(player.layer), head)
             for player in (self.players[index] for index in coalition)
             for head in (range(self.kept_heads) if player.head is None else [player.head])
-        ]
-        return Mixture.of_cells(len(self.layers), self.kept_heads, frozenset(cells))
+        }
+        layers, heads = range(len(self.layers)), range(self.kept_heads)
+        return Mixture(tuple(tuple((layer, head) in cells for head in heads) for layer in layers))
 
 
 def permutation_count(config: PatchingConfig, players: int) -> int | None:
-    """Return the number of random orders; None where all subsets are measured."""
+    """Return the number of random orders of the players to measure; None where all subsets are measured instead."""
     if config.exact or (config.permutations is None and players <= EXACT):
         return None
     return PERMUTATIONS if config.permutations is None else config.permutations
 
 
 def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
-    """Return the number of players to add greedily. Raises ConfigError where no sample is left to judge the choice."""
+    """Return the number of players that are added greedily.
+
+    Raises ConfigError where it is requested and no sample is left to judge the choice.
+    """
     if samples < 2 and config.greedy:
         msg = f"greedy (--greedy) expects at least 2 samples, one to choose and one to judge, got {samples}"
         raise ConfigError(msg)
-    wanted = GREEDY if config.greedy is None else config.greedy
-    return min(wanted, players) if samples > 1 else 0
-
-
-def format_layers(layers: Sequence[int]) -> str:
-    """Format ascending layer numbers as ranges: `0, 18-23`."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    most = GREEDY if config.greedy is None else config.greedy
+    return min(most, players) if samples > 1 else 0
 
 
 def _check_layers(requested: Sequence[int], layers: Sequence[int]) -> None:
-    """Raise ConfigError unless all requested layers are measured."""
+    """Raise ConfigError unless all requested layers are among the measured `layers`."""
     if unknown := [layer for layer in requested if layer not in layers]:
         msg = f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}"
         raise ConfigError(msg)
@@ -275,11 +271,11 @@ def _named_mixtures(config: PatchingConfig, layers: Sequence[int], kept_heads: i
     """Return the treatment everywhere, then the requested mixtures, each once, with their names."""
     everywhere = range(len(layers))
     mixtures = {Mixture.of_layers(len(layers), kept_heads, everywhere): "treatment everywhere"}
-    for words, lists in (("baseline in", config.baseline_in), ("treatment in", config.treatment_in)):
+    for side, lists in (("baseline in", config.baseline_in), ("treatment in", config.treatment_in)):
         for layer_numbers in lists:
             indices = {layers.index(layer) for layer in layer_numbers}
-            treated = indices if words == "treatment in" else set(everywhere) - indices
+            treated = indices if side == "treatment in" else set(everywhere) - indices
             mixtures.setdefault(
-                Mixture.of_layers(len(layers), kept_heads, treated), f"{words} {format_layers(layer_numbers)}"
+                Mixture.of_layers(len(layers), kept_heads, treated), f"{side} {format_layers(layer_numbers)}"
             )
     return tuple((name, mixture) for mixture, name in mixtures.items())

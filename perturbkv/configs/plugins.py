@@ -34,7 +34,7 @@ _LONGEST = 200
 
 
 def refers_to_file(name: str) -> bool:
-    """Return whether a name is that of a class in a user's file, such as `my_file.py:MyScore`."""
+    """Return whether a name such as `my_file.py:MyScore` refers to a class in a user's file."""
     return _FILE in name
 
 
@@ -44,7 +44,7 @@ def is_builtin(kind: type) -> bool:
 
 
 def class_digest(kind: type) -> str:
-    """Return a digest that identifies the version of an external class: of its source file, or of its own source."""
+    """Return a digest of an external class's version: of its source file, or of its own source where it has no file."""
     path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
     try:
         source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()
@@ -56,7 +56,7 @@ def class_digest(kind: type) -> str:
 
 
 def load_entry_point(entry: EntryPoint) -> object:
-    """Load the object that an entry point of an installed package names. Raises PluginError."""
+    """Return the object that an entry point of an installed package names. Raises PluginError where loading fails."""
     package = entry.dist.name if entry.dist else entry.value
     try:
         return entry.load()
@@ -66,7 +66,7 @@ def load_entry_point(entry: EntryPoint) -> object:
 
 
 def load_class(name: str) -> object:
-    """Return the class that `my_file.py:MyScore` names. Raises PluginError."""
+    """Return the class that a name such as `my_file.py:MyScore` refers to. Raises PluginError where there is none."""
     path, _, class_name = name.rpartition(":")
     module = load_module(Path(path))
     value = vars(module).get(class_name)
@@ -80,7 +80,7 @@ def load_class(name: str) -> object:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a Python file as a module, once per content; its output goes to stderr. Raises PluginError."""
+    """Return a Python file as a module, imported once per content; its output goes to stderr. Raises PluginError."""
     _KIND.check(path)
     stamp = path.stat()
     return _import_module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
@@ -88,22 +88,22 @@ def load_module(path: Path) -> ModuleType:
 
 @functools.cache
 def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """Import a file; `stamp`, its time and size, is part of the cache key."""
-    known_as = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
-    if known_as in sys.modules:
-        return sys.modules[known_as]
-    spec = importlib.util.spec_from_file_location(known_as, path)
+    """Return a Python file as a module; `stamp`, its time and size, makes a changed file be imported anew."""
+    module_name = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         msg = f"{path} is no Python file"
         raise PluginError(msg)
-    module = sys.modules[known_as] = importlib.util.module_from_spec(spec)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the file may also exit, or raise an exception of its own kind
-        del sys.modules[known_as]
+        del sys.modules[module_name]
         msg = f"{path} cannot be loaded: {format_error(error)}"
         raise PluginError(msg) from error
     return module
@@ -111,7 +111,7 @@ def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
 
 def format_error(error: BaseException) -> str:
     """Format an error of external code in one line."""
-    text = " ".join(_message(error).split())
+    text = " ".join(_error_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     message = f"{type(error).__name__}: {text}".rstrip(": ")
     if not (frames := traceback.extract_tb(error.__traceback__)):
@@ -121,17 +121,18 @@ def format_error(error: BaseException) -> str:
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
-    """Return how to make files next to a plugin importable, where their import failed; empty for another error."""
+    """Return the advice for a plugin whose import of a file beside it failed; empty for any other error."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
         return ""
     return f"; files beside it are imported by their names with PYTHONPATH={folder} before the command"
 
 
-def _message(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
+    """Return the text of an error of external code; empty where making the text fails."""
     try:
         return str(error)
-    except Exception:  # where its __str__ fails
+    except Exception:
         return ""
 
 
@@ -140,7 +141,7 @@ _Class = TypeVar("_Class")
 
 
 class Catalogue(Generic[_Class]):
-    """The classes of one kind, by name.
+    """The scores or the policies by name: built-in, registered, those of installed packages and of users' files.
 
     Args:
         kind: `score` or `policy`.
@@ -159,7 +160,7 @@ class Catalogue(Generic[_Class]):
         self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:
-        """Return all names, built-in ones first and registered ones last; nothing is imported."""
+        """Return the names of all classes, built-in ones first and registered ones last; nothing is imported."""
         return list(
             dict.fromkeys(
                 [*self._builtin_names(), *installed_entry_points(f"{PACKAGE_PREFIX}{self._group}"), *self.registered]
@@ -167,9 +168,9 @@ class Catalogue(Generic[_Class]):
         )
 
     def load(self, name: str) -> type[_Class]:
-        """Return the class of a name, imported where necessary.
+        """Return the class of a name; its module is imported where necessary.
 
-        Raises UnknownNameError with the known names, the nearest first, and PluginError.
+        Raises UnknownNameError for an unknown name, PluginError where an external class cannot be loaded.
         """
         if name in self.registered:
             return self.registered[name]
@@ -182,7 +183,10 @@ class Catalogue(Generic[_Class]):
         raise UnknownNameError(name, self.kind, self.names())
 
     def register(self, new: type[_Class], taken: Iterable[str]) -> type[_Class]:
-        """Register a class. Raises ConfigError where it is not of this kind, or where its name is taken."""
+        """Register a class under its `name` and return it.
+
+        Raises ConfigError where it is not of this kind, or where its name is among those `taken`.
+        """
         name = getattr(new, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.reserved():
             msg = (
@@ -199,15 +203,17 @@ class Catalogue(Generic[_Class]):
 
     @property
     def _group(self) -> str:
+        """The plural of the kind, which names its group of entry points."""
         return {"policy": "policies"}.get(self.kind, f"{self.kind}s")
 
     def _builtin_names(self) -> list[str]:
+        """Return the names of the built-in classes."""
         return _module_names(self.package, self.excluded)
 
     def _check_class(
         self, candidate: object, name: str, error: type[ConfigError | PluginError] = PluginError
     ) -> type[_Class]:
-        """Return the class after checking it. Raises `error` where it is not of this kind."""
+        """Return a class after checking it. Raises `error` where it is no valid class of this kind."""
         base = self.base()
         if not (
             inspect.isclass(candidate) and issubclass(candidate, base) and "__dataclass_params__" in vars(candidate)
@@ -229,6 +235,7 @@ class Catalogue(Generic[_Class]):
 
 @functools.cache
 def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
+    """Return the names of a package's modules, with `-` for `_`, without importing anything."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if module.name not in excluded]
@@ -236,7 +243,7 @@ def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
 
 @functools.cache
 def _find_builtin_class(module: str, name: str) -> type:
-    """Return the class of this name in one of our modules."""
+    """Return the class in one of our modules whose attribute `name` is this name."""
     values = vars(importlib.import_module(module)).values()
     (match,) = (value for value in values if inspect.isclass(value) and vars(value).get("name") == name)
     return match
@@ -244,5 +251,5 @@ def _find_builtin_class(module: str, name: str) -> type:
 
 @functools.cache
 def installed_entry_points(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of installed packages in a group, by name."""
+    """Return name -> entry point for those of installed packages in a group."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -34,12 +34,15 @@ _GROUP_BITS = 2 * 16
 
 
 def number_bits(precision: Choice) -> int:
-    """Return the bits of a stored number."""
+    """Return the bits per number that is stored in this precision."""
     return int(precision.options.get("bits", FULL_BITS))
 
 
 def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
-    """Return the bits of a kept set's keys and values, scales and minima included; `window` entries are in 16 bits."""
+    """Return the bits of a kept set's keys and values, scales and minima included.
+
+    `window` of the `kept` entries are stored in 16 bits in any precision.
+    """
     quantised = max(0, kept - window) if precision.name == QUANTISE else 0
     full_bits = 2 * FULL_BITS * d_head * (kept - quantised)
     if not quantised:
@@ -50,7 +53,10 @@ def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
 
 
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
-    """Return how many entries, at most `most`, fit into the bytes of `budget` 16-bit ones; without `fill`, `budget`."""
+    """Return the number of entries, at most `most`, that fit into the bytes of `budget` entries of 16 bits.
+
+    For a precision without `fill` it is the budget itself.
+    """
     d_head = int(precision.options.get("fill", 0))
     if not d_head:
         return min(budget, most)
@@ -64,7 +70,7 @@ def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> 
 
 
 def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
-    """Raise ConfigError where the `fill` of a precision is not the model's head size."""
+    """Raise ConfigError where the option `fill` of a precision is neither 0 nor the model's head size."""
     for precision in precisions:
         if precision.options.get("fill", 0) not in (0, d_head):
             msg = (
@@ -93,7 +99,7 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 
 def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -> int:
-    """Return the bits that a correction stores for `evicted` entries of a kept set that `heads` query heads read.
+    """Return the bits that a correction stores for a kept set with `evicted` entries, which `heads` query heads read.
 
     0 where nothing was evicted. Per head a mean value and a log-mass, with `linear` a mean key too; for the oracle a
     mean value per head, and the evicted keys once for all heads.

@@ -42,9 +42,9 @@ class Resources:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Return a size in bytes from '512MiB', '2GiB', '800MB', or a number of MiB.
+    """Return the bytes of a size such as `512MiB`, `2GiB`, `800MB`, or `512`, which is in MiB.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError, which names the option, for any other text.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in _UNITS or not float(match[1]) > 0:
@@ -76,7 +76,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
-        """Read the sizes from transformers' configuration of a model."""
+        """Return the sizes of a model from its transformers configuration."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
         layers = len(layer_types.measured_layers(config))
@@ -87,15 +87,15 @@ class Shape:
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the full cache of a prompt."""
+        """Return the bytes of the full cache of a prompt of `tokens` tokens."""
         windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
         return self._entries_bytes(self.kv_heads * tokens) + windows
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
         """Return the bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
 
-        For a policy that reads pages of the full cache, count the bounds by which pages are chosen; for one with its
-        own prefill, the whole cache.
+        For a policy that reads pages, those of the bounds by which pages are chosen; for one with a sparse prefill,
+        those of the whole cache.
         """
         if config.reads_pages:
             return self._entries_bytes(self.kv_heads * config.blocks(tokens).full)
@@ -118,10 +118,12 @@ class Shape:
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits
 
-    def _entries_bytes(self, entries_of_a_layer: int) -> int:
-        return self.layers * self._layer_bytes(entries_of_a_layer)
+    def _entries_bytes(self, entries: int) -> int:
+        """Return the bytes of so many entries in every measured layer."""
+        return self.layers * self._layer_bytes(entries)
 
     def _layer_bytes(self, entries: int) -> int:
+        """Return the bytes of the keys and values of so many entries in one layer."""
         return 2 * entries * self.d_head * self.itemsize
 
 
@@ -152,7 +154,7 @@ def plan_batches(
     max_bytes: int | None,
     passing: bool = False,
 ) -> Batches:
-    """Return as few batches as fit the bound, balanced in bytes and in configurations.
+    """Return the configurations in as few batches as fit the bound, balanced in bytes and in configurations.
 
     `tokens` are compressed and `decoded` tokens come after, of which `steps` are measured; `passing` caches hold no
     copies of entries. Without `max_bytes`, a configuration that exceeds half of weights and full cache is decoded
@@ -176,12 +178,15 @@ def plan_batches(
 
 def _format_size(size: int) -> str:
     """Format a size in MiB, or in KiB below 1 MiB; rounded up."""
-    unit, word = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
-    return f"{math.ceil(size / unit):,} {word}"
+    unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
+    return f"{math.ceil(size / unit):,} {name}"
 
 
 def _distribute(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Distribute configurations over batches, largest first in alternating direction, so that batches are balanced."""
+    """Return the indices of the configurations in each of `count` balanced batches; `sizes` are in bytes.
+
+    The largest is dealt first, in alternating direction.
+    """
     batches: list[list[int]] = [[] for _ in range(min(count, len(sizes)))]
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     for turn, index in enumerate(order):
@@ -240,7 +245,7 @@ class Workers:
 def check_engine_values(
     name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None
 ) -> None:
-    """Raise UnknownNameError or ConfigError for values that are invalid whatever the other choices are."""
+    """Raise UnknownNameError or ConfigError for a value that is invalid whatever the values of other options are."""
     if name not in ENGINES:
         raise UnknownNameError(name, "engine", ENGINES)
     _check_count("workers", workers)
@@ -253,11 +258,12 @@ def check_engine_values(
 
 
 def engine_options(field: str) -> str:
-    """Return the engines that an option has an effect on, as CLI options."""
+    """Return the engines that an option has an effect on, as text: `--engine workers or --engine ray`."""
     return " or ".join(f"--engine {name}" for name in NEEDS[field])
 
 
 def _check_count(field: str, value: int | None) -> None:
+    """Raise ConfigError unless the value of an option is a whole number from 1 to `MOST_WORKERS`, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
@@ -266,6 +272,6 @@ def _check_count(field: str, value: int | None) -> None:
 
 
 def _option_name(field: str) -> str:
-    """Return the option's CLI name with its Python name."""
-    typed = "shard-by configs" if field == "by_configs" else field.replace("_", "-")
-    return f"--{typed} ({field}=…)"
+    """Return an option's name on the command line with its name in Python: `--workers (workers=…)`."""
+    name = "shard-by configs" if field == "by_configs" else field.replace("_", "-")
+    return f"--{name} ({field}=…)"

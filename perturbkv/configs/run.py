@@ -124,18 +124,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         for field in ("samples", "seed", "steps", "max_tokens", "generate"):
             option.check_number(field, getattr(self, field) or 0)
-        if self.samples < 1:
-            msg = f"a run needs at least 1 sample, got {self.samples}"
-            raise ConfigError(msg)
-        if self.steps < 1:
-            msg = f"a run needs at least 1 decode step, got {self.steps}"
-            raise ConfigError(msg)
-        if self.max_tokens is not None and self.max_tokens < 2:
-            msg = f"max_tokens must be at least 2, got {self.max_tokens}"
-            raise ConfigError(msg)
-        if self.generate < 0:
-            msg = f"a run generates at least 0 tokens, got {self.generate}"
-            raise ConfigError(msg)
+        for value, least, expected in (
+            (self.samples, 1, "a run needs at least 1 sample"),
+            (self.steps, 1, "a run needs at least 1 decode step"),
+            (self.max_tokens, 2, "max_tokens must be at least 2"),
+            (self.generate, 0, "a run generates at least 0 tokens"),
+        ):
+            if value is not None and value < least:
+                msg = f"{expected}, got {value}"
+                raise ConfigError(msg)
         for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
             if getattr(self, field) not in known:
                 raise UnknownNameError(getattr(self, field), field, known)
@@ -156,14 +153,14 @@ class RunConfig:
         return [config.label() for config in self.configs]
 
     def to_json(self) -> str:
-        """Return the whole run as JSON, with sorted keys."""
+        """Return the whole run as JSON text, with sorted keys."""
         document = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         document["configs"] = [config.to_document() for config in self.configs]
         return json.dumps(document, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the run that `to_json` wrote. Raises ConfigError for any other text."""
+        """Return the run of a text that `to_json` returned. Raises ConfigError for any other text."""
         expected = "expected a run configuration as JSON, got one"
         try:
             return cls(**_parse_fields(json.loads(text)))
@@ -176,7 +173,7 @@ class RunConfig:
         raise ConfigError(msg)
 
     def digest(self) -> str:
-        """Return the SHA-256 of `to_json`: equal exactly where the runs are."""
+        """Return the SHA-256 of `to_json`, which is equal exactly for equal runs."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def differences(self, other: RunConfig) -> list[str]:
@@ -186,7 +183,7 @@ class RunConfig:
 
 
 def _parse_fields(document: Any) -> dict[str, Any]:
-    """Return the fields of a run from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
+    """Return field -> value of a run from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
     if not isinstance(document, dict):
         msg = "expected a run configuration as JSON, got one that is no object"
         raise ConfigError(msg)
@@ -207,7 +204,7 @@ def _check_types(document: dict[str, Any]) -> None:
         msg = "head_scores of a run are rows of numbers"
         raise ConfigError(msg)
     texts = [*document.get("save", ()), *document.get("plugins", {}).values()]
-    if not all(isinstance(one, str) for one in texts):
+    if not all(isinstance(text, str) for text in texts):
         msg = "save and plugins of a run are texts"
         raise ConfigError(msg)
 
@@ -223,7 +220,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `number`, from 1, of `count` equal parts of a run; `by` says whether samples or configurations are split."""
+    """Part `number`, from 1, of `count` equal parts of a run; `by`: whether samples or configurations are divided."""
 
     number: int
     count: int
@@ -240,10 +237,10 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, by: str = BY[0]) -> Self:
-        """Parse a shard such as `3/16`. Raises ConfigError for any other text, and for 0/16 and 17/16."""
+        """Return the shard of a text such as `3/16`. Raises ConfigError for any other text, also for 0/16 and 17/16."""
         match = _SHARD.fullmatch(text)
         if match is None or len(text) > 2 * _DIGITS:
-            msg = f"expected a shard of so many, such as 3/16, got '{text[:40]}'; shards are counted from 1"
+            msg = f"expected a shard such as 3/16, got '{text[:40]}'; shards are counted from 1"
             raise ConfigError(msg)
         return cls(int(match[1]), int(match[2]), by)
 
@@ -251,14 +248,14 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def share(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
-        """Return every `count`th item from the `number`th on: 3, 19, 35, … for 3/16.
+        """Return the share of some items: every `count`th from the `number`th on, such as 3, 19, 35, … for 3/16.
 
         A share of few items may be empty.
         """
         return tuple(items[self.number - 1 :: self.count])
 
     def select(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
-        """Return the shard's samples, and the configurations that it measures on each of them."""
+        """Return the ids of the shard's samples, and the configurations that it measures on each of them."""
         if self.by == "configs":
             return tuple(sample_ids), self.share(configs)
         return self.share(sample_ids), tuple(configs)

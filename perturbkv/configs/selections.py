@@ -113,7 +113,7 @@ GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """The division of n entries into blocks.
+    """A division of a prompt's entries into blocks.
 
     Attributes:
         size: entries of a block.
@@ -127,7 +127,7 @@ class Blocks:
 
     @classmethod
     def divide(cls, tokens: int, window: int, size: int) -> Self:
-        """Divide a prompt of `tokens` entries."""
+        """Return the division of a prompt of `tokens` entries into blocks of `size`, with the window in the tail."""
         full = max(0, tokens - window) // size
         return cls(size, full, tokens - full * size)
 
@@ -137,24 +137,24 @@ class Blocks:
         return -(-self.tail // self.size)
 
     def first_blocks(self, entries: int) -> int:
-        """Return the number of blocks that hold the first `entries`."""
+        """Return the number of blocks that hold the first `entries` entries."""
         return -(-entries // self.size)
 
     def recent_blocks(self, entries: int) -> int:
-        """Return the number of blocks before the tail that hold some of the most recent `entries`."""
+        """Return the number of blocks before the tail that hold some of the most recent `entries` entries."""
         return max(0, -((self.tail - entries) // self.size))
 
     def affordable(self, entries: int) -> int:
-        """Return the number of blocks that a budget of `entries` pays for in addition to the tail."""
+        """Return the number of blocks that a budget of `entries` entries pays for in addition to the tail."""
         return (entries - self.tail) // self.size
 
     def kept_entries(self, blocks: int) -> int:
-        """Return the number of entries in so many blocks and the tail."""
+        """Return the number of entries in so many full blocks and the tail."""
         return blocks * self.size + self.tail
 
 
 def max_protected_entries(first: int, recent: int, size: int) -> int:
-    """Return the largest number of entries in the blocks of the `first` and the most `recent` entries of a prompt."""
+    """Return the most entries that the blocks of the `first` and the most `recent` entries of a prompt can hold."""
     return -(-first // size) * size + recent + size - 1
 
 
@@ -165,7 +165,7 @@ PAGE_SIZE = 16
 
 
 def reads_pages(policy: Choice) -> bool:
-    """Return whether a policy reads pages."""
+    """Return whether a policy evicts nothing and reads some pages of the cache at every step."""
     return policy.name in PAGE_READERS
 
 
@@ -179,7 +179,7 @@ def page_size(policy: Choice) -> int:
 
 
 def cache_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
-    """Return the bits of one layer: all keys and values, and each page's key bounds where pages are chosen."""
+    """Return the bits of one layer's cache of all entries, with each page's bounds where the layer `chooses` pages."""
     bounds = blocks.full if chooses else 0
     return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
 
@@ -202,12 +202,12 @@ def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, 
     name = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
     if name is None:
         return
-    for met, what, instead in (
+    for applies, what, instead in (
         (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
         (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
         (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
     ):
-        if met:
+        if applies:
             msg = f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
             raise ConfigError(msg)
 

@@ -6,7 +6,7 @@ import importlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from perturbkv.configs import option as numbers
 from perturbkv.configs.task_kinds import LONGBENCH, RULER_PREFIX, kind_of
@@ -22,9 +22,10 @@ GENERATION_LENGTH = 64
 """Longest answer in tokens, for data without a length of its own."""
 
 
-def _data_dir() -> Path | None:
-    named = os.environ.get(DATA_DIR_VARIABLE)
-    return Path(named) if named else None
+def _default_data_dir() -> Path | None:
+    """Return the folder in PERTURBKV_DATA_DIR; None where that is not set."""
+    path = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(path) if path else None
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class DatasetOptions:
 
     Attributes:
         samples: number of samples.
-        at_most: whether fewer samples are accepted, where the dataset has no more.
+        at_most: whether a dataset with fewer samples is accepted.
         seed: seed of everything random.
         data_dir: folder with LongBench's or RULER's files; default: the environment's PERTURBKV_DATA_DIR.
         lengths: tokens of a prompt, before the chat template; RULER's include the answer.
@@ -46,7 +47,7 @@ class DatasetOptions:
 
     samples: int
     seed: int = 0
-    data_dir: Path | None = field(default_factory=_data_dir)
+    data_dir: Path | None = field(default_factory=_default_data_dir)
     lengths: tuple[int, ...] = (1000,)
     depths: tuple[float, ...] = (0.1, 0.35, 0.6, 0.85)
     haystack: str = "prose"
@@ -60,7 +61,7 @@ class DatasetOptions:
         numbers.check_number("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
         numbers.check_number("seed (--seed)", self.seed)
         for length in self.lengths:
-            numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_NUMBER)
+            numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_PROMPT)
         if not self.lengths or min(self.lengths) < SHORTEST:
             msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
             raise ConfigError(msg)
@@ -74,36 +75,23 @@ class DatasetOptions:
             raise UnknownNameError(self.haystack, "haystack", ("prose", "noise"))
 
 
-class TaskWording(Protocol):
-    """The part of LongBench's and RULER's wordings that is used here."""
-
-    @property
-    def generation_length(self) -> int:
-        """Longest answer in tokens."""
-
-
 @dataclass(frozen=True)
 class LoadedDataset:
-    """Samples and the options that reproduce them.
+    """The samples of a dataset, and the options that reproduce them.
 
     Attributes:
         samples: at least one.
         options: everything needed to make the samples again (JSON-able, stored in the trace).
-        wordings: the wordings of LongBench or RULER that were used.
+        generation_length: longest answer in tokens, unless the user chooses one.
     """
 
     samples: tuple[Sample, ...]
     options: dict[str, Any]
-    wordings: tuple[TaskWording, ...] = ()
-
-    @property
-    def generation_length(self) -> int:
-        """Longest answer in tokens, unless the user chooses one: the longest of the wordings."""
-        return max((worded.generation_length for worded in self.wordings), default=GENERATION_LENGTH)
+    generation_length: int = GENERATION_LENGTH
 
     @property
     def chat_template(self) -> bool:
-        """True where a tokenizer's chat template is used, unless the user chooses.
+        """True where the prompts use the tokenizer's chat template, unless the user chooses.
 
         Raises ConfigError where some samples need it and others must go without.
         """
@@ -146,7 +134,7 @@ def known() -> list[DatasetInfo]:
 
 
 def uses_option(name: str, option: str) -> bool:
-    """Return whether a dataset uses one of `DatasetOptions`; true for an unknown name, which is refused elsewhere."""
+    """Return whether a dataset uses a field of `DatasetOptions`; True for an unknown name, which others refuse."""
     return option in _REGISTRY[name].options if name in _REGISTRY else not is_file(name)
 
 
@@ -161,7 +149,7 @@ def in_longbench(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a dataset is named by its path."""
+    """Return whether a dataset's name is the path of a file."""
     return name.endswith((".jsonl", ".json")) or Path(name).is_file()
 
 
@@ -182,11 +170,9 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     if len(loaded.samples) < options.samples and not options.at_most:
         msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
         raise DatasetError(msg)
-    return _with_metric(options.metric, loaded) if options.metric else loaded
-
-
-def _with_metric(metric: str, loaded: LoadedDataset) -> LoadedDataset:
-    return replace(loaded, samples=tuple(replace(sample, metric=metric) for sample in loaded.samples))
+    if options.metric:
+        return replace(loaded, samples=tuple(replace(sample, metric=options.metric) for sample in loaded.samples))
+    return loaded
 
 
 register(

@@ -20,10 +20,10 @@ from perturbkv.escaping import escape_line
 
 
 class TokenIds(Sequence[int]):
-    """Token ids in four bytes each.
+    """A sequence of token ids that takes four bytes per id, also when pickled; a tuple takes 36.
 
-    Equal to a tuple of the same integers, with its hash and its repr; a slice is a tuple. A tuple of Python integers
-    takes 36 bytes per id. Raises TypeError for anything but integers, OverflowError beyond 64 bits.
+    Equal to a tuple of the same integers, with its hash and its repr; a slice is a tuple. Raises TypeError
+    for anything but integers, OverflowError beyond 64 bits.
     """
 
     __slots__ = ("_ids",)
@@ -34,14 +34,14 @@ class TokenIds(Sequence[int]):
         self._ids: NDArray[Any] = narrow if np.array_equal(narrow, whole) else whole
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
 
-    def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
-        ids = self._ids[place].tolist()
-        return tuple(ids) if isinstance(place, slice) else int(ids)
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        ids = self._ids[index].tolist()
+        return tuple(ids) if isinstance(index, slice) else int(ids)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -49,8 +49,8 @@ class TokenIds(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids.tolist())
 
-    def __add__(self, behind: Iterable[int]) -> tuple[int, ...]:
-        return (*self, *behind)
+    def __add__(self, more: Iterable[int]) -> tuple[int, ...]:
+        return (*self, *more)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
@@ -65,9 +65,6 @@ class TokenIds(Sequence[int]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self._ids, dtype=dtype)
-
-    def __reduce__(self) -> tuple[type[TokenIds], tuple[array[int]]]:
-        return TokenIds, (array("i" if self._ids.dtype == np.int32 else "q", self._ids.tobytes()),)
 
 
 class Tokenizer(Protocol):
@@ -170,16 +167,16 @@ class Prompt:
 
     @property
     def grading(self) -> str:
-        """Name of the metric of an answer, as `metrics.metric` accepts it; empty without accepted answers."""
+        """Name of the metric that grades an answer, for `metrics.metric`; empty without accepted answers."""
         return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
 
     @property
-    def cut_place(self) -> int | None:
-        """Number of `token_ids` before the cut; None where there is none."""
+    def cut_index(self) -> int | None:
+        """Number of `token_ids` before the cut; None for a prompt that was not cut."""
         return first_half(len(self.token_ids)) if self.cut_tokens else None
 
     def parts(self, scenario: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the token ids that are prefilled and compressed, and those that are run over the compressed cache.
+        """Return the token ids that a scenario prefills and compresses, and those that it runs after the compression.
 
         Raises DatasetError for a context-only prompt without a separate context or question.
         """
@@ -208,40 +205,40 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     rendered = _render(sample, tokenizer, chat_template)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(rendered.text, **more)["input_ids"])
-    context = _context_tokens(rendered, tokenizer, ids, more)
-    kept, question = cut_middle(ids, max_tokens), len(ids) - context
+    question = len(ids) - _count_context_tokens(rendered, tokenizer, ids, more)
+    kept = cut_middle(ids, max_tokens)
     if len(kept) < len(ids):
         _check_question_fits(sample.id, question, len(kept), len(ids))
     around = tokenizer(rendered.template_text, **more)["input_ids"]
-    control = _control_tokens(ids, tokenizer) - _control_tokens(around, tokenizer)
+    control = _count_special_tokens(ids, tokenizer) - _count_special_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
         shorten_middle(sample.prompt), chat_template, sample.metric,
     )  # fmt: skip
 
 
-def _control_tokens(ids: Sequence[int], tokenizer: Any) -> int:
-    """Return how many of the ids are special to the tokenizer; 0 for a tokenizer without such tokens."""
+def _count_special_tokens(ids: Sequence[int], tokenizer: Any) -> int:
+    """Return the number of ids that are special tokens of the tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*getattr(tokenizer, "all_special_ids", ()), *(place for place, one in added.items() if one.special)}
+    special = {*getattr(tokenizer, "all_special_ids", ()), *(id for id, token in added.items() if token.special)}
     return sum(token in special for token in ids)
 
 
 def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> RenderedPrompt:
-    """Return the sample's whole text, and where its question begins.
+    """Return the whole text of a sample, with or without the chat template.
 
-    Raises ConfigError or DatasetError where it needs a chat template that the tokenizer lacks.
+    Raises ConfigError or DatasetError for a chat template that the tokenizer lacks, or that refuses a chat.
     """
     if sample.chat is not None:
         if not (chat_template and tokenizer.chat_template):
-            here = tokenizer.chat_template
-            why = "--no-chat-template leaves out" if here else "this tokenizer lacks"
-            hint = "leave that option out" if here else "use a chat model"
+            template = tokenizer.chat_template
+            why = "--no-chat-template leaves out" if template else "this tokenizer lacks"
+            hint = "leave that option out" if template else "use a chat model"
             msg = f"{sample.chat.where}: messages need the model's chat template, which {why}; {hint}"
             raise DatasetError(msg)
         return templates.render_chat(sample.chat, tokenizer, sample.answer_prefix)
     if not chat_template:
-        text = _plain_text(sample)
+        text = f"{sample.prompt}{sample.delimiter}{sample.answer_prefix}" if sample.answer_prefix else sample.prompt
         return RenderedPrompt(text, _context_end(sample, text, 0), "")
     if not tokenizer.chat_template:
         msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
@@ -251,34 +248,34 @@ def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Render
     return RenderedPrompt(text, _context_end(sample, text, start), around)
 
 
-def _context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
-    """Return the number of tokens up to the end of the context; a token across the border belongs to the question.
+def _count_context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
+    """Return the number of a prompt's `ids` before its question; all where text and question are not separate.
 
-    All tokens for a sample without a question, at most one less for one with.
+    A token with text of both belongs to the question, which has at least one. `more` are arguments of the tokenizer.
     """
-    if rendered.border < 0:
+    if rendered.context_end < 0:
         return len(ids)
-    before = tokenizer(rendered.text[: rendered.border], **more)["input_ids"]
+    before = tokenizer(rendered.text[: rendered.context_end], **more)["input_ids"]
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
     return min(common, len(ids) - 1)
 
 
 def _context_end(sample: Sample, text: str, start: int) -> int:
-    """Return the index in `text` at which the context ends; the prompt is in the text after `start`.
+    """Return the index in `text` at which the sample's context ends; its prompt is looked for from `start` on.
 
-    Its outer whitespace may be lost. −1 where there is no context or no question, or where a chat template changed the
+    The prompt may have lost outer whitespace. −1 without a context or a question, and where a chat template changed the
     prompt otherwise.
     """
     if not sample.question.strip() or not sample.context:
         return -1
-    bare = sample.prompt.strip()
-    begin = text.find(bare, start)
-    lead = len(sample.prompt) - len(sample.prompt.lstrip())
-    return begin if begin < 0 else begin + min(max(len(sample.context) - lead, 0), len(bare))
+    stripped = sample.prompt.strip()
+    begin = text.find(stripped, start)
+    leading = len(sample.prompt) - len(sample.prompt.lstrip())
+    return begin if begin < 0 else begin + min(max(len(sample.context) - leading, 0), len(stripped))
 
 
 def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> None:
-    """Raise DatasetError unless the last half of `kept` tokens holds the question: a cut one is another question."""
+    """Raise DatasetError where a prompt of `whole` tokens, cut to `kept`, loses a part of its question's tokens."""
     last = kept - first_half(kept)
     if question > last:
         msg = (
@@ -290,12 +287,12 @@ def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> N
 
 
 def first_half(length: int) -> int:
-    """Return ⌈length/2⌉, the number of ids of a cut prompt that come from its beginning."""
+    """Return ⌈length/2⌉, the number of ids that a prompt cut to `length` keeps from its beginning."""
     return length - length // 2
 
 
 def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
-    """Return the first ⌈max/2⌉ and the last ⌊max/2⌋ ids where there are more than `max_tokens`."""
+    """Return the ids, or the first ⌈max/2⌉ and the last ⌊max/2⌋ where there are more than `max_tokens`."""
     if max_tokens is None or len(ids) <= max_tokens:
         return ids
     first = first_half(max_tokens)
@@ -305,34 +302,34 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
 def check_length(prompt: Prompt, positions: int, steps: int, length: int | None = None) -> None:
     """Raise DatasetError where prompt and decode steps need more positions than the model has.
 
-    `length` is the requested length, where that and no cut decides how long a prompt is.
+    `length` is --length where that decides how long a prompt is; None: --max-tokens does.
     """
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
-        option, not_counted = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
+        option, extra = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
         msg = (
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
-            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, not_counted)}"
+            f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, extra)}"
         )
         raise DatasetError(msg)
 
 
-def _length_hint(tokens: int, positions: int, steps: int, option: str, not_counted: int) -> str:
-    """Return what to do so that prompt and decode steps fit; never a length that no prompt can have.
+def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: int) -> str:
+    """Return advice, for an error, that makes a prompt of `tokens` and its decode steps fit the model's positions.
 
-    `not_counted` are tokens of the prompt that the option does not include.
+    `option` sets a prompt's length, without `extra` tokens.
     """
-    if positions - steps - not_counted >= 2:
-        return f"use {option} {positions - steps - not_counted} or less"
+    if positions - steps - extra >= 2:
+        return f"use {option} {positions - steps - extra} or less"
     if tokens < positions:
         return f"decode at most {positions - tokens}"
-    if positions > 2 + not_counted:
-        return f"decode at most {positions - 2 - not_counted}, and use {option} for what they leave"
+    if positions > 2 + extra:
+        return f"decode at most {positions - 2 - extra}, and use {option} for what they leave"
     return "use a model of more positions"
 
 
 def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
-    """Raise ModelError for a token without an embedding in the model: its tokenizer is another model's."""
+    """Raise ModelError for a token id outside the model's vocabulary: the tokenizer is another model's."""
     token = max(prompt.token_ids)
     if not (0 <= min(prompt.token_ids) and token < vocabulary):
         msg = (
@@ -340,7 +337,3 @@ def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
             f"sample '{prompt.sample_id}'; bring the tokenizer that belongs to the model"
         )
         raise ModelError(msg)
-
-
-def _plain_text(sample: Sample) -> str:
-    return f"{sample.prompt}{sample.delimiter}{sample.answer_prefix}" if sample.answer_prefix else sample.prompt

@@ -8,24 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-StandIn = Callable[[str], Any]
-"""Name of a module -> its substitute; None: the module itself."""
+Substitute = Callable[[str], Any]
+"""Name of an imported module -> its substitute; None: the module itself."""
 
 
-def run_file(path: Path, stand_in: StandIn) -> dict[str, Any]:
-    """Execute a file and return the names that it defines, new at each call; it prints nothing.
+def run_file(path: Path, substitute: Substitute) -> dict[str, Any]:
+    """Execute a Python file without its prints, and return name -> value of everything that it defines.
 
     Its bare `except:` is compiled as `except Exception:`, so that Ctrl-C and `NoEnd` end loops that retry forever.
     Raises OSError, SyntaxError and ImportError as importing the file would.
     """
 
     def import_module(name: str, *more: Any) -> Any:
-        substitute = stand_in(name)
-        return builtins.__import__(name, *more) if substitute is None else substitute
+        module = substitute(name)
+        return builtins.__import__(name, *more) if module is None else module
 
     tree = ast.fix_missing_locations(_Stoppable().visit(ast.parse(path.read_text(encoding="utf-8"))))
-    own = {**vars(builtins), "__import__": import_module, "print": lambda *texts, **options: None}
-    names: dict[str, Any] = {"__name__": path.stem, "__builtins__": own}
+    file_builtins = {**vars(builtins), "__import__": import_module, "print": lambda *texts, **options: None}
+    names: dict[str, Any] = {"__name__": path.stem, "__builtins__": file_builtins}
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names
 
@@ -35,6 +35,9 @@ class NoEnd(BaseException):
 
 
 class _Stoppable(ast.NodeTransformer):
+    """A transformer of source code that turns every bare `except:` into `except Exception:`."""
+
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        """Return an `except` clause that names its exception."""
         node.type = node.type or ast.Name("Exception", ast.Load())
         return self.generic_visit(node)

@@ -6,13 +6,13 @@ Errors name file and line. In a row with `messages`, as chat services write them
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from perturbkv.datasets import metrics, wording
-from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, in_longbench
+from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.sample import Chat, Message, Sample, check_text
 from perturbkv.datasets.wording import Wording
@@ -25,7 +25,7 @@ _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a 
 
 @dataclass(frozen=True)
 class Row:
-    """The object of one line; every method raises DatasetError for a field of another type.
+    """A line's JSON object. Every method raises DatasetError, with file and line, for a field of another type.
 
     Attributes:
         fields: the parsed fields.
@@ -41,7 +41,7 @@ class Row:
         """Return a text field; empty where the row lacks it."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
-            msg = f"expected `{name}` to be text, got {kind(value)}"
+            msg = f"expected `{name}` to be text, got {json_type(value)}"
             raise self.refusal(msg)
         return self.encodable(f"`{name}`", value)
 
@@ -49,11 +49,11 @@ class Row:
         """Return a field that is a list of texts; empty where the row lacks it."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
-            msg = f"expected `{name}` to be a list of texts, got {kind(values)}"
+            msg = f"expected `{name}` to be a list of texts, got {json_type(values)}"
             raise self.refusal(msg)
         for value in values:
             if not isinstance(value, str):
-                msg = f"expected `{name}` to be a list of texts, got {kind(value)} in it"
+                msg = f"expected `{name}` to be a list of texts, got {json_type(value)} in it"
                 raise self.refusal(msg)
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
@@ -61,31 +61,26 @@ class Row:
         """Return a field that is text or an integer, as text; the row's index where it is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
-            msg = f"expected `{name}` to be text or a whole number, got {kind(value)}"
+            msg = f"expected `{name}` to be text or a whole number, got {json_type(value)}"
             raise self.refusal(msg)
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
-    def indexed_identity(self, name: str) -> str:
-        """Return the row's index followed by the field, for data whose own ids repeat.
-
-        The index alone without the field.
-        """
-        named = self.fields.get(name) is not None and self.identity(name)
-        return f"{self.index}-{named}" if named and self.fields[name] else str(self.index)
-
-    def own_identity(self) -> str:
-        """Return the field `id`; without it, the row's index and LongBench's `_id`."""
-        return self.indexed_identity("_id") if self.fields.get("id") is None else self.identity("id")
+    def sample_id(self) -> str:
+        """Return the field `id`; without it, the row's index, followed by LongBench's `_id`, which may repeat."""
+        if self.fields.get("id") is not None:
+            return self.identity("id")
+        longbench_id = self.identity("_id") if self.fields.get("_id") is not None else ""
+        return f"{self.index}-{longbench_id}" if longbench_id and self.fields["_id"] else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:
-        """Return the sample of these fields. Raises DatasetError with file and line."""
+        """Return a `Sample` of these fields. Raises DatasetError, with file and line, where they are invalid."""
         try:
             return Sample(**fields)
         except DatasetError as error:
             raise self.refusal(error) from None
 
     def encodable(self, name: str, value: str) -> str:
-        """Return the value of a field called `name`. Raises DatasetError where no file can hold it."""
+        """Return the text unchanged; `name` is its field's. Raises DatasetError where UTF-8 cannot encode it."""
         try:
             check_text(f"expected {name}", value)
         except DatasetError as error:
@@ -93,33 +88,34 @@ class Row:
         return value
 
     def refusal(self, problem: object) -> DatasetError:
-        """Return the error with file and line."""
+        """Return the error for a problem of this row, with file and line."""
         return DatasetError(f"{self.where}: {problem}")
 
 
-def kind(value: object) -> str:
-    """Return the type of a JSON value, in words."""
+def json_type(value: object) -> str:
+    """Return the type of a JSON value in words, such as `a number`."""
     return _KINDS.get(type(value), "an object")
 
 
 def read_rows(text: str, where: str, most: int) -> list[Row]:
-    """Return at most `most` rows of a jsonl text.
+    """Return the first `most` rows of a jsonl text without its empty lines; `where` is its file, for errors.
 
-    Raises DatasetError for a line that is no JSON object, and for no line.
+    Raises DatasetError for a line that is no JSON object, and for a text without rows.
     """
     rows: list[Row] = []
-    for line, content in _lines(text):
+    for line, content in enumerate(text.split("\n"), start=1):
         if len(rows) == most:
             break
-        rows.append(_parse(content, len(rows), f"{where}, line {line}"))
+        if content.strip():
+            rows.append(_parse_row(content, len(rows), f"{where}, line {line}"))
     if not rows:
         msg = f"expected at least one sample in {where}, got none"
         raise DatasetError(msg)
     return rows
 
 
-def check_identities(samples: tuple[Sample, ...], rows: list[Row]) -> None:
-    """Raise DatasetError, with the line, where a sample has the id of an earlier one."""
+def _check_unique_ids(samples: tuple[Sample, ...], rows: list[Row]) -> None:
+    """Raise DatasetError, with file and line, where a sample has the id of an earlier one."""
     seen: set[str] = set()
     for sample, row in zip(samples, rows, strict=True):
         if sample.id in seen:
@@ -128,20 +124,15 @@ def check_identities(samples: tuple[Sample, ...], rows: list[Row]) -> None:
         seen.add(sample.id)
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, content in enumerate(text.split("\n"), start=1):
-        if content.strip():
-            yield number, content
-
-
-def _parse(content: str, index: int, where: str) -> Row:
+def _parse_row(content: str, index: int, where: str) -> Row:
+    """Return the row of a line. Raises DatasetError where it is no JSON object."""
     try:
         document = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
     except ValueError as error:
         msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
         raise DatasetError(msg) from None
     if not isinstance(document, dict):
-        msg = f"{where}: expected a JSON object, got {kind(document)}"
+        msg = f"{where}: expected a JSON object, got {json_type(document)}"
         raise DatasetError(msg)
     return Row(document, index, where)
 
@@ -151,17 +142,17 @@ _CALLS = ("tool_calls", "function_call")
 """Fields of a message with content other than text."""
 
 
-def chat_sample(row: Row) -> Sample:
-    """Return the sample of a row's messages. Raises DatasetError, with file and line, for an invalid chat."""
+def _chat_sample(row: Row) -> Sample:
+    """Return the sample of a row with `messages`. Raises DatasetError, with file and line, for an invalid chat."""
     if "prompt" in row.fields:
         msg = "expected `prompt` or `messages`, got both; leave one out"
         raise row.refusal(msg)
-    messages = tuple(_message(row, index, one) for index, one in enumerate(_message_list(row)))
+    messages = tuple(_message(row, index, value) for index, value in enumerate(_message_list(row)))
     *earlier, last = messages
-    _check_last(row, last)
+    _check_last_message(row, last)
     return row.sample(
         id=row.identity("id"),
-        context="".join(f"{one.text}\n\n" for one in earlier),
+        context="".join(f"{message.text}\n\n" for message in earlier),
         question=last.text,
         answers=row.texts("answers"),
         answer_prefix=row.text("answer_prefix"),
@@ -170,35 +161,39 @@ def chat_sample(row: Row) -> Sample:
 
 
 def _message_list(row: Row) -> list[Any]:
+    """Return the field `messages`. Raises DatasetError unless it is a list with at least one item."""
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
-        got = "an empty list" if messages == [] else kind(messages)
+        got = "an empty list" if messages == [] else json_type(messages)
         msg = f"expected `messages` to be a list of messages, got {got}"
         raise row.refusal(msg)
     return messages
 
 
 def _message(row: Row, index: int, value: Any) -> Message:
-    """Return one message with a known role and a text; `index` counts from 0. Raises DatasetError."""
+    """Return an item of `messages` as a message; `index` counts from 0.
+
+    Raises DatasetError for an unknown role, and for content other than text.
+    """
     if not isinstance(value, dict):
-        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {kind(value)}"
+        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {json_type(value)}"
         raise row.refusal(msg)
     role, text = value.get("role"), value.get("content")
     if role not in ROLES:
-        got = repr(role)[:40] if isinstance(role, str) else kind(role)
+        got = repr(role)[:40] if isinstance(role, str) else json_type(role)
         msg = f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
         raise row.refusal(msg)
     if calls := next((name for name in _CALLS if value.get(name)), None):
         msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
         raise row.refusal(msg)
     if not isinstance(text, str):
-        msg = f"expected the `content` of message {index + 1} to be text, got {kind(text)}"
+        msg = f"expected the `content` of message {index + 1} to be text, got {json_type(text)}"
         raise row.refusal(msg)
     return Message(role, row.encodable(f"the content of message {index + 1}", text))
 
 
-def _check_last(row: Row, last: Message) -> None:
-    """Raise DatasetError unless the last message is a user's and not empty."""
+def _check_last_message(row: Row, last: Message) -> None:
+    """Raise DatasetError unless a chat's last message is a user's and not empty."""
     if last.role == "assistant":
         msg = (
             "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
@@ -212,41 +207,42 @@ def _check_last(row: Row, last: Message) -> None:
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Return the first samples of a file. Raises DatasetError with file and line for what cannot be read."""
+    """Return the first samples of the jsonl file `name`. Raises DatasetError, with file and line, for invalid rows."""
     path = Path(name)
     text = FILE.read_text(path)
     rows = read_rows(text, str(path), options.samples)
     wordings = _wordings(rows)
     samples = tuple(replace(_sample(row, wordings), metric=_metric(row)) for row in rows)
-    check_identities(samples, rows)
-    recorded = {dataset: worded.record() for dataset, worded in wordings.items()}
+    _check_unique_ids(samples, rows)
+    recorded = {dataset: each.record() for dataset, each in wordings.items()}
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return LoadedDataset(samples, {"file_sha256": digest, "wording": recorded}, tuple(wordings.values()))
+    longest = max((each.generation_length for each in wordings.values()), default=GENERATION_LENGTH)
+    return LoadedDataset(samples, {"file_sha256": digest, "wording": recorded}, longest)
 
 
-def longbench_sample(row: Row, worded: Wording) -> Sample:
-    """Return the sample of a row with LongBench's fields, in its dataset's wording."""
-    for name in ("context", "input") if worded.has_question else ("context",):
+def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
+    """Return the sample of a row with LongBench's fields, its prompt in the dataset's wording."""
+    for name in ("context", "input") if dataset_wording.has_question else ("context",):
         if name not in row.fields:
-            msg = f"expected the field `{name}`, which {worded.dataset}'s prompt has; got {[*row.fields]}"
+            msg = f"expected the field `{name}`, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
             raise row.refusal(msg)
     context = row.text("context")
     if not context.strip():
         msg = "the context is empty; give `context` some text"
         raise row.refusal(msg)
-    before, after = worded.surrounding_text(row.text("input"))
+    before, after = dataset_wording.surrounding_text(row.text("input"))
     return row.sample(
-        id=row.own_identity(),
+        id=row.sample_id(),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
-        task=worded.dataset,
+        task=dataset_wording.dataset,
         classes=row.texts("all_classes") if row.fields.get("all_classes") is not None else (),
     )
 
 
 def _wordings(rows: list[Row]) -> dict[str, Wording]:
-    """Return the wording of each LongBench dataset that a row names."""
+    """Return LongBench dataset -> wording, for the datasets that rows with LongBench's fields name."""
     wordings: dict[str, Wording] = {}
     for row in rows:
         name = row.fields.get("dataset")
@@ -265,19 +261,20 @@ def _wordings(rows: list[Row]) -> dict[str, Wording]:
 
 
 def _metric(row: Row) -> str:
-    """Return the metric that the row names for its answers; empty where it names none."""
-    named = row.text("metric")
+    """Return the field `metric`, empty without it. Raises DatasetError for an unknown metric."""
+    name = row.text("metric")
     try:
-        if named:
-            metrics.check_name(named)
+        if name:
+            metrics.check_name(name)
     except UnknownNameError as error:
         raise row.refusal(error) from None
-    return named
+    return name
 
 
 def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
+    """Return the sample of a row: of its `messages`, its `prompt`, or its `context` and `input`."""
     if "messages" in row.fields:
-        return chat_sample(row)
+        return _chat_sample(row)
     if "prompt" in row.fields:
         return row.sample(
             id=row.identity("id"),
@@ -288,18 +285,18 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
     if "context" not in row.fields and "input" not in row.fields:
         msg = f"expected the field `prompt`, `messages`, or `context` and `input`; got {[*row.fields]}"
         raise row.refusal(msg)
-    worded = wordings.get(str(row.fields.get("dataset")))
-    return longbench_sample(row, worded) if worded else _plain(row)
+    dataset_wording = wordings.get(str(row.fields.get("dataset")))
+    return longbench_sample(row, dataset_wording) if dataset_wording else _context_sample(row)
 
 
-def _plain(row: Row) -> Sample:
-    """Return a sample of context and question with an empty line between them."""
+def _context_sample(row: Row) -> Sample:
+    """Return the sample of a row's `context` and `input`, with an empty line between them."""
     context, question = row.text("context"), row.text("input")
     if not (context + question).strip():
         msg = "the prompt is empty; give `context` or `input` some text"
         raise row.refusal(msg)
     return row.sample(
-        id=row.own_identity(),
+        id=row.sample_id(),
         context=context,
         question=f"\n\n{question}" if context and question else question,
         answers=row.texts("answers"),

@@ -6,14 +6,12 @@ The hub has a single `data.zip`, dataset zai-org/LongBench, formerly THUDM/LongB
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
-from pathlib import Path
 
 from perturbkv.datasets import wording
+from perturbkv.datasets.data_files import hub_file, local_file
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
-from perturbkv.datasets.hub_data import hub_file
 from perturbkv.datasets.jsonl import FILE, longbench_sample, read_rows
 
 HUB_ID = "zai-org/LongBench"
@@ -25,25 +23,19 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
     Raises DatasetError where its file or wording is not available.
     """
-    worded = wording.read(name)
-    local = _local_file(name, options.data_dir)
-    text, where = (FILE.read_text(local), str(local)) if local else (_from_hub(name), f"{HUB_ID}/{ARCHIVE}")
-    samples = tuple(longbench_sample(row, worded) for row in read_rows(text, where, options.samples))
+    dataset_wording = wording.read(name)
+    local = local_file(options.data_dir, "longbench", f"{name}.jsonl")
+    text, where = (FILE.read_text(local), str(local)) if local else (_download_text(name), f"{HUB_ID}/{ARCHIVE}")
+    samples = tuple(longbench_sample(row, dataset_wording) for row in read_rows(text, where, options.samples))
     recorded = {
         "source": "file" if local else where,
         "file_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "wording": {name: worded.record()},
+        "wording": {name: dataset_wording.record()},
     }
-    return LoadedDataset(samples, recorded, (worded,))
+    return LoadedDataset(samples, recorded, dataset_wording.generation_length)
 
 
-def _local_file(name: str, data_dir: Path | None) -> Path | None:
-    if data_dir is None:
-        return None
-    places = [data_dir / folder / f"{name}.jsonl" for folder in ("", "longbench", "data")]
-    return next((path for path in places if os.path.lexists(path)), None)
-
-
-def _from_hub(name: str) -> str:
+def _download_text(name: str) -> str:
+    """Return the jsonl text of a LongBench dataset from the hub's archive. Raises DatasetError."""
     with zipfile.ZipFile(hub_file(name, f"{name}.jsonl", HUB_ID, ARCHIVE)) as files:
         return files.read(f"data/{name}.jsonl").decode("utf-8")

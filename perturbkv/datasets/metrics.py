@@ -33,40 +33,44 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    """Return 1 where the words are those of an accepted answer, in its order, else 0."""
-    return float(any(words == expected for words, expected in _words(text, answers)))
+    """Return 1 where a text has the same words, in order, as an accepted answer, else 0."""
+    return float(any(words == expected for words, expected in _word_pairs(text, answers)))
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
-    """Return the largest F1, in [0, 1], of the text's words and those of an accepted answer."""
-    return max((_f1(words, expected) for words, expected in _words(text, answers)), default=0.0)
+    """Return the largest F1, in [0, 1], of a text's words and those of an accepted answer."""
+    return max((_word_f1(words, expected) for words, expected in _word_pairs(text, answers)), default=0.0)
 
 
-def _f1(words: list[str], expected: list[str]) -> float:
+def _word_f1(words: list[str], expected: list[str]) -> float:
+    """Return the F1 of two lists of words, regardless of their order; 0 where they share none."""
     common = (Counter(words) & Counter(expected)).total()
     return 2 * common / (len(words) + len(expected)) if common else 0.0
 
 
-def _words(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the words of the text and of each answer, normalised as far as leaves the answer any words."""
+def _word_pairs(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the words of the text and of each answer, by the strongest normalisation that leaves the answer words."""
     for answer in answers:
-        bare = next((bare for bare in _NORMALISATIONS if bare(answer)), str.split)
-        yield bare(text), bare(answer)
+        normalise = next((normalise for normalise in _NORMALISATIONS if normalise(answer)), str.split)
+        yield normalise(text), normalise(answer)
 
 
-def _content(text: str) -> list[str]:
+def _without_articles(text: str) -> list[str]:
+    """Return a text's lower-case words without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def _without_punctuation(text: str) -> list[str]:
+    """Return a text's lower-case words without punctuation."""
     return text.lower().translate(_PUNCTUATION).split()
 
 
-def _split_words(text: str) -> list[str]:
+def _lower_words(text: str) -> list[str]:
+    """Return a text's lower-case words."""
     return text.lower().split()
 
 
-_NORMALISATIONS = (_content, _without_punctuation, _split_words)
+_NORMALISATIONS = (_without_articles, _without_punctuation, _lower_words)
 """Normalisations of a text to words, the strongest first."""
 
 
@@ -74,18 +78,18 @@ _NUMBER = re.compile(r"\d[\d,]*")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """Return 1 where the first number in the text, without thousands' commas, is one of the answers, else 0.
+    """Return 1 where the first number in a text, without thousands' commas, is one of the answers, else 0.
 
     NaN where no answer is a number.
     """
-    wanted = _numbers(answers)
-    return float(_first_number(text) in wanted) if wanted else math.nan
+    accepted = _numbers(answers)
+    return float(_first_number(text) in accepted) if accepted else math.nan
 
 
 def leading_digits(text: str, answers: Sequence[str]) -> float:
-    """Return the largest share, in [0, 1], of an answer's leading digits with which the text's first number begins.
+    """Return the share, in [0, 1], of an answer's leading digits that the first number in a text has too.
 
-    NaN where no answer is a number.
+    For several answers the largest share; NaN where no answer is a number.
     """
     first = _first_number(text)
     shares = [len(os.path.commonprefix([first, number])) / len(number) for number in _numbers(answers)]
@@ -98,13 +102,13 @@ def _numbers(answers: Sequence[str]) -> list[str]:
 
 
 def _first_number(text: str) -> str:
-    """Return the first number in the text without commas; empty where there is none."""
+    """Return the digits of the first number in a text, without commas; empty where there is none."""
     match = _NUMBER.search(text)
     return match[0].replace(",", "") if match else ""
 
 
 Grade = Callable[[str, Sequence[str], Sequence[str]], float]
-"""Text of an answer, accepted answers, classes to choose from -> 0 to 1, for the best accepted answer."""
+"""(text of an answer, accepted answers, classes to choose from) -> score from 0 to 1."""
 DEFAULT = "f1"
 """Metric for accepted answers without a dataset's metric and without a choice."""
 _DEEPEST = 10**6
@@ -113,14 +117,14 @@ _DEEPEST = 10**6
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of answers: its name and its function."""
+    """A metric of answers: its name, and the function that grades an answer."""
 
     name: str
     grade: Grade
 
 
 def metric(name: str) -> Metric | None:
-    """Return the metric of a dataset, or one of `CHOICES`; None for an empty name.
+    """Return the metric of a dataset's name or of a name in `CHOICES`; None for an empty name.
 
     Raises DatasetError where a package is missing or of an unknown version.
     """
@@ -144,9 +148,9 @@ def check_name(name: str) -> None:
 
 
 def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
-    """Grade an empty text once, before a model is loaded. Raises DatasetError where the metric lacks what it needs."""
+    """Raise DatasetError where a metric cannot grade answers of a sample, because these lack what it needs."""
     needs = ""
-    try:
+    try:  # on an empty text, before a model is loaded
         if math.isnan(grading.grade("", answers, classes)):
             needs = "answers that are numbers"
     except KeyError as error:
@@ -160,7 +164,7 @@ def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sampl
 
 
 def _ignoring_classes(grade: Callable[[str, Sequence[str]], float]) -> Grade:
-    """Return a metric that ignores classes."""
+    """Return a function of text and answers as a `Grade`, which also gets classes and ignores them."""
     return lambda text, answers, classes: grade(text, answers)
 
 
@@ -174,15 +178,14 @@ CHOICES: Mapping[str, Callable[[], Grade]] = {
 
 
 def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
-    """Return the metric of a function of lm-eval; an answer ends before each of `until`."""
+    """Return a `Grade` by the lm-eval function `name`; only the text before the first of `until` is graded."""
     function = _functions().get(name)
     if function is None:
         msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
         raise DatasetError(msg)
 
     def grade(text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-        for end in until:
-            text = text.split(end)[0]
+        text = wording.cut_answer(text, until)
         row = {"answers": list(answers), **({"all_classes": list(classes)} if classes else {})}
         with warnings.catch_warnings(), _deep_calls():  # jieba opens its dictionary in a way that Python warns of
             warnings.simplefilter("ignore")
@@ -193,7 +196,7 @@ def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
 
 @contextmanager
 def _deep_calls() -> Iterator[None]:
-    """Raise the recursion limit for ROUGE-L, a call per word of both texts: without it lm-eval scores 0 in silence."""
+    """Raise Python's recursion limit inside the block: ROUGE-L needs it, and lm-eval scores 0 without an error."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _DEEPEST))
     try:
@@ -204,9 +207,9 @@ def _deep_calls() -> Iterator[None]:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """Return lm-eval's metric functions, from their file alone.
+    """Return name -> metric function of lm-eval's LongBench file, which is executed without importing lm-eval.
 
-    Raises DatasetError where they or a package are missing.
+    Raises DatasetError where the file or a package is missing.
     """
     path = wording.lm_eval_folder("the metric comes from lm-eval") / "metrics.py"
     if not path.is_file():

@@ -26,25 +26,27 @@ _ODD = re.compile(r"::|[=<>{}\\^~_@#]|\.\.\.|\(\)|--")
 
 @functools.cache
 def sentences() -> tuple[str, ...]:
-    """Return plain sentences of the manual, in its order: no code, tables, headings or grammar."""
+    """Return the prose sentences of CPython's language reference, in its order, without repetitions."""
     from pydoc_data.topics import topics
 
-    plain = [sentence for name in sorted(topics) for block in _paragraphs(topics[name]) for sentence in _split(block)]
-    return tuple(dict.fromkeys(plain))
+    paragraphs = [paragraph for name in sorted(topics) for paragraph in _paragraphs(topics[name])]
+    return tuple(dict.fromkeys(sentence for paragraph in paragraphs for sentence in _split_sentences(paragraph)))
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return blocks of unindented lines that read as prose."""
+    """Return the unindented paragraphs of a text that are no lists, tables or headings, each in one line."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith((" ", "*", "-", "+", "["))]
     return [" ".join(block.split()) for block in blocks if not re.search(r"^[=\-*~^\"]{4,}$", block, re.MULTILINE)]
 
 
-def _split(paragraph: str) -> list[str]:
+def _split_sentences(paragraph: str) -> list[str]:
+    """Return the plain sentences of a paragraph, without markup."""
     cleaned = re.sub(r"\*(\w+)\*", r"\1", _MARKUP.sub("", paragraph))
     return [sentence for sentence in _SENTENCE_END.split(cleaned) if _is_plain(sentence)]
 
 
 def _is_plain(sentence: str) -> bool:
+    """Return whether a sentence is prose of 6 to 60 words, without code and digits."""
     words = sentence.split()
     return (
         6 <= len(words) <= 60
@@ -69,18 +71,18 @@ NOISE = (
 )
 
 
-_ROOM = 50
+_MARGIN = 50
 """Tokens of a sentence or two, by which samples of other cities and numbers differ at most."""
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Return samples that cycle through lengths × depths; sample i does not depend on the number of samples.
+    """Return the needle samples, which cycle through lengths × depths; sample i is the same for any number of samples.
 
     Raises DatasetError where a length is too short for needle and question.
     """
     grid = [(length, depth) for length in options.lengths for depth in options.depths]
-    samples = tuple(_sample(place, *grid[place % len(grid)], options, tokenizer) for place in range(options.samples))
-    digest = hashlib.sha256("\n".join(_source(options.haystack)).encode()).hexdigest()
+    samples = tuple(_sample(index, *grid[index % len(grid)], options, tokenizer) for index in range(options.samples))
+    digest = hashlib.sha256("\n".join(_haystack_sentences(options.haystack)).encode()).hexdigest()
     return LoadedDataset(
         samples,
         {
@@ -93,26 +95,31 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     )
 
 
-def _source(haystack: str) -> Sequence[str]:
+def _haystack_sentences(haystack: str) -> Sequence[str]:
+    """Return the sentences of which a haystack is made: of `prose` or of `noise`."""
     return sentences() if haystack == "prose" else NOISE
 
 
-def _sample(place: int, length: int, depth: float, options: DatasetOptions, tokenizer: Tokenizer) -> Sample:
-    draw = random.Random(f"needle/{options.seed}/{place}/{length}/{depth}/{options.haystack}")
+def _sample(index: int, length: int, depth: float, options: DatasetOptions, tokenizer: Tokenizer) -> Sample:
+    """Return a sample of at most `length` tokens, its needle at `depth` of the haystack.
+
+    Raises DatasetError where not even an empty haystack fits.
+    """
+    draw = random.Random(f"needle/{options.seed}/{index}/{length}/{depth}/{options.haystack}")
     city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
     needle, question = NEEDLE.format(city=city, number=number), QUESTION.format(city=city)
-    room = length - _count(tokenizer, INSTRUCTION + needle + " " + question)
-    hay = _fill(_source(options.haystack), draw, room, tokenizer)
-    context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))
-    while _count(tokenizer, context + question) > length:
+    hay_tokens = length - _count_tokens(tokenizer, INSTRUCTION + needle + " " + question)
+    hay = _draw_haystack(_haystack_sentences(options.haystack), draw, hay_tokens, tokenizer)
+    context = INSTRUCTION + " ".join(_insert_needle(hay, needle, depth, tokenizer))
+    while _count_tokens(tokenizer, context + question) > length:
         if not hay:
-            needed = -(-(_count(tokenizer, context + question) + _ROOM) // 100) * 100
+            needed = -(-(_count_tokens(tokenizer, context + question) + _MARGIN) // 100) * 100
             msg = f"a needle prompt of {length} tokens leaves no room for a haystack; use --length {needed} or more"
             raise DatasetError(msg)
         hay.pop()
-        context = INSTRUCTION + " ".join(_insert(hay, needle, depth, tokenizer))
+        context = INSTRUCTION + " ".join(_insert_needle(hay, needle, depth, tokenizer))
     return Sample(
-        id=f"{place}-{length}-{depth:g}",
+        id=f"{index}-{length}-{depth:g}",
         context=context,
         question=question,
         answers=(number,),
@@ -121,33 +128,34 @@ def _sample(place: int, length: int, depth: float, options: DatasetOptions, toke
     )
 
 
-def _fill(source: Sequence[str], draw: random.Random, room: int, tokenizer: Tokenizer) -> list[str]:
-    """Return consecutive sentences from a random start, wrapping at the end, of about `room` tokens."""
+def _draw_haystack(source: Sequence[str], draw: random.Random, tokens: int, tokenizer: Tokenizer) -> list[str]:
+    """Return consecutive sentences from a random start, wrapping at the end, of about so many tokens."""
     start, used = draw.randrange(len(source)), 0
     hay: list[str] = []
-    while used < room:
+    while used < tokens:
         hay.append(source[(start + len(hay)) % len(source)])
-        used += _count(tokenizer, " " + hay[-1])
+        used += _count_tokens(tokenizer, " " + hay[-1])
     return hay
 
 
-def _insert(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer) -> list[str]:
-    """Insert the needle at the sentence boundary nearest to `depth` of the haystack's tokens."""
+def _insert_needle(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer) -> list[str]:
+    """Return the sentences with the needle at the boundary nearest to a depth, a share of the haystack's tokens."""
     ends = [0]
     for sentence in hay:
-        ends.append(ends[-1] + _count(tokenizer, " " + sentence))
-    place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
-    return [*hay[:place], needle, *hay[place:]]
+        ends.append(ends[-1] + _count_tokens(tokenizer, " " + sentence))
+    before = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
+    return [*hay[:before], needle, *hay[before:]]
 
 
-def _count(tokenizer: Tokenizer, text: str) -> int:
+def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
-    """Return a needle sample with another city's fact after its own, and the sentence of its own fact.
+    """Return a needle sample with a false needle after its needle, and the sentence of its needle.
 
-    Raises DatasetError for a sample that is not of the needle dataset.
+    The false needle is the fact of another city. Raises DatasetError for a sample that is not of the needle dataset.
     """
     answer = sample.answers[0] if sample.answers else ""
     facts = [fact for city in CITIES if (fact := NEEDLE.format(city=city, number=answer)) in sample.context]
@@ -155,6 +163,6 @@ def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
         msg = f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
         raise DatasetError(msg)
     draw = random.Random(f"distraction/{seed}/{sample.id}")
-    others = [city for city in CITIES if f" {city} " not in facts[0]]
-    wrong = NEEDLE.format(city=draw.choice(others), number=draw.randrange(1_000_000, 10_000_000))
+    other_cities = [city for city in CITIES if f" {city} " not in facts[0]]
+    wrong = NEEDLE.format(city=draw.choice(other_cities), number=draw.randrange(1_000_000, 10_000_000))
     return replace(sample, context=sample.context.replace(facts[0], f"{facts[0]} {wrong}", 1)), facts[0]

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from perturbkv.configs.run import DIGESTS
 from perturbkv.datasets import dataset_registry
-from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset
+from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
 from perturbkv.display import Table
 from perturbkv.errors import DatasetError
@@ -24,7 +24,7 @@ NO_DATASET = "prompts"
 
 @dataclass(frozen=True, repr=False)
 class Prompts(Sequence[Prompt]):
-    """Prompts of one origin: a sequence of `Prompt`; a slice keeps the origin.
+    """A sequence of `Prompt` with the dataset and settings that it was made with; a slice keeps these.
 
     Attributes:
         prompts: at least one, with different ids.
@@ -47,13 +47,13 @@ class Prompts(Sequence[Prompt]):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        names = self.ids
-        if not names:
+        ids = self.ids
+        if not ids:
             msg = "expected at least one prompt, got none"
             raise DatasetError(msg)
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            msg = f"expected prompts of different ids, got '{twice}' twice; give each an id of its own"
+        if len(set(ids)) < len(ids):
+            repeated = next(name for name in ids if ids.count(name) > 1)
+            msg = f"expected prompts of different ids, got '{repeated}' twice; give each an id of its own"
             raise DatasetError(msg)
 
     @property
@@ -74,45 +74,25 @@ class Prompts(Sequence[Prompt]):
 
     def _repr_html_(self) -> str:
         rows = [
-            (one.sample_id, f"{len(one.token_ids):,}", f"{one.cut_tokens:,}", one.excerpt, " | ".join(one.answers))
-            for one in self.prompts
+            (each.sample_id, f"{len(each.token_ids):,}", f"{each.cut_tokens:,}", each.excerpt, " | ".join(each.answers))
+            for each in self.prompts
         ]
         return Table(self._title(), ("prompt", "#tokens", "#cut", "text", "expected"), rows).as_html()
 
     def _title(self) -> str:
+        """Return the line above the list of prompts: dataset, number of prompts, chat template."""
         template = "with" if self.chat_template else "without"
         counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
         return f"{escape_line(self.dataset)}: {counted}, {template} chat template"
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Prompts: ...
+    def __getitem__(self, index: slice) -> Prompts: ...
 
-    def __getitem__(self, place: int | slice) -> Prompt | Prompts:
-        return replace(self, prompts=self.prompts[place]) if isinstance(place, slice) else self.prompts[place]
-
-
-def encode_all(
-    name: str,
-    loaded: LoadedDataset,
-    tokenizer: Tokenizer,
-    *,
-    chat_template: bool | None = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-) -> Prompts:
-    """Return the prompts of a dataset's samples as token ids.
-
-    `chat_template` None: the tokenizer's, where it has one and the dataset uses one. Raises DatasetError and
-    ConfigError for invalid data.
-    """
-    template = bool(tokenizer.chat_template) and loaded.chat_template if chat_template is None else chat_template
-    prompts = tuple(
-        encode(sample, tokenizer, chat_template=template, max_tokens=max_tokens) for sample in loaded.samples
-    )
-    return Prompts(prompts, name, loaded.options, template, max_tokens, loaded.generation_length, seed)
+    def __getitem__(self, index: int | slice) -> Prompt | Prompts:
+        return replace(self, prompts=self.prompts[index]) if isinstance(index, slice) else self.prompts[index]
 
 
 def load(
@@ -128,28 +108,59 @@ def load(
     positions: int | None = None,
     **options: Any,
 ) -> Prompts:
-    """Return the prompts of a dataset; `options` are further fields of `DatasetOptions`.
+    """Return the prompts of a dataset as token ids.
 
-    `positions` are the model's, None: unknown; prompts of a longer --length are refused before they are made. `samples`
-    None: 8, or all where there are fewer; empty lengths, depths and data_dir: the dataset's own. Raises
-    UnknownNameError, DatasetError and ConfigError for invalid data.
+    Args:
+        name: the dataset's name, or the path of a jsonl file.
+        tokenizer: the model's tokenizer.
+        samples: number of prompts; None: 8, or all where there are fewer.
+        lengths: tokens of a prompt; empty: the default of `DatasetOptions`, as for the next two.
+        depths: position of the fact, from 0 to 1.
+        data_dir: folder with the dataset's files.
+        chat_template: None: where the tokenizer has one and the dataset uses one.
+        max_tokens: a longer prompt is cut in the middle.
+        positions: those of the model, so that a longer --length is refused before prompts are made; None: unknown.
+        options: further fields of `DatasetOptions`.
+
+    Raises UnknownNameError, DatasetError and ConfigError for invalid data.
     """
-    given: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
-    requested = DatasetOptions(
-        samples=DEFAULT_SAMPLES if samples is None else samples,
-        at_most=samples is None,
-        **{field: value for field, value in given.items() if value},
-        **options,
-    )
-    dataset_registry.check_name(name)
+    requested = check_request(name, samples=samples, lengths=lengths, depths=depths, data_dir=data_dir, **options)
     if dataset_registry.uses_option(name, "lengths") and positions is not None:
         _check_length(name, max(requested.lengths), max_tokens, positions)
     loaded = dataset_registry.load(name, requested, tokenizer)
-    return encode_all(name, loaded, tokenizer, chat_template=chat_template, max_tokens=max_tokens, seed=requested.seed)
+    if chat_template is None:
+        chat_template = bool(tokenizer.chat_template) and loaded.chat_template
+    prompts = tuple(
+        encode(sample, tokenizer, chat_template=chat_template, max_tokens=max_tokens) for sample in loaded.samples
+    )
+    return Prompts(prompts, name, loaded.options, chat_template, max_tokens, loaded.generation_length, requested.seed)
+
+
+def check_request(
+    name: str,
+    *,
+    samples: int | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = (),
+    data_dir: Path | None = None,
+    **options: Any,
+) -> DatasetOptions:
+    """Return the options of a dataset, with defaults as in `load`, after all checks that need no tokenizer.
+
+    Raises UnknownNameError for a dataset that is not there, and as `DatasetOptions`.
+    """
+    dataset_registry.check_name(name)
+    chosen: dict[str, Any] = {"lengths": tuple(lengths), "depths": tuple(depths), "data_dir": data_dir}
+    return DatasetOptions(
+        samples=DEFAULT_SAMPLES if samples is None else samples,
+        at_most=samples is None,
+        **{field: value for field, value in chosen.items() if value},
+        **options,
+    )
 
 
 def _check_length(name: str, length: int, max_tokens: int | None, positions: int) -> None:
-    """Raise DatasetError for a prompt that, cut or not, is longer than the model allows."""
+    """Raise DatasetError where prompts of a requested length, cut to `max_tokens`, exceed the model's positions."""
     if min(length, max_tokens or length) > positions:
         msg = (
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
@@ -159,7 +170,7 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
-    """Return prompts as `Prompts`; those from no dataset get digests, by which a trace recognises them.
+    """Return prompts as `Prompts`; options of those from no dataset have a digest per prompt, for a trace.
 
     Raises DatasetError where only some prompts from no dataset use the chat template.
     """
@@ -173,10 +184,7 @@ def collect(prompts: Iterable[Prompt]) -> Prompts:
 
 
 def _uses_chat_template(prompts: Prompts) -> bool:
-    """Return whether all prompts use the chat template, which a trace records once.
-
-    Raises DatasetError where they differ.
-    """
+    """Return whether the prompts use the chat template. Raises DatasetError where some do and others do not."""
     first = prompts[0]
     other = next((prompt for prompt in prompts if prompt.chat_template != first.chat_template), None)
     if other is not None:
@@ -190,13 +198,13 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Return a digest of everything in a prompt that a number depends on."""
-    names = [one.name for one in dataclasses.fields(prompt) if one.compare and one.name != "metric"]
-    counted = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
-    return hashlib.sha256(repr(counted).encode()).hexdigest()[:16]
+    """Return a digest of everything in a prompt on which results depend."""
+    names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name != "metric"]
+    values = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-_HALF = "\ufffd"
+_INCOMPLETE = "\ufffd"
 """Replacement character of a tokenizer for an incomplete character."""
 _LONGEST = 4
 """Largest number of tokens of one character: the longest in UTF-8 has four bytes."""
@@ -204,17 +212,17 @@ _NUL, _SHOWN_NUL = "\0", "\u2400"
 """U+0000, which no string of HDF5 can contain, and its replacement."""
 
 
-def pieces(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Return every token's part of the text, as the tokenizer decodes it after the preceding token.
+def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """Return the text of each token, as it is decoded after the token before; joined they are the whole text.
 
-    A character of several tokens belongs to the last one; the others add nothing. What never becomes a character stays
-    what the tokenizer shows for it.
+    A character of several tokens belongs to the last of them, and the text of the earlier ones is empty. Bytes that are
+    no character are shown as the tokenizer shows them.
     """
     texts: list[str] = []
-    begin = done = 0  # the context that a token is decoded behind: a leading space counts only there
+    begin = done = 0  # tokens from `begin` to `done` are decoded too: a leading space needs a token before it
     for end in range(1, len(token_ids) + 1):
         whole = decode(list(token_ids[begin:end]))
-        if whole.endswith(_HALF) and end < len(token_ids) and end - done < _LONGEST:
+        if whole.endswith(_INCOMPLETE) and end < len(token_ids) and end - done < _LONGEST:
             texts.append("")
             continue
         before = decode(list(token_ids[begin:done])) if done > begin else ""

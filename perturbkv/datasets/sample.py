@@ -39,22 +39,25 @@ class Chat:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The whole text of a prompt.
+    """The whole text of a prompt, as it is tokenized.
 
     Attributes:
         text: the text to tokenize.
-        border: number of characters before the question; −1 where context and question cannot be separated, or one of
-            them is missing.
-        template_text: the same text without any of the sample's own.
+        context_end: number of characters before the question; −1 where context and question cannot be separated, or
+            one of them is missing.
+        template_text: the chat template's text around that of the sample.
     """
 
     text: str
-    border: int
+    context_end: int
     template_text: str
 
 
 def render_turn(prompt: str, tokenizer: Any) -> str:
-    """Return a user's turn and the beginning of its answer. Raises ModelError where the template cannot be rendered."""
+    """Return the chat template's text for a prompt as a user's turn, up to the answer's beginning.
+
+    Raises ModelError where the template cannot be rendered.
+    """
     try:
         return _render([Message("user", prompt)], tokenizer)
     except Exception as error:
@@ -63,21 +66,21 @@ def render_turn(prompt: str, tokenizer: Any) -> str:
 
 
 def turn_frame(tokenizer: Any) -> tuple[str, int]:
-    """Return the template's text around a user's turn, and the offset of the turn's text in it."""
+    """Return the chat template's text around a user's turn, and the index in it at which the turn's text begins."""
     marked = render_turn(_MARK, tokenizer)
     return marked, max(marked.find(_MARK), 0)
 
 
 def text_after_turn(tokenizer: Any) -> str:
-    """Return what a chat template puts after a user's turn, up to the answer; empty for a tokenizer without one."""
+    """Return the chat template's text between a user's turn and the answer; empty for a tokenizer without one."""
     return render_turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
 
 
 def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> RenderedPrompt:
-    """Return the chat's whole text, up to the beginning of its answer; the question is the text of the last message.
+    """Return a chat's text by the chat template, up to the answer's beginning.
 
-    Everything before that text is the context. Raises DatasetError, with file and line, where the template refuses the
-    messages, or where the text before the question depends on the question.
+    The question is the text of the last message, and everything before it the context. Raises DatasetError, with
+    file and line, where the template refuses the messages, or where the text before the question depends on it.
     """
     *earlier, last = chat.messages
     text = _render_chat_messages(chat, chat.messages, tokenizer)
@@ -88,15 +91,17 @@ def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> Rendered
             "changes what stands around it: where the question begins cannot be told; use another model"
         )
         raise DatasetError(msg)
-    around = _render_chat_messages(chat, [Message(one.role, _MARK) for one in chat.messages], tokenizer)
+    marked = [Message(message.role, _MARK) for message in chat.messages]
+    around = _render_chat_messages(chat, marked, tokenizer)
     return RenderedPrompt(text + answer_prefix, len(before) if earlier else -1, around)
 
 
 def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: Any) -> str:
+    """Return the chat template's text of messages. Raises DatasetError, with the chat's line, where it refuses them."""
     try:
         return _render(messages, tokenizer)
     except Exception as error:
-        roles = ", ".join(one.role for one in chat.messages)
+        roles = ", ".join(message.role for message in chat.messages)
         msg = (
             f"{chat.where}: the tokenizer's chat template refuses messages of {roles[:200]}: {_error_text(error)}; "
             "change them, or use another model"
@@ -105,11 +110,13 @@ def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: An
 
 
 def _render(messages: Iterable[Message], tokenizer: Any) -> str:
-    turns = [{"role": one.role, "content": one.text} for one in messages]
+    """Return the chat template's text of messages. Raises whatever the template raises."""
+    turns = [{"role": message.role, "content": message.text} for message in messages]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def _error_text(error: Exception) -> str:
+    """Return an exception's class and message in one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -167,7 +174,7 @@ class Sample:
 
 
 def check_id(sample_id: str) -> None:
-    """Raise DatasetError for an id that is too long for a name, or that no trace can store."""
+    """Raise DatasetError for a sample id that is too long, or that no trace can store."""
     check_text("expected an id", sample_id)
     if "\0" in sample_id:
         msg = f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}"
@@ -177,10 +184,10 @@ def check_id(sample_id: str) -> None:
         raise DatasetError(msg)
 
 
-def check_text(whose: str, text: str) -> None:
-    """Raise DatasetError, which begins with `whose`, for text with half of a surrogate pair in it."""
+def check_text(expected: str, text: str) -> None:
+    """Raise DatasetError, which begins with `expected`, for text with half of a surrogate pair in it."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        msg = f"{whose} to be text, got half of a surrogate pair in it"
+        msg = f"{expected} to be text, got half of a surrogate pair in it"
         raise DatasetError(msg) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,16 @@ class Wording:
 
     @property
     def has_question(self) -> bool:
-        """True where a row's own question is a part of the prompt."""
+        """True where the prompt has a place for a row's question."""
         return "question" in self.template
 
     def surrounding_text(self, question: str) -> tuple[str, str]:
-        """Return the text before the context and after it; the question's text is never interpreted as a template."""
+        """Return the prompt's text before and after the context, with the question in it, verbatim."""
         before, after = self.template.split(CONTEXT)
         return _render(before, question), _render(after, question)
 
     def record(self) -> dict[str, Any]:
-        """Return the wording for the trace."""
+        """Return the wording as JSON for the trace."""
         return {
             "from": f"lm-eval {self.version}",
             "template": self.template,
@@ -68,7 +69,7 @@ class Wording:
 
 
 def read(dataset: str) -> Wording:
-    """Return the wording of a LongBench dataset.
+    """Return the wording of a LongBench dataset from lm-eval's files.
 
     Raises DatasetError where lm-eval is missing or of an unknown version.
     """
@@ -93,8 +94,18 @@ def read(dataset: str) -> Wording:
     return wording
 
 
+def cut_answer(text: str, until: Sequence[str]) -> str:
+    """Return the part of an answer before the first of the texts at which it ends."""
+    for end in until:
+        text = text.split(end)[0]
+    return text
+
+
 def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTALL) -> Path:
-    """Return lm-eval's folder of a benchmark without importing it. Raises DatasetError, which begins with `who`."""
+    """Return lm-eval's folder of a benchmark, without importing lm-eval.
+
+    Raises DatasetError, which begins with `who` and ends with the command `install`, where lm-eval is not installed.
+    """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
         msg = f"{who}, which is not installed; {install}"
@@ -103,7 +114,7 @@ def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTAL
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file of lm-eval; its `!function` tags stay names. Raises ValueError for invalid YAML."""
+    """Return the document of a YAML file of lm-eval, with `!function` tags as names. Raises ValueError if invalid."""
     import yaml
 
     loader = type("Loader", (yaml.SafeLoader,), {})
@@ -116,7 +127,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _render(template: str, question: str) -> str:
-    """Render a template as lm-eval does: undefined names are errors, and a trailing newline stays."""
+    """Return a Jinja template's text as lm-eval renders it: a trailing newline stays, undefined names are errors."""
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)

@@ -27,11 +27,11 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 
 class LocalEngine:
-    """The engine of this process, which measures one sample after the other with one model.
+    """The engine that measures in this process, one sample after the other, with one model.
 
     Args:
-        plans: every run that will be measured, all of one model; memory is needed for the caches of the one that
-            takes most. Empty: the first one measured.
+        plans: all runs that will be measured, all with the same model; loading it checks that the largest caches of
+            any of them fit. Empty: those of the first run are checked.
     """
 
     def __init__(self, plans: Sequence[Plan] = ()) -> None:
@@ -39,45 +39,46 @@ class LocalEngine:
         self._model: Adapter | None = None
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure the samples in their order. Raises ModelError where the model cannot be loaded."""
-        todo = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
-        wanted = {name: tuple(configs) for name, configs in missing.items()}
+        """Measure what is missing, in the order of the samples. Raises ModelError where the model cannot be loaded."""
+        prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
+        configs = {sample_id: tuple(configs) for sample_id, configs in missing.items()}
 
         def pass_on(sample: SampleTrace | FailedSample) -> None:
-            finished(sample, wanted[sample.sample_id])
+            finished(sample, configs[sample.sample_id])
 
-        trace(self._load(planned), todo, planned.resolved, planned.resources, pass_on, wanted)
+        trace(self._load(planned), prompts, planned.resolved, planned.resources, pass_on, configs)
 
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
-        """Answer prompts in their order; `done` gets each answer. Raises what the pipeline's `answer` raises."""
+        """Answer prompts in their order; `done` gets each with its answers. Raises as `answer_prompt`."""
         for prompt in prompts:
             done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, options, planned.resources))
 
     def alive(self) -> str:
-        """Return an empty text: there are no workers."""
+        """Return the text about living workers for a progress bar, which is empty: there are no workers."""
         return ""
 
     def _load(self, planned: Plan) -> Adapter:
+        """Return the model, loaded by the first call."""
         if self._model is None:
             self._model = max(self._plans or [planned], key=Plan.caches_bytes).model()
         return self._model
 
 
 class WorkerEngine:
-    """The engine of worker processes and of a cluster's actors.
+    """The engine that measures on workers: processes of this machine or actors of a cluster.
 
     Args:
         chosen: the engine's options.
-        plans: every run that will be measured, all of one model.
+        plans: all runs that will be measured, all with the same model.
         scheduler: the scheduler of the workers.
     """
 
     def __init__(self, chosen: Workers, plans: Sequence[Plan], scheduler: Scheduler) -> None:
         self._scheduler, self._timeout = scheduler, chosen.timeout_per_sample
         self._shares = scheduler.size if chosen.by_configs else 1
-        self._model = ModelSpec.of(plans[0], max(plan.caches_bytes() for plan in plans))
+        self._model = ModelSpec.from_plan(plans[0], max(plan.caches_bytes() for plan in plans))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure what is missing, the longest prompts first. Raises what a worker raises, and WorkerError."""
@@ -90,7 +91,7 @@ class WorkerEngine:
         self._scheduler.run(answer_work(planned, self._model, options, prompts, done, failed), self._timeout)
 
     def alive(self) -> str:
-        """Return the workers for a progress bar: `7 of 8 workers`."""
+        """Return the text about living workers for a progress bar: `7 of 8 workers`."""
         return self._scheduler.alive()
 
 
@@ -100,30 +101,31 @@ class AnsweringEngine(Engine, Protocol):
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
-        """Answer prompts; `done` or `failed` gets each."""
+        """Answer prompts; `done` gets each with its answers, or `failed` gets it with the reason."""
 
     def alive(self) -> str:
-        """Return the workers for a progress bar: `7 of 8 workers`; empty where there are none."""
+        """Return the text about living workers for a progress bar: `7 of 8 workers`; empty without workers."""
 
 
 @contextmanager
 def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEngine]:
-    """Yield the engine for runs of one model, which is loaded when the first of them lacks a sample.
+    """Yield the chosen engine for runs with the same model; its workers end with the block.
 
-    Its workers end with the block. Raises a PerturbkvError for unavailable devices or workers, before a weight is
-    loaded.
+    The model is loaded when something is measured. Raises a PerturbkvError before that for unavailable devices or
+    workers.
     """
     if chosen.engine == "here":
         yield LocalEngine(plans)
         return
     largest = max(plans, key=Plan.caches_bytes)
-    processes.check_device(chosen, largest)
+    processes.check_device(largest)
     with _open_crew(chosen, largest) as crew, closing(crew):
         yield WorkerEngine(chosen, plans, Scheduler(crew))
 
 
 @contextmanager
 def _open_crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
+    """Yield the workers, of processes or of a Ray cluster, each with memory for the plan `largest`."""
     if chosen.engine == "workers":
         yield Processes(processes.worker_devices(chosen, largest))
         return
@@ -133,7 +135,7 @@ def _open_crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
 
 
 def pick_run_device(chosen: Workers, name: str) -> torch.device:
-    """Return the device of a run, by its name or `auto`: a cluster's workers may have GPUs that this machine lacks.
+    """Return the device of a run from its name; for `auto` on a cluster, whether the cluster has GPUs decides.
 
     Raises ConfigError for a device that does not exist.
     """

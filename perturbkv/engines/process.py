@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 
 
 def main(pipe: int) -> None:
-    """Serve the coordinator at the other end of a pipe until the pipe closes, for whatever reason."""
+    """Carry out the orders that the coordinator sends through a pipe, a file descriptor, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator hears it, and ends its workers itself
     coordinator = Connection(pipe)
-    threading.Thread(target=_exit_with, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_exit_when_closed, args=(pipe,), daemon=True).start()
     sys.path[:] = pickle.loads(coordinator.recv_bytes())
     try:
         _serve(coordinator)
@@ -24,7 +24,8 @@ def main(pipe: int) -> None:
 
 
 def _serve(coordinator: Connection) -> None:
-    """Answer the coordinator's orders; the imports come late, as the module path has to be set first."""
+    """Carry out the coordinator's orders and send the replies; raise EOFError when the pipe closes."""
+    # imported here, as the module path has to be set first
     from perturbkv.engines.worker import LogBuffer, Reply, Worker
 
     worker = Worker(pickle.loads(coordinator.recv_bytes()), LogBuffer().listen())
@@ -35,8 +36,8 @@ def _serve(coordinator: Connection) -> None:
         coordinator.send_bytes(pickle.dumps(orders[order](what), pickle.HIGHEST_PROTOCOL))
 
 
-def _exit_with(pipe: int) -> None:
-    """End this process once the coordinator's end of the pipe is closed, as a killed coordinator sends nothing."""
+def _exit_when_closed(pipe: int) -> None:
+    """Wait until the coordinator's end of the pipe is closed, as by its death, and end this process."""
     closed = select.poll()
     closed.register(pipe, 0)  # of no event but the other end's closing
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in closed.poll()):

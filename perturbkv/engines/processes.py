@@ -33,15 +33,17 @@ _STDERR = 2
 
 @dataclass(frozen=True)
 class _Process:
+    """A running worker process and the coordinator's end of its pipe."""
+
     running: subprocess.Popen[bytes]
     pipe: Connection
 
 
 class Processes:
-    """A crew of processes, each of which ends with the process that started it.
+    """A crew of worker processes, which end with the process that started them.
 
     Args:
-        devices: the device of each.
+        devices: the device of each worker.
     """
 
     def __init__(self, devices: Sequence[WorkerDevice]) -> None:
@@ -66,20 +68,20 @@ class Processes:
         self._send(worker, device)
 
     def begin(self, worker: int, task: Task) -> None:
-        """Implement `Crew.begin`."""
+        """Order a worker to prepare a task."""
         self._send(worker, ("begin", task))
 
     def do(self, worker: int, item: Any) -> None:
-        """Implement `Crew.do`."""
+        """Order a worker to do an item of its task."""
         self._send(worker, ("do", item))
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Implement `Crew.poll`; a process that ends closes its pipe."""
+        """Return (worker, reply or exit) per answer within `seconds`; a process that ends closes its pipe."""
         workers = {process.pipe: worker for worker, process in self._processes.items()}
-        return [(workers[pipe], self._answer(workers[pipe], pipe)) for pipe in wait(list(workers), seconds)]  # type: ignore[index, arg-type]
+        return [(workers[pipe], self._receive(workers[pipe], pipe)) for pipe in wait(list(workers), seconds)]  # type: ignore[index, arg-type]
 
     def dismiss(self, worker: int) -> None:
-        """Kill a process."""
+        """Kill a worker's process."""
         process = self._processes.pop(worker)
         process.running.kill()
         process.pipe.close()
@@ -93,11 +95,12 @@ class Processes:
             self.dismiss(worker)
 
     def _send(self, worker: int, order: object) -> None:
-        """Send an order; where that fails, `poll` reports the worker's exit."""
+        """Send an order to a worker; where that fails, `poll` reports the worker's exit."""
         with suppress(OSError):
             self._processes[worker].pipe.send_bytes(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
-    def _answer(self, worker: int, pipe: Connection) -> Reply | WorkerExit:
+    def _receive(self, worker: int, pipe: Connection) -> Reply | WorkerExit:
+        """Return a worker's reply; its exit where the pipe is closed."""
         try:
             reply: Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -105,7 +108,7 @@ class Processes:
         return reply
 
     def _describe_exit(self, worker: int) -> WorkerExit:
-        """Return how a process ended whose pipe is closed; one that still runs is killed."""
+        """Return how a process whose pipe is closed ended, and kill it where it still runs."""
         process = self._processes[worker]
         with suppress(subprocess.TimeoutExpired):
             process.running.wait(1)
@@ -116,31 +119,32 @@ class Processes:
         )
 
 
-_USUAL_THREADS = 4
+USUAL_THREADS = 4
 """Threads of a worker on the CPU by default: more gain little on one prompt."""
 
 
 def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
-    """Return the device of each worker: the machine's GPUs, or shares of its cores.
+    """Return the device of each worker on this machine: a GPU each, or an equal share of the CPU's cores.
 
     Raises ConfigError where there are fewer GPUs or cores than workers, NoMemoryError where their caches do not fit.
     """
     device = planned.placement.device
     count = torch.cuda.device_count() if device.type == "cuda" else cores()
-    wanted = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
-    if wanted > count:
+    workers = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
+    if workers > count:
         what = "GPUs" if device.type == "cuda" else "cores"
-        msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {wanted}"
+        msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {workers}"
         raise ConfigError(msg)
     if device.type != "cuda":
-        _check_cores(chosen, wanted, count)
-        _check_memory(planned, wanted)
-    names = [f"cuda:{index}" for index in range(wanted)] if device.type == "cuda" else [str(device)] * wanted
-    return [WorkerDevice(name, threads_per_worker(chosen, wanted)) for name in names]
+        _check_cores(chosen, workers, count)
+        what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
+        memory.check(workers * needed_bytes(planned), device, what, "fewer --workers take less")
+    names = [f"cuda:{index}" for index in range(workers)] if device.type == "cuda" else [str(device)] * workers
+    return [WorkerDevice(name, threads_per_worker(chosen, workers)) for name in names]
 
 
 def _check_cores(chosen: Workers, workers: int, available: int) -> None:
-    """Raise ConfigError where --cpus-per-worker asks for more cores than exist; OMP_NUM_THREADS may."""
+    """Raise ConfigError where --cpus-per-worker takes more than the available cores; OMP_NUM_THREADS may."""
     if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > available:
         msg = (
             f"expected workers that share this machine's {available} cores, got {workers} with --cpus-per-worker "
@@ -149,8 +153,8 @@ def _check_cores(chosen: Workers, workers: int, available: int) -> None:
         raise ConfigError(msg)
 
 
-def check_device(chosen: Workers, planned: Plan) -> None:
-    """Raise ConfigError for a placement that only a single worker can have."""
+def check_device(planned: Plan) -> None:
+    """Raise ConfigError where a plan's --device or --device-map is only possible for a single process."""
     placement, device = planned.placement, planned.placement.device
     if placement.device_map != "none":
         device_map = f"--device-map {placement.device_map}"
@@ -165,10 +169,13 @@ def check_device(chosen: Workers, planned: Plan) -> None:
 
 
 def threads_per_worker(chosen: Workers, workers: int | None) -> int:
-    """Return the threads of each worker: --cpus-per-worker, else OMP_NUM_THREADS, else its share of the cores."""
+    """Return the threads of each worker: --cpus-per-worker, else OMP_NUM_THREADS, else its share of the cores.
+
+    Where the number of workers is not decided, None, the share is 4.
+    """
     if chosen_threads := chosen.cpus_per_worker or omp_threads():
         return chosen_threads
-    return _USUAL_THREADS if workers is None else max(1, cores() // workers)
+    return USUAL_THREADS if workers is None else max(1, cores() // workers)
 
 
 def omp_threads() -> int:
@@ -183,10 +190,5 @@ def cores() -> int:
 
 
 def needed_bytes(planned: Plan) -> int:
-    """Return the bytes of one worker: weights and caches."""
+    """Return the memory of one worker in bytes: the model's weights and caches."""
     return planned.shape.weights_bytes + planned.caches_bytes()
-
-
-def _check_memory(planned: Plan, workers: int) -> None:
-    what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
-    memory.check(workers * needed_bytes(planned), planned.placement.device, what, "fewer --workers take less")

@@ -29,18 +29,18 @@ from perturbkv.engines.worker import Reply, Task, WorkerDevice
 from perturbkv.errors import ConfigError, NoMemoryError
 
 _MIB = 2**20
-_USUAL_CPUS = 4
 _SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's free resources.
+    """A node of the cluster and its free resources.
 
     Attributes:
         key: the cluster's id of the node.
         name: the node's address, for people.
-        cpus, gpus: free ones.
+        cpus: number of free cores.
+        gpus: number of free GPUs.
         memory: free bytes, as the cluster counts them.
         gpu_bytes: memory of its smallest GPU; 0 where that is unknown.
     """
@@ -55,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Seat:
-    """One worker's node `key`, its device, and the resources that it takes."""
+    """The place of one worker: its device, its node's `key`, and the cores, GPUs and bytes that it takes."""
 
     device: WorkerDevice
     key: str
@@ -74,14 +74,15 @@ def gpu_bytes() -> int:
 
 
 def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
-    """Return a seat for each worker, nodes with most free resources first; each holds `needed` bytes.
+    """Return a seat per worker, on the nodes with most free resources, each with memory for `needed` bytes.
 
     Raises ConfigError where fewer are free than requested, NoMemoryError where the bytes fit nowhere.
     """
-    return _on_gpus(chosen, nodes, needed) if device == "cuda" else _on_cpus(chosen, nodes, needed)
+    return _gpu_seats(chosen, nodes, needed) if device == "cuda" else _cpu_seats(chosen, nodes, needed)
 
 
-def _on_gpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
+def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
+    """Return a seat per worker, on a GPU each. Raises as `assign_seats`."""
     free = [node for node in nodes if node.gpus]
     if not free:
         msg = "expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu"
@@ -99,7 +100,8 @@ def _on_gpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     return [Seat(WorkerDevice("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in assigned]
 
 
-def _on_cpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
+def _cpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
+    """Return a seat per worker, on cores of a node. Raises as `assign_seats`."""
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
         msg = (
@@ -111,14 +113,17 @@ def _on_cpus(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
     def capacity(cpus: int) -> Callable[[Node], int]:
         return lambda node: min(node.cpus // cpus, node.memory // needed)
 
-    cpus = chosen.cpus_per_worker or _threads(chosen, nodes, capacity)
+    cpus = chosen.cpus_per_worker or _cores_per_worker(chosen, nodes, capacity)
     assigned = _assign_nodes(nodes, capacity(cpus), chosen.workers, f"free shares of {cpus} cores", cpus)
     return [Seat(WorkerDevice("cpu", cpus, node.name), node.key, cpus, 0, needed) for node in assigned]
 
 
-def _threads(chosen: Workers, nodes: Sequence[Node], capacity: Callable[[int], Callable[[Node], int]]) -> int:
-    """Return the largest number of cores per worker, up to the default, that leaves a share for each worker."""
-    usual = min(processes.omp_threads() or _USUAL_CPUS, max((node.cpus for node in nodes), default=1))
+def _cores_per_worker(chosen: Workers, nodes: Sequence[Node], capacity: Callable[[int], Callable[[Node], int]]) -> int:
+    """Return the most cores per worker, up to the default, with which every worker fits on some node.
+
+    `capacity` of a number of cores is the function from a node to the number of workers that fit there.
+    """
+    usual = min(processes.omp_threads() or processes.USUAL_THREADS, max((node.cpus for node in nodes), default=1))
     for cpus in range(max(1, usual), 1, -1):
         if sum(map(capacity(cpus), nodes)) >= (chosen.workers or 1):
             return cpus
@@ -128,7 +133,11 @@ def _threads(chosen: Workers, nodes: Sequence[Node], capacity: Callable[[int], C
 def _assign_nodes(
     nodes: Sequence[Node], capacity: Callable[[Node], int], workers: int | None, what: str, cpus: int
 ) -> list[Node]:
-    """Return a node for each worker, in turn the one with most free shares. Raises ConfigError for too few."""
+    """Return a node per worker, each time the one with room for most others; None workers: as many as fit.
+
+    `capacity` is the number of workers that fit on a node, `what` names the resource in the error. Raises ConfigError
+    where fewer fit.
+    """
     shares = {node.key: capacity(node) for node in nodes}
     most = sum(shares.values())
     if most < (workers or 1):
@@ -149,7 +158,7 @@ _PAUSE = 0.1
 
 
 class Actor:
-    """A worker as a Ray actor; every answer is one object of bytes, which does not stay in the cluster's store."""
+    """A worker as a Ray actor; its replies are pickled to bytes, which do not stay in the cluster's object store."""
 
     def __init__(self, device: WorkerDevice, folder: str) -> None:
         from perturbkv.engines.worker import LogBuffer, Worker
@@ -159,23 +168,23 @@ class Actor:
         self._worker = Worker(device, LogBuffer().listen())
 
     def hello(self) -> bytes:
-        """Answer that the actor is alive."""
+        """Return an empty reply, which says that the actor is alive."""
         return pickle.dumps(Reply())
 
     def begin(self, task: Task) -> bytes:
-        """Call `Worker.begin`."""
+        """Return the pickled reply of `Worker.begin`."""
         return pickle.dumps(self._worker.begin(task))
 
     def do(self, item: Any) -> bytes:
-        """Call `Worker.do`."""
+        """Return the pickled reply of `Worker.do`."""
         return pickle.dumps(self._worker.do(item), pickle.HIGHEST_PROTOCOL)
 
 
 class Actors:
-    """A crew of actors, which die with the program that made them.
+    """A crew of Ray actors, which end with the program that started them.
 
     Args:
-        ray: the module, connected.
+        ray: the module `ray`, connected to a cluster.
         seats: the seat of each actor.
     """
 
@@ -186,7 +195,7 @@ class Actors:
         self._pending: dict[Any, int] = {}
 
     def hire(self, worker: int) -> None:
-        """Start an actor on the seat's node and nowhere else."""
+        """Start a worker's actor on its seat's node and nowhere else."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         seat = self._seats[worker]
@@ -198,23 +207,23 @@ class Actors:
         self._pending[self._actors[worker].hello.remote()] = worker
 
     def begin(self, worker: int, task: Task) -> None:
-        """Implement `Crew.begin`."""
+        """Order a worker to prepare a task."""
         self._pending[self._actors[worker].begin.remote(task)] = worker
 
     def do(self, worker: int, item: Any) -> None:
-        """Implement `Crew.do`."""
+        """Order a worker to do an item of its task."""
         self._pending[self._actors[worker].do.remote(item)] = worker
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Implement `Crew.poll`."""
+        """Return (worker, reply or exit) per answer that arrives within `seconds`."""
         if not self._pending:
             time.sleep(min(seconds, _PAUSE))
             return []
         ready, _ = self._ray.wait(list(self._pending), timeout=seconds)
-        return [(self._pending[order], self._answer(order)) for order in ready]
+        return [(self._pending[order], self._receive(order)) for order in ready]
 
     def dismiss(self, worker: int) -> None:
-        """Kill an actor and drop its pending order."""
+        """Kill a worker's actor and drop its pending order."""
         self._ray.kill(self._actors.pop(worker))
         self._pending = {order: owner for order, owner in self._pending.items() if owner != worker}
 
@@ -223,7 +232,8 @@ class Actors:
         for worker in list(self._actors):
             self.dismiss(worker)
 
-    def _answer(self, order: Any) -> Reply | WorkerExit:
+    def _receive(self, order: Any) -> Reply | WorkerExit:
+        """Return the reply to an order that is done; the worker's exit where its actor has died."""
         worker = self._pending[order]
         try:
             reply: Reply = pickle.loads(self._ray.get(order))
@@ -235,13 +245,13 @@ class Actors:
 
 
 def list_nodes(ray: Any) -> list[Node]:
-    """Return the free resources of every node; GPU memory is queried on the node."""
+    """Return the living nodes of the cluster with their free resources; GPU memory is queried on the node."""
     from ray._private.state import available_resources_per_node
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     free, nodes = available_resources_per_node(), []
     query = ray.remote(gpu_bytes)
-    for node in (one for one in ray.nodes() if one["Alive"]):
+    for node in _living_nodes(ray):
         key, resources = node["NodeID"], free.get(node["NodeID"], {})
         affinity = NodeAffinitySchedulingStrategy(key, soft=False)
         size = (
@@ -257,7 +267,7 @@ def list_nodes(ray: Any) -> list[Node]:
 
 
 def _describe_exit(error: Exception) -> str:
-    """Return how an actor ended, in a few words of Ray's message."""
+    """Return how an actor ended, in words, from Ray's exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
     return f"its actor died: {detail.partition('. Some common')[0][:200]}" if detail else "its actor died"
@@ -287,7 +297,7 @@ def import_ray() -> Any:
 
 
 def ray_address(chosen: Workers) -> str:
-    """Return the address of the cluster to join; empty where one is to be started on this machine.
+    """Return the address of the Ray cluster to join, from option or environment; empty: start one on this machine.
 
     Raises ConfigError where neither an address nor a number of workers is given.
     """
@@ -303,67 +313,73 @@ def ray_address(chosen: Workers) -> str:
 
 @contextmanager
 def connect_ray(chosen: Workers, log: bool = True) -> Iterator[Any]:
-    """Yield the module `ray`, connected inside the block; a connection that existed before stays.
+    """Yield the module `ray`, connected to the chosen cluster inside the block; an earlier connection stays.
 
-    `log`: whether the cluster is logged. Raises ConfigError where no cluster is reached, or one of another version.
+    `log`: whether the cluster's description is logged. Raises ConfigError where no cluster is reached, or one of
+    another version.
     """
     ray = import_ray()
     if ray.is_initialized():
         _log.info("on the Ray cluster that this program has joined: %s", _description(ray))
         yield ray
         return
-    where = ray_address(chosen)
-    if where and where != "auto":
-        check_answers(where)
-    _init(ray, where)
+    address = ray_address(chosen)
+    if address and address != "auto":
+        check_address(address)
+    _init(ray, address)
     try:
         if log:
-            _log.info("%s the Ray cluster %s", "joined" if where else "started", _description(ray))
+            _log.info("%s the Ray cluster %s", "joined" if address else "started", _description(ray))
         yield ray
     finally:
         ray.shutdown()
 
 
-def _init(ray: Any, where: str) -> None:
-    """Connect to Ray and restore the signal handlers. Raises ConfigError."""
+def _init(ray: Any, address: str) -> None:
+    """Connect to the cluster at an address, empty: a new one, and keep the signal handlers. Raises ConfigError."""
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # we report exits ourselves, in one line
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ray.init(address=where or "local", include_dashboard=None if where else False, log_to_driver=False,
+            ray.init(address=address or "local", include_dashboard=None if address else False, log_to_driver=False,
                      configure_logging=False)  # fmt: skip
     except (RuntimeError, ValueError, OSError, AssertionError, ray.exceptions.RayError) as error:
         message = " ".join(str(error).split())[:_LONGEST]
-        msg = f"expected to join the Ray cluster at {where or 'this machine'} from one of its nodes, got: {message}"
+        msg = f"expected to join the Ray cluster at {address or 'this machine'} from one of its nodes, got: {message}"
         raise ConfigError(msg) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def check_answers(where: str) -> None:
-    """Raise ConfigError for an invalid address, or one at which no server speaks Ray's protocol."""
-    host, colon, port = where.rpartition(":")
-    if "://" in where or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        msg = f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{where}'"
+def check_address(address: str) -> None:
+    """Raise ConfigError for an invalid address of a cluster, and for one at which no server speaks Ray's protocol."""
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+        msg = f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{address}'"
         raise ConfigError(msg)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _SECONDS) as link:
             link.sendall(_HELLO)
             answer = link.recv(9)
     except OSError as error:
-        msg = f"expected a Ray cluster at {where}, got '{error.strerror or error}'; ray status shows where it is"
+        msg = f"expected a Ray cluster at {address}, got '{error.strerror or error}'; ray status shows where it is"
         raise ConfigError(msg) from None
     if answer[3:4] != bytes((_SETTINGS,)):
-        msg = f"expected a Ray cluster at {where}, got something else; ray status shows where it is"
+        msg = f"expected a Ray cluster at {address}, got something else; ray status shows where it is"
         raise ConfigError(msg)
 
 
+def _living_nodes(ray: Any) -> list[dict[str, Any]]:
+    """Return Ray's documents of the cluster's living nodes."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def _description(ray: Any) -> str:
-    """Return the cluster's address and resources in words."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus, gpus = (round(sum(one.get(kind, 0) for one in alive)) for kind in ("CPU", "GPU"))
+    """Return the cluster's address, number of nodes and resources in words."""
+    alive = [node["Resources"] for node in _living_nodes(ray)]
+    cpus, gpus = (round(sum(resources.get(kind, 0) for resources in alive)) for kind in ("CPU", "GPU"))
     where = ray.get_runtime_context().gcs_address
     return f"at {where}: {len(alive)} node{'' if len(alive) == 1 else 's'}, {cpus} CPUs, {gpus} GPUs"

@@ -1,4 +1,4 @@
-"""Scheduling a run's items on workers, one by one: an item whose worker ends gets one more attempt."""
+"""Scheduling of a run's items on workers: an item whose worker ends gets one more attempt."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Work:
     """The items of one run.
 
     Attributes:
-        task: what is done with each.
-        sizes: size of every item, in any unit.
-        item: makes the object that is sent, when it is sent.
-        done: gets an item's result.
-        failed: gets an item that was given up, and the reason.
+        task: the task that is done with each item.
+        sizes: size of each item, in any unit.
+        item: function from an item's index to the object that is sent to a worker.
+        done: callback with an item's index and its result.
+        failed: callback with the index of an item that was given up, and the reason.
     """
 
     task: Task
@@ -40,14 +40,14 @@ class Work:
 
 
 class Crew(Protocol):
-    """A pool of workers by index, none of which runs until it is hired.
+    """A pool of workers, addressed by their index; none runs until it is hired.
 
     Every order is answered by one `Reply`, the first by `hire`'s own; a worker that ends answers with `WorkerExit`.
     """
 
     @property
     def devices(self) -> Sequence[WorkerDevice]:
-        """The devices of the workers."""
+        """The device of each worker."""
 
     def hire(self, worker: int) -> None:
         """Start the worker of this index, where none runs."""
@@ -59,7 +59,7 @@ class Crew(Protocol):
         """Order a worker to do an item of its task."""
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Wait at most `seconds` for the next answers and return them; each worker's end is reported once."""
+        """Return (worker, reply or exit) per answer within `seconds`; a worker's exit is reported once."""
 
     def dismiss(self, worker: int) -> None:
         """End a worker at once, whatever it does; its pending answer is dropped."""
@@ -73,10 +73,10 @@ MOST_ATTEMPTS = 2
 
 
 class ItemQueue:
-    """A queue of items, the largest first; one whose worker ended is queued once more, last.
+    """A queue of items by index, the largest first; an item whose worker ended is queued once more, last.
 
     Args:
-        sizes: size of each item; the longest begin first, so that none is waited for at the end.
+        sizes: size of each item; the largest begin first, so that none is waited for at the end.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class ItemQueue:
         return self._waiting.popleft()
 
     def record_exit(self, item: int, reason: str) -> str | None:
-        """Record that an attempt ended its worker; return why the item is given up, None where it is tried again."""
+        """Record that an item's worker ended. Return why the item is given up; None where it is queued once more."""
         ends = self._ends.setdefault(item, [])
         ends.append(reason)
         if len(ends) < MOST_ATTEMPTS:
@@ -102,7 +102,7 @@ class ItemQueue:
         return f"its worker ended twice ({reasons})"
 
     def done(self, item: int) -> None:
-        """Record that the item needs no further attempt."""
+        """Record that an item is done."""
         self._ends.pop(item, None)
 
 
@@ -118,12 +118,12 @@ _REMEMBERED = 1000
 
 
 @dataclass
-class _Seat:
+class _WorkerState:
     """A worker's state and its pending order.
 
     Attributes:
         running: whether the worker runs.
-        order: the pending order: `start`, `begin`, or an item's index; None where there is none.
+        order: the order that it has not answered: `start`, `begin`, or an item's index; None: it is idle.
         since: when the order was sent, on the monotonic clock.
         task: the task that the worker has prepared.
         failed_starts: how often in a row it ended before it was ready.
@@ -146,22 +146,22 @@ class Scheduler:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._timeout: float | None = None
-        self._seats = [_Seat() for _ in crew.devices]
-        self._log_lines: dict[LogLine, None] = {}
-        self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._seats))
+        self._states = [_WorkerState() for _ in crew.devices]
+        self._log_lines: set[LogLine] = set()
+        self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._states))
 
     def alive(self) -> str:
-        """Return the workers for a progress bar: `7 of 8 workers`."""
-        alive = sum(seat.running and seat.order != "start" for seat in self._seats)
-        return f"{alive} of {len(self._seats)} workers"
+        """Return the text about living workers for a progress bar: `7 of 8 workers`."""
+        alive = sum(state.running and state.order != "start" for state in self._states)
+        return f"{alive} of {len(self._states)} workers"
 
     @property
     def size(self) -> int:
-        """The largest number of workers."""
-        return len(self._seats)
+        """Number of workers, running or not."""
+        return len(self._states)
 
     def run(self, work: Work, timeout: float | None = None) -> None:
-        """Do every item: `done` or `failed` gets each, as it is ready.
+        """Do every item of a work; its `done` or `failed` gets each as it is ready.
 
         An item whose worker ends is done again, once, and given up when that worker ends too. A worker that takes
         longer than `timeout` seconds for an item is ended; None: never.
@@ -171,7 +171,7 @@ class Scheduler:
         waiting, self._ends, self._timeout = ItemQueue(work.sizes), 0, timeout
         while True:
             self._send_items(work, waiting)
-            if not waiting and not any(isinstance(seat.order, int) for seat in self._seats):
+            if not waiting and not any(isinstance(state.order, int) for state in self._states):
                 return
             for worker, answer in self._crew.poll(self._seconds_until_timeout()):
                 if isinstance(answer, WorkerExit):
@@ -181,41 +181,43 @@ class Scheduler:
             self._end_hanging(work, waiting)
 
     def _send_items(self, work: Work, waiting: ItemQueue) -> None:
-        """Send an item to every idle worker, as long as items wait."""
-        for worker, seat in enumerate(self._seats):
-            if waiting and seat.order is None and seat.running:
-                self._send_next(work, waiting, worker, seat)
-        starting = sum(isinstance(seat.order, str) for seat in self._seats)
-        for worker, seat in enumerate(self._seats):
-            if starting < len(waiting) and not seat.running and seat.failed_starts < _MOST_STARTS:
+        """Send an item to every idle worker, and start workers, as long as items wait."""
+        for worker, state in enumerate(self._states):
+            if waiting and state.order is None and state.running:
+                self._send_next(work, waiting, worker, state)
+        starting = sum(isinstance(state.order, str) for state in self._states)
+        for worker, state in enumerate(self._states):
+            if starting < len(waiting) and not state.running and state.failed_starts < _MOST_STARTS:
                 self._crew.hire(worker)
-                seat.running, seat.task, seat.order = True, None, "start"
+                state.running, state.task, state.order = True, None, "start"
                 starting += 1
 
-    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, seat: _Seat) -> None:
-        if seat.task is not work.task:
+    def _send_next(self, work: Work, waiting: ItemQueue, worker: int, state: _WorkerState) -> None:
+        """Send an idle worker the task where it has not prepared it yet, else the next item."""
+        if state.task is not work.task:
             self._crew.begin(worker, work.task)
-            seat.task, seat.order = work.task, "begin"
+            state.task, state.order = work.task, "begin"
         else:
-            seat.order, seat.since = waiting.take(), time.monotonic()
-            self._crew.do(worker, work.item(seat.order))
+            state.order, state.since = waiting.take(), time.monotonic()
+            self._crew.do(worker, work.item(state.order))
 
     def _seconds_until_timeout(self) -> float:
-        """Return the seconds until a worker may count as hanging."""
+        """Return the seconds, at most `_LONGEST_WAIT`, until a worker's item may exceed the timeout."""
         if self._timeout is None:
             return _LONGEST_WAIT
-        left = [seat.since + self._timeout for seat in self._seats if isinstance(seat.order, int)]
+        left = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
         return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
 
     def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
-        seat = self._seats[worker]
-        order, seat.order = seat.order, None
+        """Log a reply's lines, raise its exception, and pass on the result of an item."""
+        state = self._states[worker]
+        order, state.order = state.order, None
         for line in answer.log:
             self._log_once(line)
         if error := answer.exception(self._worker_name(worker)):
             raise error
         if order == "begin":
-            seat.failed_starts = 0
+            state.failed_starts = 0
         if isinstance(order, int):
             self._ends = 0
             waiting.done(order)
@@ -223,12 +225,12 @@ class Scheduler:
             work.done(order, answer.value)
 
     def _handle_exit(self, work: Work, waiting: ItemQueue, worker: int, reason: str) -> None:
-        """Queue or give up the item of a worker that ended. Raises WorkerError where too many end."""
-        seat = self._seats[worker]
-        order, seat.order, seat.running = seat.order, None, False
+        """Queue again or give up the item of a worker that ended. Raises WorkerError where too many workers end."""
+        state = self._states[worker]
+        order, state.order, state.running = state.order, None, False
         self._ends += 1
         if not isinstance(order, int):
-            seat.failed_starts += 1
+            state.failed_starts += 1
             self._check_some_left(reason)
         elif given_up := waiting.record_exit(order, reason):
             work.failed(order, given_up)
@@ -240,27 +242,30 @@ class Scheduler:
             raise WorkerError(msg)
 
     def _check_some_left(self, reason: str) -> None:
-        if all(not seat.running and seat.failed_starts >= _MOST_STARTS for seat in self._seats):
+        """Raise WorkerError where no worker runs or may be started again; `reason` is how the last one ended."""
+        if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
             msg = f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
             raise WorkerError(msg)
 
     def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
+        """End the workers whose item takes longer than the timeout."""
         if self._timeout is None:
             return
-        for worker, seat in enumerate(self._seats):
-            if isinstance(seat.order, int) and time.monotonic() - seat.since >= self._timeout:
+        for worker, state in enumerate(self._states):
+            if isinstance(state.order, int) and time.monotonic() - state.since >= self._timeout:
                 self._crew.dismiss(worker)
                 self._handle_exit(work, waiting, worker, f"over {self._timeout:g} seconds")
 
     def _log_once(self, line: LogLine) -> None:
-        """Log a worker's line, once however many workers send it."""
+        """Log a line of a worker, unless the same line was logged before."""
         if line not in self._log_lines:
             if len(self._log_lines) >= _REMEMBERED:
                 self._log_lines.clear()
-            self._log_lines[line] = None
+            self._log_lines.add(line)
             name, level, message = line
             logging.getLogger(name).log(level, "%s", message)
 
     def _worker_name(self, worker: int) -> str:
+        """Return a worker's name for people: `worker 1 (cuda:0, 10.0.0.1)`."""
         device = self._crew.devices[worker]
         return f"worker {worker + 1} ({', '.join(filter(None, (device.device, device.node)))})"

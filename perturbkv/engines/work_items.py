@@ -1,18 +1,13 @@
 """The work of workers: measuring a sample, or some of its configurations, and answering a prompt.
 
-Policies and scores from files are loaded by name in the worker, registered ones by importing their module. A prompt
-travels with its ids as an array's bytes, many times smaller than a tuple.
+Policies and scores from files are loaded by name in the worker, registered ones by importing their module.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import refers_to_file
@@ -20,7 +15,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.engines.scheduler import Work
-from perturbkv.engines.worker import Do, Models, ModelSpec
+from perturbkv.engines.worker import Do, ModelSpec, WorkerModel
 from perturbkv.errors import ConfigError, PluginError
 from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, answer_prompt
 from perturbkv.pipeline.answers.generation import AnswerOptions
@@ -32,8 +27,6 @@ from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
 
-_PROGRAM = "__main__"
-
 
 def registered_modules(run: RunConfig) -> tuple[str, ...]:
     """Return the modules that register a run's plug-ins.
@@ -42,7 +35,7 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
     """
     modules = {name: _plugin_class(name).__module__ for name in run.plugins if not refers_to_file(name)}
     for name, module in modules.items():
-        if module == _PROGRAM:
+        if module == "__main__":
             msg = (
                 f"'{name}' is defined in the program itself, which worker processes do not run; put it into a file of "
                 f"its own and write my_file.py:{_plugin_class(name).__name__}, or measure without workers"
@@ -51,9 +44,12 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modules.values()))
 
 
-def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
-    """Import the modules that register a run's plug-ins. Raises PluginError for a missing one or another version."""
-    for name in names:
+def import_registered(modules: tuple[str, ...], run: RunConfig) -> None:
+    """Import the modules that register a run's plug-ins.
+
+    Raises PluginError for a module that cannot be imported, and for another version of a plug-in than the run's.
+    """
+    for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -61,57 +57,35 @@ def import_registered(names: tuple[str, ...], run: RunConfig) -> None:
             raise PluginError(msg) from error
     if not run.plugins:
         return
-    here = {name: version for config in run.configs for name, version in registry.plugins(config).items()}
+    versions = {name: version for config in run.configs for name, version in registry.plugins(config).items()}
     for name, version in run.plugins.items():
-        if here.get(name) != version:
+        if versions.get(name) != version:
             msg = f"expected '{name}' as the run was planned with it, got another version of it here; copy its file"
             raise PluginError(msg)
 
 
 def _plugin_class(name: str) -> type:
-    """Return the class that was registered; for a policy that is a score, the score."""
+    """Return the class that is registered under a plug-in's name; for a policy made of a score, the score's class."""
     if name in SCORES.names():
         return SCORES.load(name)
     return registry.info(name)
 
 
-_IDS = "token_ids"
-
-
 @dataclass(frozen=True)
-class PackedPrompt:
-    """A prompt whose token ids are int32 bytes."""
+class MeasureItem:
+    """A prompt to measure, and the indices in the run of the configurations to measure it with."""
 
-    ids: bytes
-    others: dict[str, Any]
-
-    @classmethod
-    def pack(cls, prompt: Prompt) -> PackedPrompt:
-        """Return the prompt with its ids as bytes."""
-        names = (field.name for field in dataclasses.fields(prompt) if field.name != _IDS)
-        ids = np.asarray(prompt.token_ids, dtype=np.int32).tobytes()
-        return cls(ids, {name: getattr(prompt, name) for name in names})
-
-    def unpack(self) -> Prompt:
-        """Return the prompt with its ids as a tuple."""
-        return Prompt(**{_IDS: tuple(np.frombuffer(self.ids, dtype=np.int32).tolist()), **self.others})
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some configurations of a sample, by their indices in the run."""
-
-    prompt: PackedPrompt
+    prompt: Prompt
     configs: Sequence[int]
 
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """The task of tracing samples; the run's data-set options stay behind, as no number depends on them.
+    """The task of measuring the samples of a run.
 
     Attributes:
         model: the model.
-        run: the run's configuration.
+        run: the run's configuration, without dataset options, on which no number depends.
         resources: what each worker may use.
         modules: modules that register the run's plug-in policies and scores.
     """
@@ -121,33 +95,30 @@ class MeasureTask:
     resources: Resources
     modules: tuple[str, ...]
 
-    def prepare(self, models: Models) -> Do:
-        """Load the model and return the function that measures a `Part`."""
+    def prepare(self, model: WorkerModel) -> Do:
+        """Load the model and return the function that measures a `MeasureItem`."""
         import_registered(self.modules, self.run)
-        adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
+        adapter, run = model.get(self.model), ResolvedRun.from_run(self.run)
 
-        def measure(part: Part) -> SampleTrace | FailedSample:
-            prompt, results = part.prompt.unpack(), list[SampleTrace | FailedSample]()
-            configs = tuple(run.configs[index] for index in part.configs)
-            trace(adapter, [prompt], run, self.resources, results.append, {prompt.sample_id: configs})
+        def measure(item: MeasureItem) -> SampleTrace | FailedSample:
+            results = list[SampleTrace | FailedSample]()
+            configs = tuple(run.configs[index] for index in item.configs)
+            trace(adapter, [item.prompt], run, self.resources, results.append, {item.prompt.sample_id: configs})
             return results[0]
 
         return measure
 
 
 def measure_work(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
-    """Return the work of what a run lacks, each sample's configurations split into at most `shares` items."""
+    """Return the work of measuring what a run lacks, each sample's configurations split into at most `shares` items."""
     run = replace(planned.run, dataset_options={})
     indices = {config: index for index, config in enumerate(run.configs)}
     prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
-    todo = [(prompt, share) for prompt in prompts for share in split_configs(missing[prompt.sample_id], shares)]
+    todo = [(prompt, configs) for prompt in prompts for configs in _split(missing[prompt.sample_id], shares)]
 
-    def item(index: int) -> Part:
+    def item(index: int) -> MeasureItem:
         prompt, configs = todo[index]
-        return Part(
-            PackedPrompt.pack(prompt),
-            range(len(indices)) if configs == run.configs else [indices[one] for one in configs],
-        )
+        return MeasureItem(prompt, [indices[config] for config in configs])
 
     def done(index: int, sample: SampleTrace | FailedSample) -> None:
         finished(sample, todo[index][1])
@@ -157,26 +128,24 @@ def measure_work(planned: Plan, model: ModelSpec, missing: Missing, finished: Fi
         finished(FailedSample(prompt.sample_id, f"{why} on sample '{prompt.sample_id}'"), configs)
 
     task = MeasureTask(model, run, planned.resources, registered_modules(planned.run))
-    return Work(task, [_size(prompt, share) for prompt, share in todo], item, done, failed)
+    sizes = [len(prompt.token_ids) * (1 + len(configs)) for prompt, configs in todo]
+    return Work(task, sizes, item, done, failed)
 
 
-def split_configs(configs: Sequence[EvictionConfig], shares: int) -> list[tuple[EvictionConfig, ...]]:
-    """Return the configurations split into at most `shares` tuples of about one size."""
+def _split(configs: Sequence[EvictionConfig], shares: int) -> list[tuple[EvictionConfig, ...]]:
+    """Return the configurations split into at most `shares` tuples of about equal length."""
     return [tuple(configs[first::shares]) for first in range(min(shares, len(configs)))]
 
 
-def _size(prompt: Prompt, configs: Sequence[EvictionConfig]) -> int:
-    """Return a number that grows with a prompt's computing time."""
-    return len(prompt.token_ids) * (1 + len(configs))
-
-
 Done = Callable[[Prompt, AnsweredPrompt], None]
+"""Callback with a prompt and its answers."""
 Failed = Callable[[Prompt, str], None]
+"""Callback with a prompt that could not be answered, and the reason."""
 
 
 @dataclass(frozen=True)
 class AnswerTask:
-    """The task of answering prompts; the attributes are those of `MeasureTask`."""
+    """The task of answering the prompts of a run, with the attributes of `MeasureTask` and the answers' options."""
 
     model: ModelSpec
     run: RunConfig
@@ -184,13 +153,13 @@ class AnswerTask:
     resources: Resources
     modules: tuple[str, ...]
 
-    def prepare(self, models: Models) -> Do:
-        """Load the model and return the function that answers a `PackedPrompt`."""
+    def prepare(self, model: WorkerModel) -> Do:
+        """Load the model and return the function that answers a prompt."""
         import_registered(self.modules, self.run)
-        adapter, run = models.get(self.model), ResolvedRun.from_run(self.run)
+        adapter, run = model.get(self.model), ResolvedRun.from_run(self.run)
 
-        def answer(packed: PackedPrompt) -> AnsweredPrompt:
-            return answer_prompt(adapter, packed.unpack(), run, self.options, self.resources)
+        def answer(prompt: Prompt) -> AnsweredPrompt:
+            return answer_prompt(adapter, prompt, run, self.options, self.resources)
 
         return answer
 
@@ -203,7 +172,7 @@ def answer_work(
     return Work(
         AnswerTask(model, run, options, planned.resources, registered_modules(planned.run)),
         [len(prompt.token_ids) for prompt in prompts],
-        lambda index: PackedPrompt.pack(prompts[index]),
+        lambda index: prompts[index],
         lambda index, answers: done(prompts[index], answers),
         lambda index, why: failed(prompts[index], f"{why} on sample '{prompts[index].sample_id}'"),
     )

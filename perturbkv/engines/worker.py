@@ -16,24 +16,25 @@ from perturbkv.models.loading import check_memory, load_weights, open_model
 from perturbkv.pipeline.run.plan import Plan
 
 Do = Callable[[Any], Any]
+"""Function from an item of a task to its result."""
 
 
 class Task(Protocol):
-    """The work of one run, sent to every worker, so that it holds settings and no prompts."""
+    """The work of one run, sent to every worker; it has settings and no prompts, which are its items."""
 
-    def prepare(self, models: Models) -> Do:
-        """Return the function that does one item; `models` keeps the model over several tasks."""
+    def prepare(self, model: WorkerModel) -> Do:
+        """Return the function that does one item; `model` keeps the weights from one task to the next."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A task's model, as any process can open it.
+    """The description of a task's model, from which any process can load it.
 
     Attributes:
         open_arguments: its name, seed and commit.
-        revision: identifies its weights.
+        revision: digest of its weights.
         dtype: such as float32.
-        cache_bytes: bytes that its caches take beside the weights.
+        cache_bytes: memory of its caches, besides that of the weights.
     """
 
     open_arguments: OpenArguments
@@ -42,8 +43,8 @@ class ModelSpec:
     cache_bytes: int
 
     @classmethod
-    def of(cls, planned: Plan, cache_bytes: int) -> ModelSpec:
-        """Return the model of a plan. Raises ModelError for one that no other process can open."""
+    def from_plan(cls, planned: Plan, cache_bytes: int) -> ModelSpec:
+        """Return the description of a plan's model. Raises ModelError for one that no other process can open."""
         files = planned.files
         if files.open_arguments is None:
             msg = (
@@ -56,9 +57,9 @@ class ModelSpec:
         )
 
     def load(self, device: torch.device) -> Adapter:
-        """Return the model with its weights.
+        """Return the model with its weights on a device.
 
-        Raises as `open_model` and `load_weights`; ModelError for other weights.
+        Raises as `open_model` and `load_weights`, and ModelError for weights of another revision.
         """
         files = open_model(self.open_arguments.name, self.open_arguments.seed, self.open_arguments.revision)
         if files.revision != self.revision:
@@ -70,15 +71,15 @@ class ModelSpec:
 
 
 @dataclass
-class Models:
-    """A worker's model, loaded on its device when a task first needs it."""
+class WorkerModel:
+    """A worker's model, which is loaded when a task needs it and kept for the next tasks."""
 
     device: torch.device
     _spec: ModelSpec | None = None
     _adapter: Adapter | None = None
 
     def get(self, spec: ModelSpec) -> Adapter:
-        """Return the model; another one is freed first."""
+        """Return the model of a description, loaded unless it is already; another model is freed first."""
         if self._adapter is None or spec != self._spec:
             self._adapter = None
             self._adapter, self._spec = spec.load(self.device), spec
@@ -87,7 +88,6 @@ class Models:
 
 LogLine = tuple[str, int, str]
 """A log line: logger, level, message."""
-_OURS = "perturbkv"
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class WorkerDevice:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to an order.
+    """A worker's answer to an order.
 
     Attributes:
         value: result of an item.
-        error: a PerturbkvError without its traceback.
-        unexpected: the traceback of any other exception.
+        error: class, arguments and attributes of a PerturbkvError.
+        unexpected: traceback of another exception, as text.
         log: lines that were logged meanwhile.
     """
 
@@ -122,49 +122,50 @@ class Reply:
     log: tuple[LogLine, ...] = ()
 
     def exception(self, who: str) -> BaseException | None:
-        """Return the exception, its message beginning with the worker's name; None where there was none."""
+        """Return the exception that the worker `who` raised, its message beginning with that name; None without one."""
         if self.unexpected:
             return RuntimeError(f"{who}: {self.unexpected}")
         if self.error is None:
             return None
-        kind, (message, *others), state = self.error
+        kind, (message, *more), attributes = self.error
         error = kind.__new__(kind)
-        error.args = (f"{who}: {message}", *others)
-        error.__dict__.update(state)
+        error.args = (f"{who}: {message}", *more)
+        error.__dict__.update(attributes)
         return error
 
 
 class Worker:
-    """A worker that carries out a coordinator's orders; exceptions become answers.
+    """A worker that carries out a coordinator's orders; exceptions become replies.
 
     Args:
-        worker: its device.
+        worker_device: its device and threads.
         log: the buffer of its process's log.
     """
 
-    def __init__(self, worker: WorkerDevice, log: LogBuffer) -> None:
-        torch.set_num_threads(worker.threads)
-        device = torch.device(worker.device)
+    def __init__(self, worker_device: WorkerDevice, log: LogBuffer) -> None:
+        torch.set_num_threads(worker_device.threads)
+        device = torch.device(worker_device.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._models, self._log = Models(device), log
+        self._model, self._log = WorkerModel(device), log
         self._do: Do | None = None
 
     def begin(self, task: Task) -> Reply:
-        """Prepare a task: load its model unless it is already loaded."""
+        """Prepare a task, which loads its model, and return the reply."""
 
         def prepare() -> None:
-            self._do = task.prepare(self._models)
+            self._do = task.prepare(self._model)
 
         return self._reply(prepare)
 
     def do(self, item: Any) -> Reply:
-        """Do one item of the prepared task."""
+        """Do one item of the prepared task, and return the reply with its result."""
         assert self._do is not None
         do = self._do
         return self._reply(lambda: do(item))
 
     def _reply(self, order: Callable[[], Any]) -> Reply:
+        """Call a function and return its result, or its exception, as a reply with the log."""
         try:
             return Reply(order(), log=self._log.drain())
         except PerturbkvError as error:
@@ -174,16 +175,16 @@ class Worker:
 
 
 class LogBuffer(logging.Handler):
-    """A log handler that keeps lines until the next answer sends them."""
+    """A log handler that keeps lines until the next reply takes them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[LogLine] = []
 
     def listen(self) -> LogBuffer:
-        """Capture everything that is logged or warned in this process from now on."""
+        """Capture everything that this process logs or warns from now on, and return the buffer."""
         logging.getLogger().addHandler(self)
-        logging.getLogger(_OURS).setLevel(logging.INFO)
+        logging.getLogger("perturbkv").setLevel(logging.INFO)
         logging.captureWarnings(True)
         return self
 
@@ -192,6 +193,6 @@ class LogBuffer(logging.Handler):
         self._lines.append((record.name, record.levelno, record.getMessage()))
 
     def drain(self) -> tuple[LogLine, ...]:
-        """Return the lines since the last call."""
+        """Return the lines since the last call, and forget them."""
         lines, self._lines = tuple(self._lines), []
         return lines

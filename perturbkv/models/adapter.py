@@ -26,7 +26,7 @@ from perturbkv.models.stored_weights import WeightStorage
 
 @dataclass(frozen=True)
 class OpenArguments:
-    """Arguments of `models.loading.open_model` that open the same model; a hub's `revision` is the commit."""
+    """The arguments of `loading.open_model` by which another process opens the same model; `revision` is a commit."""
 
     name: str
     seed: int
@@ -66,7 +66,7 @@ class Adapter:
 
     @property
     def weights(self) -> str:
-        """Storage type of the weights → dtype that the model computes in."""
+        """The weights' storage type and the dtype that the model computes in, such as `Q4_1 → float32`."""
         return self.stored.as_run(str(self.dtype).removeprefix("torch."))
 
     @property
@@ -86,7 +86,7 @@ class Adapter:
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
-        """Index in the model of each measured layer; a trace's `layer` axis counts measured layers."""
+        """The measured layers' indices among all layers; a trace's `layer` axis counts only the measured ones."""
         return layer_types.measured_layers(self.config)
 
     @property
@@ -96,7 +96,7 @@ class Adapter:
 
     @cached_property
     def layers(self) -> Sequence[Any]:
-        """The measured layers: those whose attention sees the whole prompt, or all where there is one kind."""
+        """The measured layers: those with full attention, or all layers of a model with a single layer type."""
         return [self.every_layer[index] for index in self.layer_indices]
 
     @cached_property
@@ -111,17 +111,14 @@ class Adapter:
 
     @property
     def rotary(self) -> Any:
-        """The module that gives cosines and sines for positions.
-
-        Where it takes a `layer_type`, for that kind of layer.
-        """
+        """The rotary embedding: a module that returns the cosines and sines of positions."""
         return self.model.model.rotary_emb
 
     @cached_property
     def rotary_kind(self) -> tuple[str, ...]:
-        """Arguments of the rotary module besides positions: the kind of the measured layers, where it takes one."""
-        by_kind = "layer_type" in signature(type(self.rotary).forward).parameters
-        return (self.config.layer_types[self.layer_indices[0]],) if by_kind else ()
+        """Arguments of `rotary` after the positions: the measured layers' type where it takes one, else none."""
+        takes_type = "layer_type" in signature(type(self.rotary).forward).parameters
+        return (self.config.layer_types[self.layer_indices[0]],) if takes_type else ()
 
     @property
     def frequencies(self) -> Float[Tensor, " frequency"]:
@@ -150,9 +147,9 @@ class Adapter:
 
     @cached_property
     def shape(self) -> Shape:
-        """The sizes that the model's memory depends on."""
-        floats = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
-        return Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or floats)
+        """The model's sizes on which the memory of weights and caches depends."""
+        float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
+        return Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
 
     @property
     def positions(self) -> int:
@@ -170,22 +167,19 @@ class Adapter:
         return cast("torch.dtype", next(self.model.parameters()).dtype)
 
     def layer_of(self, attention: nn.Module) -> int:
-        """Return the index among the measured layers of the one that an attention module belongs to."""
+        """Return the index, among the measured layers, of the layer that owns an attention module."""
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def cache_layer(self, cache: Any, layer: int) -> Any:
-        """Return a measured layer's part of a cache of all layers."""
+        """Return the layer object of a measured layer in a transformers cache, which has all layers."""
         return cache.layers[self.layer_indices[layer]]
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
-        """Return `o_proj.weight` of a layer as numbers: its columns h·d_h … (h+1)·d_h are W_O^h transposed."""
+        """Return a layer's output projection, dequantised; columns h·d_h … (h+1)·d_h are W_O^h transposed."""
         return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
-        """Return the sink logits of a layer's heads, entries without a value in every softmax.
-
-        None in most families.
-        """
+        """Return the logit of each head's attention sink in a layer; None for a family without sinks."""
         logits = self.attentions[layer].sinks if self.family.sinks else None
         return None if logits is None else cast("Tensor", logits.detach())
 
@@ -195,7 +189,7 @@ class Adapter:
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError where an output projection is no matrix, or a layer has a sink unknown of its family."""
+    """Raise ModelError for an output projection that is no matrix, and for attention sinks in a family without them."""
     for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
         if hasattr(attention, "sinks") and not model.family.sinks:
             msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
@@ -204,14 +198,14 @@ def check_projections(model: Adapter) -> None:
             projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
         except projection.NoMatrixError as error:
             msg = (
-                f"o_proj of layer {layer} of model '{model.name}', a {projection.kind(attention.o_proj)}, {error}; use "
-                "weights that are quantised alone (weight-only), or the model unquantised"
+                f"o_proj of layer {layer} of model '{model.name}', a {projection.describe(attention.o_proj)}, {error}; "
+                "use weights that are quantised alone (weight-only), or the model unquantised"
             )
             raise ModelError(msg) from error
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:
-    """Raise ModelError where a sliding window hides some of `tokens` entries, of which `after` follow the prompt."""
+    """Raise ModelError where the sliding window is shorter than `tokens`, of which `after` follow the prompt."""
     window = sliding_window(config)
     if window is not None and tokens > window:
         instead = f"--max-tokens {window - after} or less" if window - after >= 2 else "a model without one"
@@ -222,16 +216,17 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
         raise ModelError(msg)
 
 
-def check_long_rotations(config: Any, read: int, tokens: int, sample: str, name: str, after: int) -> None:
-    """Raise ModelError where LongRoPE's factors change after the `read` tokens in the cache.
+def check_long_rotations(config: Any, cached: int, tokens: int, sample: str, name: str, after: int) -> None:
+    """Raise ModelError where LongRoPE switches its factors between `cached` tokens and all `tokens` of a sample.
 
     Keys cached with one set of factors would meet queries with the other; transformers recomputes such a text.
     """
     rotations = getattr(config, "rope_parameters", None) or {}
     switch = rotations.get("original_max_position_embeddings")
-    if rotations.get("rope_type") == "longrope" and switch is not None and read <= switch < tokens:
+    if rotations.get("rope_type") == "longrope" and switch is not None and cached <= switch < tokens:
         msg = (
-            f"sample '{sample}' is read to {read} tokens and goes on to {tokens}, and model '{name}' rotates otherwise "
-            f"above {switch} (LongRoPE); use --max-tokens {max(1, switch - after)} or less, or a longer prompt"
+            f"sample '{sample}' is read to {cached} tokens and goes on to {tokens}, and model '{name}' rotates "
+            f"otherwise above {switch} (LongRoPE); use --max-tokens {max(1, switch - after)} or less, or a longer "
+            "prompt"
         )
         raise ModelError(msg)

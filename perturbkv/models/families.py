@@ -37,7 +37,7 @@ class Family:
 
     @property
     def kernel(self) -> str:
-        """Transformers' name of the attention implementation to load: torch's takes no sinks."""
+        """Value of transformers' `attn_implementation`: eager for a family with sinks, else sdpa, which takes none."""
         return "eager" if self.sinks else "sdpa"
 
 
@@ -79,32 +79,33 @@ def check_family(config: Any, name: str) -> None:
         known = ", ".join(family.name for family in FAMILIES.values())
         msg = f"model '{name}' is of the family '{kind}'{why}; supported: {known}"
         raise ModelError(msg)
-    _refuse_first(_unlike_softmax(config), name)
+    _refuse_first(_softmax_deviations(config), name)
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Raise ModelError unless every layer sees all earlier entries, or the last of them; sizes are checked already."""
-    _refuse_first(_unknown_layers(config), name)
+    """Raise ModelError unless the configuration's `layer_types` are full or sliding attention, one per layer."""
+    _refuse_first(_layer_type_problems(config), name)
 
 
-def check_plain(config: Any, name: str, what: str) -> None:
-    """Raise ModelError unless every layer is a softmax over all entries, which the feature named by `what` needs."""
+def check_plain(config: Any, name: str, feature: str) -> None:
+    """Raise ModelError for a model with sliding layers or attention sinks, which `feature` does not support."""
     obstacle = "layers that hold a sliding window" if is_mixed(config) else ""
     if FAMILIES[config.model_type].sinks:
         obstacle = "sinks in its softmax"
     if obstacle:
-        msg = f"{what} expects layers that all see the whole prompt and nothing else; model '{name}' has {obstacle}"
+        msg = f"{feature} expects layers that all see the whole prompt and nothing else; model '{name}' has {obstacle}"
         raise ModelError(msg)
 
 
 def _refuse_first(reasons: Iterator[str], name: str) -> None:
+    """Raise ModelError with the first of the reasons against a model, if there is any."""
     if (reason := next(reasons, "")) != "":
         msg = f"model '{name}' {reason}; an eviction study would misread it"
         raise ModelError(msg)
 
 
-def _unlike_softmax(config: Any) -> Iterator[str]:
-    """Yield the deviations from a plain softmax that decoding from an evicted cache would get wrong in every layer."""
+def _softmax_deviations(config: Any) -> Iterator[str]:
+    """Yield the ways in which a model's attention differs from a causal softmax, as text after the model's name."""
     yield from (f"soft-caps its attention ({cap})" for cap in _SOFT_CAPS if getattr(config, cap, None))
     if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
         yield "has attention sinks beside its entries"
@@ -114,8 +115,8 @@ def _unlike_softmax(config: Any) -> Iterator[str]:
         yield "attends to later tokens (is_causal)"
 
 
-def _unknown_layers(config: Any) -> Iterator[str]:
-    """Yield the deviations of single layers that decoding from an evicted cache would get wrong."""
+def _layer_type_problems(config: Any) -> Iterator[str]:
+    """Yield what is unsupported in a configuration's `layer_types`, as text after the model's name."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return

@@ -16,7 +16,6 @@ import math
 import mmap
 import re
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from perturbkv.errors import ModelError
-from perturbkv.models import sanity, user_cache
-from perturbkv.models.families import check_family, check_layers
-from perturbkv.models.sanity import load_whole_model
+from perturbkv.models import user_cache
+from perturbkv.models.sanity import check_config, load_whole_model
 from perturbkv.models.sources import Source, explain_errors
 
 _MAGIC = b"GGUF"
@@ -39,12 +37,18 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Type of a metadata value -> its size in bytes; strings and arrays have no fixed size."""
 _UINT32, _STRING, _ARRAY, _ALIGNMENT = 4, 8, 9, "general.alignment"
 _VERSIONS = (2, 3)
-_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header describes it; `offset` is in bytes from the beginning of the tensor data."""
+    """A tensor as a file's header describes it.
+
+    Attributes:
+        name: its name in the file.
+        values: number of its values.
+        kind: code of its storage type.
+        offset: its first byte, counted from the beginning of the tensor data.
+    """
 
     name: str
     values: int
@@ -60,7 +64,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor, from the beginning of the tensor data."""
+        """The first byte after the tensor, counted like `offset`."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
@@ -68,70 +72,76 @@ class StoredTensor:
 
     @property
     def part(self) -> str:
-        """matrices, embeddings or norms (biases count as norms: one row)."""
+        """The kind of weight: `embeddings`, `norms` (with biases, which have one row too) or `matrices`."""
         if re.match(r"token_embd|output\.weight", self.name):
             return "embeddings"
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
 
 
-class _CutError(Exception):
+class _TruncatedError(Exception):
     """A header that extends beyond the end of its file."""
 
 
 class _Reader:
-    """A parser of a file's header. Raises _CutError where it would read beyond the file."""
+    """A parser of a file's header, at byte `at`. Its methods raise _TruncatedError where the file ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.alignment = data, 0, 32
 
     def skip(self, size: int) -> None:
+        """Move on by so many bytes."""
         self.at += size
         if self.at > len(self.data):
-            raise _CutError
+            raise _TruncatedError
 
     def number(self, kind: str) -> int:
+        """Read an integer whose size is that of a format character of `struct`."""
         self.skip(struct.calcsize(kind))
         (value,) = struct.unpack_from(f"<{kind}", self.data, self.at - struct.calcsize(kind))
         return int(value)
 
     def text(self) -> str:
+        """Read a string, which its length precedes."""
         size = self.number("Q")
         self.skip(size)
         return self.data[self.at - size : self.at].decode(errors="replace")
 
     def skip_value(self, kind: int) -> None:
+        """Skip a metadata value of a type, given by its code."""
         if kind == _STRING:
             self.skip(self.number("Q"))
         elif kind == _ARRAY:
-            inside, count = self.number("I"), self.number("Q")
-            if inside in _SIZES:
-                self.skip(_SIZES[inside] * count)
-            elif inside == _STRING:
+            item_kind, count = self.number("I"), self.number("Q")
+            if item_kind in _SIZES:
+                self.skip(_SIZES[item_kind] * count)
+            elif item_kind == _STRING:
                 for _ in range(count):
-                    self.skip_value(inside)
+                    self.skip_value(item_kind)
             else:
-                raise _CutError  # arrays in arrays: no file has them, and a damaged one would nest them without end
+                raise _TruncatedError  # arrays in arrays: no file has them, a damaged one would nest them without end
         elif kind in _SIZES:
             self.skip(_SIZES[kind])
         else:
-            raise _CutError
+            raise _TruncatedError
 
     def skip_pair(self) -> None:
+        """Skip a metadata key and its value, and store the value where it is the alignment of the tensor data."""
         name, kind = self.text(), self.number("I")
         self.skip_value(kind)
         if name == _ALIGNMENT and kind == _UINT32:
             (self.alignment,) = struct.unpack_from("<I", self.data, self.at - 4)
             if self.alignment == 0:
-                raise _CutError
+                raise _TruncatedError
 
     def tensor(self) -> StoredTensor:
+        """Read the description of a tensor."""
         name = self.text()
         shape = [self.number("Q") for _ in range(self.number("I"))]
         return StoredTensor(name, math.prod(shape), self.number("I"), self.number("Q"))
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a GGUF file. Raises ModelError for another kind of file, or a truncated one."""
+    """Return the tensors of a GGUF file's header. Raises ModelError for another kind of file, or a truncated one."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
@@ -141,7 +151,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             _check_version(path, data)
             try:
                 tensors, start = _read_tensors(_Reader(data))
-            except _CutError:
+            except _TruncatedError:
                 msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
                 raise ModelError(msg) from None
     _check_tensors(path, tensors, start, size)
@@ -149,7 +159,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def _read_tensors(reader: _Reader) -> tuple[list[StoredTensor], int]:
-    """Return all tensors, and the byte offset of the tensor data."""
+    """Return the descriptions of all tensors, and the byte at which the tensor data begins."""
     reader.at = len(_MAGIC) + 4  # magic and version
     count, pairs = reader.number("Q"), reader.number("Q")
     for _ in range(pairs):
@@ -167,7 +177,7 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
-    """Raise ModelError for a tensor of unknown type, and for a truncated one."""
+    """Raise ModelError for a tensor of unknown type, and for one that ends beyond the file's `size`."""
     from gguf import GGMLQuantizationType
 
     known = {int(kind) for kind in GGMLQuantizationType}
@@ -180,16 +190,15 @@ def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size
             raise ModelError(msg)
 
 
-def check_complete(tensors: Sequence[StoredTensor], layers: int, expected: int, name: str) -> None:
-    """Raise ModelError where the file holds tensors that the model does not use: transformers drops them silently.
-
-    `expected` is how many the model has, tied ones counted once.
-    """
-    places = re.compile(r"(token_embd|output_norm|output)\.weight|blk\.(\d+)\..*")
-    matches = {tensor.name: places.fullmatch(tensor.name) for tensor in tensors}
-    extra = [tensor for tensor, place in matches.items() if place is None or int(place[2] or 0) >= layers]
-    if extra or len(tensors) != expected:
-        which = f", not '{extra[0]}'" if extra else ""
+def check_all_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
+    """Raise ModelError where a GGUF file holds tensors that its model lacks: transformers drops them silently."""
+    expected = len({tensor.data_ptr() for tensor in model.state_dict().values()})  # tied weights count once
+    known = re.compile(r"(token_embd|output_norm|output)\.weight|blk\.(\d+)\..*")
+    matches = {tensor.name: known.fullmatch(tensor.name) for tensor in tensors}
+    layers = len(model.model.layers)
+    unknown = [tensor for tensor, match in matches.items() if match is None or int(match[2] or 0) >= layers]
+    if unknown or len(tensors) != expected:
+        which = f", not '{unknown[0]}'" if unknown else ""
         msg = (
             f"model '{name}' is not whole: of the {len(tensors)} tensors in its GGUF file transformers would use "
             f"{expected}{which}; use the model's safetensors"
@@ -197,26 +206,8 @@ def check_complete(tensors: Sequence[StoredTensor], layers: int, expected: int, 
         raise ModelError(msg)
 
 
-def storage(tensors: Sequence[StoredTensor]) -> tuple[str, str]:
-    """Return the storage type of most weights outside the embeddings, and a description of all.
-
-    For example `Q4_1` and `Q4_1 matrices, Q8_0 embeddings, F32 norms`.
-    """
-    parts: dict[str, Counter[str]] = {part: Counter() for part in ("matrices", "embeddings", "norms")}
-    for tensor in tensors:
-        parts[tensor.part][tensor.type_name] += tensor.values
-    named = [f"{'/'.join(kind for kind, _ in kinds.most_common())} {part}" for part, kinds in parts.items() if kinds]
-    main = parts["matrices"] or sum(parts.values(), Counter())
-    return main.most_common(1)[0][0], ", ".join(named)
-
-
-def is_quantised(kind: str) -> bool:
-    """Return whether a storage type rounds weights to fewer levels than floating-point numbers have."""
-    return kind not in _FLOATS
-
-
 CONVERTER = 1
-"""Version of the conversion, part of an entry's name; raise it with every change of an entry's content."""
+"""Version of the conversion, part of a cache entry's name; raise it with every change of an entry's content."""
 LARGEST = 2**30
 """Bytes of the largest GGUF file that is converted: float32 takes up to eight times as many."""
 ALIGNMENT = 64
@@ -237,8 +228,8 @@ _KEPT_SETTINGS = (
 _log = logging.getLogger(__name__)
 
 
-def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
-    """Return the folder of a GGUF file converted to safetensors, and convert it where the cache has none.
+def convert(source: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
+    """Return the cache's folder with a GGUF file's model as safetensors; convert the file where there is none.
 
     `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotCachedError where it cannot be
     cached, ModelError for an unsupported family and for an incomplete or unreadable file.
@@ -246,14 +237,14 @@ def convert(gguf: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Pat
 
     def fill(folder: Path) -> None:
         cache = user_cache.cache_folder()
-        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", gguf.gguf_file, cache)
-        _convert(gguf, tensors, folder)
+        _log.info("converting %s to safetensors, once (about 20 s for 100 MB), in %s", source.gguf_file, cache)
+        _convert(source, tensors, folder)
 
     return user_cache.cached_folder(entry_name(digest), fill)
 
 
 def entry_name(digest: bytes) -> str:
-    """Return the cache entry's name, from the file, the converter and the versions of the libraries in use."""
+    """Return the name of the cache entry for a GGUF file of this SHA-256, the converter and the installed libraries."""
     versions = "-".join(importlib.metadata.version(library) for library in _LIBRARIES)
     maker = hashlib.sha256(f"{CONVERTER}-{versions}".encode()).hexdigest()
     return f"gguf-{digest.hex()[:32]}-{maker[:8]}"
@@ -265,16 +256,15 @@ def read_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(folder / _TOKENIZER)), **settings)
 
 
-def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> None:
-    with explain_errors(gguf, "the GGUF file"):
-        config = AutoConfig.from_pretrained(gguf.location, **gguf.arguments)
-    check_family(config, gguf.name)
-    sanity.check(config, gguf.name)
-    check_layers(config, gguf.name)
-    with explain_errors(gguf, "the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(gguf.location, **gguf.arguments)
-    model = load_whole_model(gguf, config=config, dtype=torch.float32)
-    check_used(tensors, model, gguf.name)
+def _convert(source: Source, tensors: Sequence[StoredTensor], folder: Path) -> None:
+    """Write a GGUF file's tokenizer, configurations and float32 weights to a folder."""
+    with explain_errors(source, "the GGUF file"):
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+    check_config(config, source.name)
+    with explain_errors(source, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+    model = load_whole_model(source, config=config, dtype=torch.float32)
+    check_all_used(tensors, model, source.name)
     with user_cache.explain_write_errors():
         _write_tokenizer(tokenizer, folder)
         config.save_pretrained(folder)
@@ -282,34 +272,28 @@ def _convert(gguf: Source, tensors: Sequence[StoredTensor], folder: Path) -> Non
         _write_weights(dict(model.state_dict()), folder / _WEIGHTS)
 
 
-def check_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
-    """Raise ModelError where a GGUF file holds tensors that its model does not."""
-    addresses = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    check_complete(tensors, len(model.model.layers), len(addresses), name)
-
-
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer. Raises NotCachedError where reading it gives another one."""
+    """Write a tokenizer to a folder. Raises NotCachedError where reading it back gives another one."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
-    (folder / _SETTINGS).write_text(json.dumps(_settings(tokenizer)), encoding="utf-8")
-    if _state(read_tokenizer(folder)) != _state(tokenizer):
+    (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
+    if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):
         msg = f"a {type(tokenizer).__name__} does not come back as it was"
         raise user_cache.NotCachedError(msg)
 
 
-def _state(tokenizer: Any) -> tuple[Any, ...]:
-    """Return everything that ids and texts depend on."""
-    return _settings(tokenizer), tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.all_special_ids)
+def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
+    """Return everything of a tokenizer that ids and texts depend on, for a comparison."""
+    return _tokenizer_settings(tokenizer), tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.all_special_ids)
 
 
-def _settings(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of a tokenizer outside its backend."""
+def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
+    """Return a tokenizer's settings that are not in its backend's JSON: `_KEPT_SETTINGS` and special tokens."""
     kept = {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS if hasattr(tokenizer, name)}
     return {**kept, **{name: str(token) for name, token in tokenizer.special_tokens_map.items()}}
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write each tensor once, tied ones under their first name, aligned for memory mapping."""
+    """Write a state dict as safetensors aligned for memory mapping, tied tensors once under their first name."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
     tensors = {name: state[name].contiguous() for name in first.values()}
     metadata = {"format": "pt", "pad": ""}
@@ -320,6 +304,7 @@ def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises OSError where it cannot be written."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # a full disk is no OSError there

@@ -41,7 +41,7 @@ class HubError(Exception):
 
 @cache
 def unreachable() -> str:
-    """Return why the hub cannot be reached, so that only its cache on disk is available; empty where it can.
+    """Return the reason why the hub cannot be reached, as text; empty where it can.
 
     With a proxy, which resolves names itself, the hub is assumed to be reachable.
     """
@@ -59,7 +59,7 @@ def unreachable() -> str:
 
 
 def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the client's exceptions for a refused, cut or slow connection and for invalid HTTP; and `more`.
+    """Return the hub client's exceptions for a refused, cut or slow connection and for invalid HTTP; and `more`.
 
     The client's library is httpx, under whichever name this version imports it.
     """
@@ -67,8 +67,8 @@ def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     return (library.RequestError, *more)
 
 
-def refusal(response: Any, what: str) -> str:
-    """Return the meaning of a response with an error status to a request for `what`."""
+def refusal_reason(response: Any, what: str) -> str:
+    """Return why the hub refused a request for `what`, from its response with an error status."""
     status, code = int(response.status_code), response.headers.get("X-Error-Code", "")
     login = "with a token that may read it" if get_token() else "after `hf auth login`, or with HF_TOKEN"
     if code == "GatedRepo" or status == 403:
@@ -89,7 +89,6 @@ _SHA256 = 64
 """Characters of an etag that is the content's SHA-256, as for large files; others have git's SHA-1 of size and
 content.
 """
-_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
@@ -117,36 +116,39 @@ def download(file: RemoteFile, url: str, path: Path, lock: Path) -> None:
         with WeakFileLock(lock):
             if not path.is_file():
                 _download(file, url, partial)
-                _check(file, partial)
+                _check_download(file, partial)
                 partial.replace(path)
 
 
 @contextmanager
 def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
-    """Turn the system's errors on writing into the hub's cache into a HubError."""
+    """Turn an OSError inside the block, which writes `file` into the hub's cache, into a HubError.
+
+    `partial` is the partial download, whose size the message says.
+    """
     try:
         yield
     except OSError as error:
-        came = f" at {format_size(_size(partial))} of {format_size(file.size)}, which are kept" if partial else ""
+        progress = f" at {_progress(file, partial)}, which are kept" if partial else ""
         msg = (
-            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){came}; make room there, or "
-            "set HF_HOME to another place"
+            f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){progress}; make room there, "
+            "or set HF_HOME to another place"
         )
         raise HubError(msg) from error
 
 
 def _download(file: RemoteFile, url: str, partial: Path) -> None:
-    """Complete the partial file, with retries. Raises HubError."""
+    """Download what the partial file lacks, with retries. Raises HubError."""
     failures = 0
     while True:
-        before = _size(partial)
+        before = _partial_size(partial)
         try:
-            _append(file, url, partial)
+            _append_missing(file, url, partial)
         except connection_errors(_CutError) as error:
-            failures = failures + 1 if _size(partial) - before < _MIN_PROGRESS else 0
+            failures = failures + 1 if _partial_size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
                 msg = (
-                    f"the download of {file.name} was cut at {format_size(_size(partial))} of {format_size(file.size)} "
+                    f"the download of {file.name} was cut at {_progress(file, partial)} "
                     f"({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
                 )
                 raise HubError(msg) from error
@@ -155,35 +157,34 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
             return
 
 
-def _append(file: RemoteFile, url: str, partial: Path) -> None:
-    """Request the missing bytes and append them. Raises _CutError, HubError, or the client's errors."""
-    start = _size(partial)
+def _append_missing(file: RemoteFile, url: str, partial: Path) -> None:
+    """Request the bytes that the partial file lacks, once, and append them.
+
+    Raises _CutError, HubError, or one of `connection_errors`.
+    """
+    start = _partial_size(partial)
     if start >= file.size > 0:
         return
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-", "Accept-Encoding": "identity"}
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
     timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    with get_session().stream(
-        "GET", url, headers=headers if start else _without_range(headers), timeout=timeout
-    ) as response:
+    with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
         if response.status_code >= 500:
             msg = f"HTTP {response.status_code}"
             raise _CutError(msg)
         if response.status_code >= 400:
-            raise HubError(refusal(response, file.name))
+            raise HubError(refusal_reason(response, file.name))
         with partial.open("ab" if response.status_code == 206 else "wb") as stream:
             for chunk in response.iter_bytes():
                 stream.write(chunk)
-    if _size(partial) < file.size:
+    if _partial_size(partial) < file.size:
         msg = "the connection was closed"
         raise _CutError(msg)
 
 
-def _without_range(headers: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name != "Range"}
-
-
-def _check(file: RemoteFile, partial: Path) -> None:
-    """Raise HubError, and delete the download, unless its size and checksum are those that the hub reports."""
+def _check_download(file: RemoteFile, partial: Path) -> None:
+    """Raise HubError and delete a download whose size or checksum is not what the hub reports."""
     if partial.stat().st_size == file.size and _digest(file, partial) == file.etag:
         return
     partial.unlink()
@@ -192,14 +193,19 @@ def _check(file: RemoteFile, partial: Path) -> None:
 
 
 def _digest(file: RemoteFile, path: Path) -> str:
+    """Return the checksum of a local copy, of the kind that the file's etag has."""
     digest = hashlib.sha256() if len(file.etag) == _SHA256 else hashlib.sha1(b"blob %d\0" % file.size)
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
-def _size(partial: Path) -> int:
+def _progress(file: RemoteFile, partial: Path) -> str:
+    """Return how much of a file is downloaded, such as `3.1 MiB of 97.6 MiB`."""
+    return f"{format_size(_partial_size(partial))} of {format_size(file.size)}"
+
+
+def _partial_size(partial: Path) -> int:
+    """Return the bytes of a partial download; 0 before it has begun."""
     return partial.stat().st_size if partial.exists() else 0
 
 
@@ -210,7 +216,7 @@ _log = logging.getLogger(__name__)
 
 
 class _SilentError(Exception):
-    """A hub that is reachable but cannot answer."""
+    """A server error of the hub: it is reachable and cannot answer."""
 
 
 @dataclass(frozen=True)
@@ -234,15 +240,15 @@ class Repository:
     @property
     def folder(self) -> Path:
         """The snapshot: every downloaded file, under its own name."""
-        return _home(self.id, self.kind) / "snapshots" / self.commit
+        return _repository_folder(self.id, self.kind) / "snapshots" / self.commit
 
     def names(self) -> set[str]:
-        """Return the names of all files: on the hub, or on disk where the hub could not be reached."""
+        """Return the names of all files on the hub; of those on disk where the hub could not be reached."""
         on_disk = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
         return set(self.files) or on_disk
 
     def download(self, names: Iterable[str]) -> None:
-        """Download the files of these names that the snapshot lacks. Raises HubError."""
+        """Download the named files that are not on disk yet. Raises HubError."""
         missing = sorted({name for name in names if not (self.folder / name).is_file()})
         for name in missing:
             if name not in self.files:
@@ -255,7 +261,8 @@ class Repository:
             self._download_file(file)
 
     def _download_file(self, file: RemoteFile) -> None:
-        home = _home(self.id, self.kind)
+        """Download one file into the hub's cache and link it into the snapshot."""
+        home = _repository_folder(self.id, self.kind)
         path = home / "blobs" / file.etag
         lock = Path(constants.HF_HUB_CACHE, ".locks", home.name, f"{file.etag}.lock")
         if file.size >= _ANNOUNCED_SIZE:
@@ -265,7 +272,7 @@ class Repository:
             _link(self.folder / file.name, path)
 
     def _check_disk_space(self, files: Iterable[RemoteFile]) -> None:
-        """Raise HubError where the disk is too full for these files."""
+        """Raise HubError where the cache's disk has too little space for these files."""
         cache = Path(constants.HF_HUB_CACHE)
         folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
         needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
@@ -309,21 +316,22 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
         if error.response.status_code >= 500:
             msg = f"HTTP {error.response.status_code}"
             raise _SilentError(msg) from error
-        raise HubError(refusal(error.response, what)) from error
+        raise HubError(refusal_reason(error.response, what)) from error
     except HFValidationError as error:
         raise HubError(" ".join(str(error).split())) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
         raise HubError(msg) from error
-    files = {one.rfilename: _remote_file(one) for one in info.siblings or () if _is_inside(one.rfilename)}
+    listing = [entry for entry in info.siblings or () if _is_inside(entry.rfilename)]
+    files = {entry.rfilename: _remote_file(entry) for entry in listing}
     repository = Repository(name, kind, str(info.sha), files)
     if not _COMMIT.fullmatch(revision):
-        _write_ref(_home(name, kind) / "refs" / (revision or "main"), repository.commit)
+        _write_ref(_repository_folder(name, kind) / "refs" / (revision or "main"), repository.commit)
     return repository
 
 
 def _request_info(name: str, revision: str, kind: str) -> Any:
-    """Send the request, with as many retries as a download where the connection is cut."""
+    """Return the hub's description of a repository; retry where the connection is cut, as often as a download."""
     for left in reversed(range(RETRIES + 1)):
         try:
             return HfApi().repo_info(
@@ -340,45 +348,46 @@ def _request_info(name: str, revision: str, kind: str) -> Any:
     raise AssertionError
 
 
-def _remote_file(one: Any) -> RemoteFile:
-    """Return a file of the hub's listing."""
-    large = one.lfs
-    digest = large.sha256 if large is not None else one.blob_id
-    return RemoteFile(one.rfilename, int(one.size or 0), str(digest))
+def _remote_file(entry: Any) -> RemoteFile:
+    """Return the file of an entry of the hub's listing."""
+    digest = entry.blob_id if entry.lfs is None else entry.lfs.sha256
+    return RemoteFile(entry.rfilename, int(entry.size or 0), str(digest))
 
 
 def _is_inside(name: str) -> bool:
+    """Return whether a file name of the hub's listing stays inside the repository's folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
 
 
 def _cached_commit(name: str, revision: str, kind: str) -> str:
-    """Return the commit of a revision according to the cache on disk; empty where it has none."""
-    home = _home(name, kind)
+    """Return the commit that the cache on disk has for a branch, tag or commit; empty where it has none."""
+    home = _repository_folder(name, kind)
     with suppress(OSError, ValueError):
         revision = (home / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     return revision if _COMMIT.fullmatch(revision) and (home / "snapshots" / revision).is_dir() else ""
 
 
-def _home(name: str, kind: str) -> Path:
+def _repository_folder(name: str, kind: str) -> Path:
+    """Return a repository's folder in the hub's cache."""
     return Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
 
 
 def _write_ref(ref: Path, commit: str) -> None:
-    """Record the commit of a branch or tag; skipped where the cache is not writable."""
+    """Write the commit of a branch or tag into the cache; do nothing where the cache is not writable."""
     with suppress(OSError):
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(commit, encoding="utf-8")
 
 
-def _link(name: Path, path: Path) -> None:
-    """Give a file of the cache its name in the snapshot: by a link, or by a copy where links are not supported."""
-    name.parent.mkdir(parents=True, exist_ok=True)
-    if name.is_symlink() and not name.exists():
-        name.unlink()
+def _link(link: Path, path: Path) -> None:
+    """Create a relative link to a file of the cache; a copy where links are not supported."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() and not link.exists():
+        link.unlink()
     try:
-        name.symlink_to(os.path.relpath(path, name.parent))
+        link.symlink_to(os.path.relpath(path, link.parent))
     except FileExistsError:
         return
     except OSError:
-        shutil.copyfile(path, name)
+        shutil.copyfile(path, link)

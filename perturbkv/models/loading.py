@@ -25,12 +25,12 @@ from transformers.utils import logging as transformers_logging
 
 from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
-from perturbkv.models import gguf, hub, quantisers, sanity, stored_weights, user_cache
+from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
 from perturbkv.models.aliases import ALIASES, EMBEDDED
-from perturbkv.models.families import FAMILIES, check_family, check_layers
+from perturbkv.models.families import FAMILIES
 from perturbkv.models.hub import HubError
-from perturbkv.models.sanity import check_shapes, load_whole_model
+from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
 from perturbkv.models.sources import READ_SUFFIXES, Source, explain_errors, resolve
 from perturbkv.models.stored_weights import WeightStorage
 
@@ -38,9 +38,9 @@ _WEIGHTS = "model.safetensors"
 
 
 def download_settings(source: Source) -> Source:
-    """Return the source with its files downloaded: a GGUF file of the hub whole, a hub model without its weights.
+    """Return a source of the hub located on disk, with a GGUF file downloaded, else all files but the weights.
 
-    Raises ModelError where the hub does not deliver them.
+    Another source is returned as it is. Raises ModelError where the hub does not deliver the files.
     """
     if not source.hub_id:
         return source
@@ -51,16 +51,16 @@ def download_settings(source: Source) -> Source:
 
 
 def download_weights(source: Source) -> None:
-    """Download the safetensors of a model of the hub. Raises ModelError where the hub does not deliver them."""
+    """Download the safetensors of a source of the hub. Raises ModelError where the hub does not deliver them."""
     if source.repository is not None and source.gguf_file is None:
         with _explain_hub_errors(source):
-            source.repository.download({_WEIGHTS} & source.repository.names() or _parts(source))
+            source.repository.download({_WEIGHTS} & source.repository.names() or _indexed_files(source))
 
 
-def _parts(source: Source) -> set[str]:
-    """Return the names in the index of a model's safetensors.
+def _indexed_files(source: Source) -> set[str]:
+    """Return the file names in the index of a source's safetensors.
 
-    Raises HubError without one, ModelError for an invalid one.
+    Raises HubError where it has no index, ModelError for an invalid one.
     """
     index = source.path / f"{_WEIGHTS}.index.json"
     if not index.is_file():
@@ -70,13 +70,13 @@ def _parts(source: Source) -> set[str]:
 
 
 def _is_setting(name: str) -> bool:
-    """Return whether transformers may read a file for configuration or tokenizer."""
+    """Return whether a file of the hub may belong to configuration or tokenizer, by its name."""
     return "/" not in name and PurePosixPath(name).suffix in READ_SUFFIXES - {".safetensors", ".bin", ".gguf"}
 
 
 @contextmanager
 def _explain_hub_errors(source: Source) -> Iterator[None]:
-    """Turn a HubError into a ModelError with its reason, and with what to do where that is missing."""
+    """Turn a HubError inside the block into a ModelError that says why and what to do."""
     try:
         yield
     except HubError as error:
@@ -91,41 +91,37 @@ def _explain_hub_errors(source: Source) -> Iterator[None]:
 
 _lock = threading.Lock()
 _open_settings: list[tuple[int, bool, bool, int]] = []
-"""Former settings, once per open block: the last block to end restores those of the first."""
+"""The settings before `quiet`, once per open block: the last block to end restores those before the first."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers, tqdm and the hub inside the block, and restore their settings afterwards."""
-    of_hub = logging.getLogger("huggingface_hub")
+    hub_log = logging.getLogger("huggingface_hub")
     with _lock:
         now = (
             transformers_logging.get_verbosity(),
             transformers_logging.is_progress_bar_enabled(),
             are_progress_bars_disabled(),
-            of_hub.level,
+            hub_log.level,
         )
         _open_settings.append(_open_settings[0] if _open_settings else now)
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         disable_progress_bars()
-        of_hub.setLevel(logging.ERROR)
+        hub_log.setLevel(logging.ERROR)
     try:
         yield
     finally:
         with _lock:
-            verbosity, shown, hub, level = _open_settings.pop()
+            verbosity, progress_shown, hub_progress_hidden, hub_level = _open_settings.pop()
             if not _open_settings:
-                _restore(verbosity, shown, hub, level)
-
-
-def _restore(verbosity: int, shown: bool, hub: bool, level: int) -> None:
-    transformers_logging.set_verbosity(verbosity)
-    logging.getLogger("huggingface_hub").setLevel(level)
-    if shown:
-        transformers_logging.enable_progress_bar()
-    if not hub:
-        enable_progress_bars()
+                transformers_logging.set_verbosity(verbosity)
+                hub_log.setLevel(hub_level)
+                if progress_shown:
+                    transformers_logging.enable_progress_bar()
+                if not hub_progress_hidden:
+                    enable_progress_bars()
 
 
 _SETTINGS = (
@@ -136,18 +132,12 @@ _SETTINGS = (
 """Files that transformers reads besides the weights: for computation, ends of answers and text encoding."""
 
 
-def folder_digest(folder: Path, weights: Sequence[Path]) -> str:
-    """Return the digest of a folder's model with these weight files. Raises OSError for an unreadable file."""
-    settings = [folder / name for name in _SETTINGS if (folder / name).is_file()]
-    return joint_digest(file.name.encode() + file_digest(file) for file in (*weights, *settings))
-
-
-def joint_digest(digests: Iterable[bytes]) -> str:
-    """Return the digest of several files' digests, in this order."""
+def _joint_digest(digests: Iterable[bytes]) -> str:
+    """Return the digest of several files' digests, in their order, as a model's revision."""
     return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
 
 
-def file_digest(file: Path) -> bytes:
+def _file_digest(file: Path) -> bytes:
     """Return the SHA-256 of one file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
@@ -167,7 +157,7 @@ class ByteTokenizer:
         return {"input_ids": list(text.encode())}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of byte ids; ids above 255, which only a model generates, become replacement characters."""
+        """Return the text of byte ids; ids above 255, which models may generate, become replacement characters."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in token_ids).decode(errors="replace")
 
 
@@ -184,7 +174,7 @@ _log = logging.getLogger(__name__)
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device; `auto` is CUDA where available. Raises ConfigError for a device that this machine lacks."""
+    """Return the device of a name; `auto` is CUDA where available. Raises ConfigError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -202,12 +192,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_exists(device: torch.device) -> bool:
-    """Return whether this machine has a device; a cluster may have others."""
+    """Return whether this machine has a device, which may be another machine's in a cluster."""
     return (device.index or 0) < _DEVICES[device.type]()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype; `auto` is bfloat16 on CUDA and float32 elsewhere. Raises UnknownNameError."""
+    """Return the dtype of a name; `auto` is bfloat16 on CUDA and float32 elsewhere. Raises UnknownNameError."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in ("float32", "bfloat16", "float16"):
@@ -234,7 +224,7 @@ class ModelFiles:
 
     @classmethod
     def from_adapter(cls, model: Adapter) -> ModelFiles:
-        """Return the files' description of a model whose weights are loaded already."""
+        """Return the description of a model whose weights are loaded already, without a source."""
         return cls(
             model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
             model.open_arguments,
@@ -247,7 +237,7 @@ class ModelFiles:
             return AutoModelForCausalLM.from_config(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return weight -> shape, tied weights under all of their names. Raises ModelError as `parameters` does."""
+        """Return weight -> shape, tied weights under each of their names. Raises ModelError as `parameters` does."""
         return {name: tuple(weight.shape) for name, weight in self._skeleton.named_parameters(remove_duplicate=False)}
 
     def parameters(self) -> int:
@@ -255,7 +245,7 @@ class ModelFiles:
         return sum(weight.numel() for weight in self._skeleton.parameters())
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights on a device; quantised weights of the hub count as floats."""
+        """Return the bytes of the loaded weights; quantised weights of the hub count as `dtype`."""
         return self.stored.nbytes or self.parameters() * dtype.itemsize
 
 
@@ -266,49 +256,47 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
     `name` is an alias, a hub id, a hub's GGUF file (`owner/name:file.gguf`), a folder, a GGUF file, or
     `random:<alias>`, whose weights `seed` draws; `revision` is a branch, tag or commit of the hub's.
 
-    Raises ModelError or UnknownNameError, each saying what was wanted and how to bring it.
+    Raises ModelError or UnknownNameError, whose message says what is missing and what to do.
     """
     if name.startswith(_RANDOM):
         if revision:
             msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
             raise ModelError(msg)
-        drawn, again = f"random weights, seed {seed}", OpenArguments(name, seed, "")
         return ModelFiles(
-            name, None, _random_config(name), ByteTokenizer(), drawn, WeightStorage("random"), True, again
-        )
+            name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", WeightStorage("random"),
+            True, OpenArguments(name, seed, ""),
+        )  # fmt: skip
     source = download_settings(resolve(name, revision))
-    again = OpenArguments(name, seed, revision if source.repository is None else source.repository.commit)
+    arguments = OpenArguments(name, seed, revision if source.repository is None else source.repository.commit)
     if source.gguf_file is not None:
-        return replace(_open_gguf(source), open_arguments=again)
+        return replace(_open_gguf(source), open_arguments=arguments)
     config, tokenizer = _read_settings(source)
     stored = stored_weights.safetensors_storage(source, config)
-    return ModelFiles(name, source, config, tokenizer, _revision(source), stored, open_arguments=again)
+    return ModelFiles(name, source, config, tokenizer, _revision(source), stored, open_arguments=arguments)
 
 
 def _open_gguf(source: Source) -> ModelFiles:
-    """Open a GGUF file from the user's cache, converting it first where it is missing there."""
+    """Return the files of a GGUF model, from its conversion in the user's cache where that works."""
     tensors = gguf.read_header(source.path)
-    digest = file_digest(source.path)
-    place, tokenizer = source, None
+    digest = _file_digest(source.path)
+    location, tokenizer = source, None
     if source.path.stat().st_size <= gguf.LARGEST:
         try:
             folder = gguf.convert(source, tensors, digest)
-            place, tokenizer = Source(source.name, str(folder)), gguf.read_tokenizer(folder)
+            location, tokenizer = Source(source.name, str(folder)), gguf.read_tokenizer(folder)
         except user_cache.NotCachedError as error:
             _log.warning("%s is read as it is, which takes longer: %s", source.gguf_file, error)
-    config, tokenizer = _read_settings(place, tokenizer)
+    config, tokenizer = _read_settings(location, tokenizer)
     return ModelFiles(
-        source.name, place, config, tokenizer, joint_digest([digest]), stored_weights.gguf_storage(tensors)
+        source.name, location, config, tokenizer, _joint_digest([digest]), stored_weights.gguf_storage(tensors)
     )
 
 
 def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Return configuration and tokenizer; `tokenizer` is used where it is given, as for a converted GGUF file."""
+    """Return a source's configuration, checked, and its tokenizer, which is not read where it is passed already."""
     with explain_errors(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
-    check_family(config, source.name)
-    sanity.check(config, source.name)
-    check_layers(config, source.name)
+    check_config(config, source.name)
     quantisers.check_installed(config, source.name)
     with explain_errors(source, "the tokenizer (tokenizer.json)"):
         return config, tokenizer or AutoTokenizer.from_pretrained(source.location, **source.arguments)
@@ -343,35 +331,38 @@ def load_weights(
 
 
 def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, extra_bytes: int = 0) -> None:
-    """Raise NoMemoryError where a device cannot hold the weights and `extra_bytes` more.
+    """Raise NoMemoryError where a device cannot hold a model's weights and `extra_bytes` more.
 
     The size of quantised weights that are not downloaded yet is unknown; these are not checked.
     """
     if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
-        what = (
-            f"model '{files.name}' and its caches need" if extra_bytes else f"the weights of model '{files.name}' need"
-        )
+        name = f"model '{files.name}'"
+        what = f"{name} and its caches need" if extra_bytes else f"the weights of {name} need"
         memory.check(files.weights_bytes(dtype) + extra_bytes, device, what, "a smaller model or --dtype takes less")
 
 
 def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
-    """Return arguments for the device of quantised weights while they are read: their layout depends on it."""
+    """Return the `device_map` argument with which quantised weights are read: their layout depends on the device.
+
+    Empty for other weights, and for quantised ones on the CPU.
+    """
     quantised = getattr(files.config, "quantization_config", None) is not None
     if spread and quantised:
         return {"device_map": "auto"}
     return {"device_map": {"": device}} if quantised and device.type != "cpu" else {}
 
 
-def _read_weights(source: Source, config: Any, dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
+def _read_weights(source: Source, config: Any, dtype: torch.dtype, device_arguments: Mapping[str, Any]) -> Any:
+    """Return a source's model with its weights. Raises ModelError where some are missing, unused or not finite."""
     model = load_whole_model(
         source,
         dtype=dtype,
         attn_implementation=FAMILIES[config.model_type].kernel,
         use_safetensors=True if source.gguf_file is None else None,
-        **placed,
+        **device_arguments,
     )
     if source.gguf_file is not None:
-        gguf.check_used(gguf.read_header(source.path), model, source.name)
+        gguf.check_all_used(gguf.read_header(source.path), model, source.name)
     return model
 
 
@@ -382,9 +373,9 @@ def load_model(
 
     Raises as `open_model` and `load_weights`, and ConfigError for dtype and device.
     """
-    place = pick_device(device)
-    precision = pick_dtype(dtype, place)
-    return load_weights(open_model(name, seed, revision), precision, place, seed, device_map)
+    chosen_device = pick_device(device)
+    chosen_dtype = pick_dtype(dtype, chosen_device)
+    return load_weights(open_model(name, seed, revision), chosen_dtype, chosen_device, seed, device_map)
 
 
 def _align_weights(model: Any) -> Any:
@@ -401,26 +392,23 @@ def _align_weights(model: Any) -> Any:
 
 
 def _move_to_device(model: Any, name: str, device: torch.device, spread: bool) -> Any:
-    """Return the model on its devices. Raises ModelError where it does not fit there."""
-    if places := getattr(model, "hf_device_map", None):  # put there while it was read
-        _check_devices(places, name)
-        return _align_weights(model)
-    return _dispatch(model, name) if spread else _align_weights(model.to(device))
+    """Return the model on `device`, or with its layers spread over all GPUs, each whole on one of them.
 
-
-def _dispatch(model: Any, name: str) -> Any:
-    """Return the model with its layers distributed over all GPUs, each whole on one of them.
-
-    On the CPU without GPUs.
+    Without GPUs a spread model is on the CPU. Raises ModelError where it does not fit.
     """
-    places = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
-    _check_devices(places, name)
-    return dispatch_model(model, places)
+    if device_map := getattr(model, "hf_device_map", None):  # of a model that was read onto its devices
+        _check_devices(device_map, name)
+        return _align_weights(model)
+    if not spread:
+        return _align_weights(model.to(device))
+    device_map = infer_auto_device_map(model, no_split_module_classes=model._no_split_modules, dtype=model.dtype)
+    _check_devices(device_map, name)
+    return dispatch_model(model, device_map)
 
 
-def _check_devices(places: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where a part of a model would be outside the devices that compute."""
-    outside = {str(place) for place in places.values()} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
+def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError where a device map puts a part of the model on disk, or on the CPU beside GPUs."""
+    outside = {*map(str, device_map.values())} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
         msg = (
             f"model '{name}' does not fit: accelerate would put parts of it on {' and '.join(sorted(outside))}; "
@@ -430,6 +418,7 @@ def _check_devices(places: Mapping[str, Any], name: str) -> None:
 
 
 def _random_config(name: str) -> Any:
+    """Return transformers' configuration of `random:<alias>`. Raises UnknownNameError for an unknown alias."""
     alias = name.removeprefix(_RANDOM)
     if alias not in ALIASES:
         raise UnknownNameError(name, "model", [_RANDOM + known for known in ALIASES])
@@ -437,6 +426,7 @@ def _random_config(name: str) -> Any:
 
 
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Return a model with random weights, drawn on its device; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         kernel = FAMILIES[config.model_type].kernel
@@ -444,8 +434,10 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _revision(source: Source) -> str:
-    """Return the hub's commit, or a digest of the local files."""
+    """Return the revision of a source of safetensors: the hub's commit, or a digest of the local files."""
     if source.repository is not None:
         return source.repository.commit
-    with explain_errors(source, "what tells it from others"):
-        return folder_digest(source.path, stored_weights.files(source.path))
+    with explain_errors(source, "a file"):
+        settings = [path for name in _SETTINGS if (path := source.path / name).is_file()]
+        files = [*stored_weights.files(source.path), *settings]
+        return _joint_digest(file.name.encode() + _file_digest(file) for file in files)

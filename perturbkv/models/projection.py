@@ -1,4 +1,4 @@
-"""W_O as a matrix of numbers: what a layer's output projection multiplies by, however its weights are stored.
+"""W_O as a matrix of numbers: the matrix of a layer's output projection, however its weights are stored.
 
 A quantised or wrapped projection is dequantised where its weight supports that, else applied to unit vectors. A
 projection that is no matrix, because it rounds its input too, is refused.
@@ -6,8 +6,6 @@ projection that is no matrix, because it rounds its input too, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -34,13 +32,13 @@ class NoMatrixError(Exception):
 
 
 def is_plain(projection: Any) -> bool:
-    """Return whether `weight` is the matrix that the projection computes with."""
+    """Return whether a projection is an `nn.Linear` with an unquantised weight."""
     weight: Any = getattr(projection, "weight", None)
     return type(projection) is nn.Linear and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
 def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_head"]:
-    """Return the matrix of a projection of vectors of `width` numbers, laid out like `nn.Linear.weight`.
+    """Return a projection's matrix, laid out like `nn.Linear.weight`; `width` is the length of its input vectors.
 
     A matrix that is not plain is computed anew by every call.
     """
@@ -52,7 +50,7 @@ def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_mo
 
 
 def check(projection: Any, width: int, dtype: torch.dtype) -> None:
-    """Raise NoMatrixError unless a projection multiplies by the matrix of `read`, whatever its input."""
+    """Raise NoMatrixError unless a projection multiplies every input by the matrix that `read` returns."""
     if is_plain(projection):
         return
     try:
@@ -69,8 +67,8 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
         raise NoMatrixError(msg)
 
 
-def kind(projection: Any) -> str:
-    """Return a description of a projection: its class and the type of its weight."""
+def describe(projection: Any) -> str:
+    """Return a projection's class and its weight's type in words, such as `Linear4bit of uint8`."""
     weight: Any = getattr(projection, "weight", None)
     dtype = getattr(weight, "dtype", None)
     weight_type = (
@@ -89,49 +87,40 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
     Both are relative to the product with the matrix in float32.
     """
     matrix = read(projection, width, dtype).float()
-    apply = _linear_map(projection)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_ROWS, width, generator=generator).to(matrix.device, dtype)
     expected = drawn.float() @ matrix.T
-    deviation = (apply(drawn).float() - expected).norm() / expected.norm()
+    deviation = (_apply_without_bias(projection, drawn).float() - expected).norm() / expected.norm()
     faint = drawn.sign() * _FAINT_SIZE
     faint[:, 0] = 0
     loud = torch.zeros_like(faint)
     loud[:, 0] = 1
     expected = faint.float() @ matrix.T
-    passed = apply(faint + loud).float() - loud.float() @ matrix.T
+    passed = _apply_without_bias(projection, faint + loud).float() - loud.float() @ matrix.T
     return float(deviation), float(((passed * expected).sum() / expected.square().sum() - 1).abs())
 
 
-def _linear_map(projection: Any) -> Callable[[Tensor], Tensor]:
-    """Return the linear map of a projection: its forward without bias and without hooks."""
+def _apply_without_bias(projection: Any, rows: Tensor) -> Tensor:
+    """Return a projection's output for rows of vectors, without hooks and with its bias set to 0 meanwhile.
 
-    def apply(rows: Tensor) -> Tensor:
-        with _without_bias(projection):
-            return cast("Tensor", projection.forward(rows))
-
-    return apply
-
-
-@contextmanager
-def _without_bias(projection: Any) -> Iterator[None]:
-    """Set the bias to 0 inside the block: subtracting it from the output would leave its rounding."""
+    Subtracting the bias from the output would leave its rounding.
+    """
     bias = getattr(projection, "bias", None)
     if bias is None:
-        yield
-        return
+        return cast("Tensor", projection.forward(rows))
     saved = bias.detach().clone()
     bias.detach().zero_()
     try:
-        yield
+        return cast("Tensor", projection.forward(rows))
     finally:
         bias.detach().copy_(saved)
 
 
 def _matrix_from_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -> Tensor:
+    """Return a projection's matrix, computed by applying the projection to every unit vector."""
     device = next(iter([*projection.parameters(), *projection.buffers()])).device
     with torch.inference_mode():
-        return _linear_map(projection)(torch.eye(width, dtype=dtype, device=device)).T
+        return _apply_without_bias(projection, torch.eye(width, dtype=dtype, device=device)).T
 
 
 def _has_dequantize(weight: Any) -> bool:
@@ -140,9 +129,9 @@ def _has_dequantize(weight: Any) -> bool:
 
 
 def _dequantise(projection: Any) -> Tensor | None:
-    """Return the dequantised values of a weight.
+    """Return the values of a projection's quantised weight by its own `dequantize`.
 
-    None for another class, or where the projection has more than a weight.
+    None for a weight without that method, and for a projection that wraps other modules.
     """
     weight: Any = getattr(projection, "weight", None)
     if not _has_dequantize(weight) or list(projection.children()):

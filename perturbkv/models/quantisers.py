@@ -30,19 +30,19 @@ _MODULES = {"optimum-quanto": "optimum.quanto", "flute-kernel": "flute"}
 
 
 def quant_method(quantisation: Any) -> str:
-    """Return the quant_method of a `quantization_config`, given as an object or as a dictionary."""
-    document = as_dict(quantisation)
+    """Return the quant_method of a `quantization_config`, which is an object or a dictionary."""
+    document = _as_dict(quantisation)
     method = document.get("quant_method") or (
         "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & document.keys() else ""
     )
     return str(getattr(method, "value", method)).removesuffix("_4bit").removesuffix("_8bit")
 
 
-def kind(quantisation: Any) -> str:
-    """Return a description, for example `bitsandbytes int4`, `torchao Int8WeightOnly`."""
-    document = as_dict(quantisation)
+def describe(quantisation: Any) -> str:
+    """Return a `quantization_config` in words, for example `bitsandbytes int4` or `torchao Int8WeightOnly`."""
+    document = _as_dict(quantisation)
     bits = 4 if document.get("load_in_4bit") else 8 if document.get("load_in_8bit") else document.get("bits")
-    detail = f"int{bits}" if bits else document.get("weights") or _torchao_kind(document.get("quant_type"))
+    detail = f"int{bits}" if bits else document.get("weights") or _torchao_method(document.get("quant_type"))
     return " ".join(filter(None, (quant_method(document) or "quantised", str(detail or ""))))
 
 
@@ -56,7 +56,7 @@ def check_installed(config: Any, name: str) -> None:
         raise ModelError(msg)
 
 
-def as_dict(quantisation: Any) -> dict[str, Any]:
+def _as_dict(quantisation: Any) -> dict[str, Any]:
     """Return a `quantization_config` as a dictionary; empty for anything else."""
     return (
         quantisation
@@ -67,17 +67,15 @@ def as_dict(quantisation: Any) -> dict[str, Any]:
     )
 
 
-def _torchao_kind(quantisation: Any) -> str:
-    """Return the kind in torchao's own configuration.
-
-    It is `Int8WeightOnlyConfig` or, in older ones, `int8_weight_only`.
-    """
-    inside = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
-    method = inside.get("_type", "") if isinstance(inside, dict) else inside
+def _torchao_method(quantisation: Any) -> str:
+    """Return the method in torchao's `quant_type`, such as `Int8WeightOnly`, or `int8_weight_only` in older files."""
+    chosen = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
+    method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen
     return str(method or "").removesuffix("Config")
 
 
 def _is_installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it

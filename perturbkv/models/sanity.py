@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from perturbkv.errors import ModelError
 from perturbkv.models import quantisers
+from perturbkv.models.families import check_family, check_layers
 from perturbkv.models.sources import Source, explain_errors
 
 SIZES: Mapping[str, tuple[int, int]] = {
@@ -46,19 +47,22 @@ _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
 """Parameters of the rotations, at any depth."""
 
 
-def check(config: Any, name: str) -> None:
-    """Raise ModelError for the first impossible value of a model's configuration, and name it."""
+def check_config(config: Any, name: str) -> None:
+    """Raise ModelError for an unsupported family, and for the first impossible value of a model's configuration."""
+    check_family(config, name)
     _check_sizes(config, name)
     types = getattr(config, "layer_types", None)
-    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(one, str) for one in types)):
+    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
         _refuse(name, "layer_types", "a list of texts", types)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and not _is_known_method(quantised):
         _refuse(name, "quantization_config", "an object whose quant_method transformers knows", quantised)
     _check_numbers(config, name)
+    check_layers(config, name)
 
 
 def _check_sizes(config: Any, name: str) -> None:
+    """Raise ModelError for a size outside `SIZES`, and for numbers of heads or experts that do not fit together."""
     for key, (low, high) in SIZES.items():
         value = getattr(config, key, None)
         if (value is not None or key in _MUST_BE_THERE) and not _is_whole(value, low, high):
@@ -73,6 +77,7 @@ def _check_sizes(config: Any, name: str) -> None:
 
 
 def _check_numbers(config: Any, name: str) -> None:
+    """Raise ModelError for a negative epsilon, and for a scaling factor or rotary parameter that is not positive."""
     epsilon = getattr(config, "rms_norm_eps", 0.0)
     if not (_is_number(epsilon) and epsilon >= 0):
         _refuse(name, "rms_norm_eps", "a finite number of at least 0", epsilon)
@@ -81,33 +86,36 @@ def _check_numbers(config: Any, name: str) -> None:
         *((key, getattr(config, key, None)) for key in _FACTORS),
         *((f"{key} (of rope_parameters)", value) for key, value in rotations if key in _POSITIVE),
     ]
-    for called, value in positive:
+    for key, value in positive:
         if value is not None and not (_is_number(value) and value > 0):
-            _refuse(name, called, "a finite number above 0", value)
+            _refuse(name, key, "a finite number above 0", value)
 
 
 def _is_known_method(quantisation: Any) -> bool:
-    """Return whether transformers knows how the weights are quantised; what it does not know it ignores."""
+    """Return whether transformers knows a `quantization_config`'s method; it ignores unknown ones."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     return quantisers.quant_method(quantisation) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values of the rotations, of every kind of layer where these differ."""
+    """Yield the keys and values of `rope_parameters`, which are nested per layer type in some families."""
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
         yield from _rotations(value) if isinstance(value, dict) else [(key, value)]
 
 
 def _is_whole(value: Any, low: int, high: int) -> bool:
+    """Return whether a value is an integer, not a bool, from `low` to `high`."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse(name: str, key: str, expected: str, value: Any) -> None:
+    """Raise ModelError for a value of model `name`'s configuration, with the key and what is expected."""
     shown = repr(value)
     msg = (
         f"expected {key} of model '{name}' to be {expected}, got {shown[:40]}{'…' if len(shown) > 40 else ''}; get its "
@@ -116,17 +124,17 @@ def _refuse(name: str, key: str, expected: str, value: Any) -> None:
     raise ModelError(msg)
 
 
-def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that store a tensor's numbers, with names: itself, or those inside a subclass of torch's.
+def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors inside a tensor, with names: the tensor itself, or a quantised one's values and scales.
 
-    Quantised tensors store values, scales and more in tensors of their own.
+    `name` is the tensor's; names of inner tensors begin with it.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor.detach()
         return
     for inside in flatten()[0]:
-        yield from parts(f"{name}.{inside}", getattr(tensor, inside))
+        yield from plain_tensors(f"{name}.{inside}", getattr(tensor, inside))
 
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -134,22 +142,22 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_whole_model(source: Source, **arguments: Any) -> Any:
-    """Load a source by `AutoModelForCausalLM.from_pretrained` in eval mode, every tensor from its files and finite.
+    """Return the model of a source in eval mode, every weight read from its files and finite.
 
     Raises ModelError for unreadable files, and with the name of the first tensor that is missing, unexpected, of
-    another shape, or not finite.
+    another shape, or not finite. `arguments` are further ones of `AutoModelForCausalLM.from_pretrained`.
     """
     with explain_errors(source, "the weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
             source.location, **source.arguments, **arguments, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    _check_tensors(info, source.name)
+    _check_loading_info(info, source.name)
     check_finite(model, source.name)
     return model.eval()
 
 
 def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError for stored weights of other shapes than the model's, which transformers would draw anew."""
+    """Raise ModelError where a stored weight's shape is not the model's: transformers would draw it at random."""
     wrong = sorted(tensor for tensor in expected if stored.get(tensor, expected[tensor]) != expected[tensor])
     if wrong:
         _refuse_incomplete(
@@ -157,11 +165,8 @@ def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Map
         )
 
 
-def _check_tensors(info: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where from_pretrained reports missing, unexpected or mismatched tensors.
-
-    Tied weights are resolved.
-    """
+def _check_loading_info(info: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError where from_pretrained's loading info lists missing, unexpected or mismatched tensors."""
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         tensor, actual, expected = mismatched[0]
@@ -178,26 +183,23 @@ def _check_tensors(info: Mapping[str, Any], name: str) -> None:
 
 
 def _refuse_incomplete(name: str, what: str, count: int) -> None:
+    """Raise ModelError for an incomplete model: `what` is the first of `count` problems."""
     more = f" and {count - 1} more" if count > 1 else ""
     msg = f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
     raise ModelError(msg)
 
 
 def check_finite(model: Any, name: str) -> None:
-    """Raise ModelError for the first weight that holds NaN or Inf; one pass, waiting for the device once."""
-    tensors = (part for key, weight in model.named_parameters() for part in parts(key, weight))
+    """Raise ModelError for the first weight with NaN or Inf in it; the weights are read once."""
+    tensors = (part for key, weight in model.named_parameters() for part in plain_tensors(key, weight))
     weights = {key: tensor for key, tensor in tensors if tensor.dtype in _PLAIN}
     # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely
     sums = torch.stack([weight.sum().to("cpu", torch.float64, non_blocking=True) for weight in weights.values()])
     suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]
     for key in suspects:
-        if not_finite := _not_finite(weights[key]):
+        if not_finite := int((~torch.isfinite(weights[key])).sum()):
             msg = (
                 f"model '{name}' is not whole: '{key}' holds {not_finite} values that are NaN or Inf of "
                 f"{weights[key].numel():,}; get its files anew"
             )
             raise ModelError(msg)
-
-
-def _not_finite(weight: Tensor) -> int:
-    return int((~torch.isfinite(weight)).sum())

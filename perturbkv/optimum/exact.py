@@ -31,11 +31,11 @@ Kept = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class HeadEntries:
-    """The entries that one head's decoding query attends to.
+    """The entries that one head's decoding query attends to: the prompt's, and that of the decoding token.
 
     Attributes:
-        attention: (entry,) A, float64, of the prompt and the decoding token itself.
-        projected: (entry, d_model) 𝒱 = V W_O^h, float64.
+        attention: (entry,) attention weights A, float64.
+        projected: (entry, d_model) values after the output projection, 𝒱 = V W_O^h, float64.
         always: (entry,) True for entries that always stay: the window and the decoding token.
         sink: weight of the head's sink, an entry without a value that always stays; 0 where there is none.
     """
@@ -47,33 +47,33 @@ class HeadEntries:
 
     @cached_property
     def output(self) -> Floats:
-        """(d_model,) o_h = Σ A 𝒱."""
+        """(d_model,) the head's output with the full cache, o_h = Σ A 𝒱."""
         return np.asarray(self.attention @ self.projected)
 
     @cached_property
     def contributions(self) -> Floats:
-        """(entry, d_model) A (o − 𝒱): contribution of each kept entry to the numerator's vector."""
+        """(entry, d_model) what each entry adds to `numerator` where it is kept, A (o − 𝒱)."""
         return self.attention[:, None] * (self.output - self.projected)
 
     @cached_property
     def free(self) -> NDArray[np.int64]:
-        """(free,) indices of the entries that may be evicted."""
+        """(free,) indices of the free entries, those that may be evicted."""
         return np.flatnonzero(~self.always)
 
     def numerator(self, kept: Kept) -> Floats:
-        """Return (d_model,) S o − Σ N A 𝒱, the numerator's vector."""
+        """Return (d_model,) S o − Σ N A 𝒱 of a kept set, whose L1 norm over the retained mass S is L."""
         return np.asarray(kept @ self.contributions + self.sink * self.output)
 
     def mass(self, kept: Kept) -> float:
-        """Return S = Σ N A, the sink included."""
+        """Return the retained mass S = Σ N A of a kept set, the sink included."""
         return float(kept @ self.attention + self.sink)
 
     def perturbation(self, kept: Kept) -> float:
-        """Return L of a kept set, (entry,) True where an entry stays: the L1 change of the head's output."""
+        """Return the isolated perturbation L of a kept set (entry,): the L1 change of the head's output."""
         return float(np.abs(self.numerator(kept)).sum() / self.mass(kept))
 
     def with_free(self, indices: NDArray[np.int64]) -> Kept:
-        """Return (entry,) the set of these free entries and of all that always stay."""
+        """Return (entry,) the kept set of the free entries at some indices, and of all entries that always stay."""
         kept = self.always.copy()
         kept[indices] = True
         return kept
@@ -89,12 +89,12 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Proof:
-    """Bounds on the smallest L of all sets of a size.
+    """The best kept set of a size that a search met, and a proven lower bound of all of them.
 
     Attributes:
-        kept: (entry,) the best set found.
+        kept: (entry,) the best set.
         perturbation: its L.
-        lower: lower bound of L over all sets of this size, after the solver's tolerance.
+        lower: lower bound of L over all sets of this size, the solver's tolerance subtracted.
         seconds: duration of the search.
     """
 
@@ -105,22 +105,14 @@ class Proof:
 
     @property
     def closed(self) -> bool:
-        """Whether the set is proven to be optimal, to within `GAP_TOLERANCE` of its L."""
+        """True where the set is proven to be optimal, to within `GAP_TOLERANCE` of its L."""
         return self.lower >= self.perturbation * (1 - GAP_TOLERANCE)
 
 
-@dataclass(frozen=True)
-class _Solution:
-    """The result of one program: the best set, if any, and a proven lower bound of N − λ D."""
-
-    kept: Kept | None
-    least: float
-
-
 def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
-    """Return the best set of the size of `start`, searched for so many seconds from `start`.
+    """Return the best kept set of the size of `start`, and a proof, from a search of so many seconds.
 
-    Raises ValueError where `start` lacks an entry that always stays, or L is 0 everywhere.
+    Raises ValueError where `start` lacks an entry that always stays.
     """
     if not start[entries.always].all():
         msg = "expected a set that holds all that always stays"
@@ -128,62 +120,63 @@ def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
     begin, kept, value, lower = time.monotonic(), start, entries.perturbation(start), 0.0
     smallest = _smallest_mass(entries, int(start.sum()))
     while value > 0 and (left := seconds - (time.monotonic() - begin)) > 0:
-        solved = _solve(entries, int(start.sum()), value, left)
-        lower = max(lower, value + min(0.0, solved.least) / smallest)
-        better = np.inf if solved.kept is None else entries.perturbation(solved.kept)
-        if better >= value * (1 - GAP_TOLERANCE**2):
+        solution, least = _solve(entries, int(start.sum()), value, left)
+        lower = max(lower, value + min(0.0, least) / smallest)
+        if solution is None or entries.perturbation(solution) >= value * (1 - GAP_TOLERANCE**2):
             break
-        kept, value = solved.kept if solved.kept is not None else kept, better
+        kept, value = solution, entries.perturbation(solution)
     return Proof(kept, value, min(lower, value), time.monotonic() - begin)
 
 
 def _smallest_mass(entries: HeadEntries, size: int) -> float:
-    """Return the smallest S of a set of this size."""
-    settled = float(entries.attention[entries.always].sum()) + entries.sink
+    """Return the smallest retained mass S of all kept sets of a size."""
+    fixed = float(entries.attention[entries.always].sum()) + entries.sink
     free = size - int(entries.always.sum())
-    return settled + float(np.sort(entries.attention[entries.free])[:free].sum())
+    return fixed + float(np.sort(entries.attention[entries.free])[:free].sum())
 
 
-def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> _Solution:
-    """Minimise ‖Σ N A (o − 𝒱)‖₁ − λ S over the sets of a size; variables are free entries and model dimensions.
+def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tuple[Kept | None, float]:
+    """Return the kept set of a size that minimises ‖Σ N A (o − 𝒱)‖₁ − λ S at λ = `ratio`, and a proven lower bound.
 
-    The latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
+    None for the set where time runs out before there is one. Variables are free entries and model dimensions. The
+    latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
     """
     free, model = entries.free, entries.projected.shape[1]
     scale = _UNIT / ratio
     contributions = scale * entries.contributions[free].T
-    settled = scale * entries.numerator(entries.always)
+    fixed = scale * entries.numerator(entries.always)
     both = csr_array(np.block([[contributions, -np.eye(model)], [-contributions, -np.eye(model)]]))
     counted = np.concatenate([np.ones(len(free)), np.zeros(model)])
-    wanted = size - int(entries.always.sum())
+    free_kept = size - int(entries.always.sum())
     program = {
         "c": np.concatenate([-scale * ratio * entries.attention[free], np.ones(model)]),
         "integrality": counted,
         "bounds": Bounds(np.zeros(len(counted)), np.where(counted > 0, 1, np.inf)),
         "constraints": [
-            LinearConstraint(both, -np.inf, np.concatenate([-settled, settled])),
-            LinearConstraint(csr_array(counted[None]), wanted, wanted),
+            LinearConstraint(both, -np.inf, np.concatenate([-fixed, fixed])),
+            LinearConstraint(csr_array(counted[None]), free_kept, free_kept),
         ],
     }
     solution = _run_highs(program, seconds)
     constant = scale * ratio * entries.mass(entries.always)
     proven = -np.inf if solution.mip_dual_bound is None else solution.mip_dual_bound - (model + 1) * _TOLERANCE
-    return _Solution(_chosen_set(entries, solution.x), (proven - constant) / scale)
+    kept = None if solution.x is None else entries.with_free(free[solution.x[: len(free)] > 1 / 2])
+    return kept, (proven - constant) / scale
 
 
 def _run_highs(program: Mapping[str, Any], seconds: float) -> Any:
-    """Return the solver's result; without presolve where that fails with "Solve error"."""
+    """Return HiGHS's result for a program; where it fails with "Solve error", that without presolve."""
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
     with _silence_stdout():
         solution = milp(**program, options=options)
-        return (
-            solution if solution.mip_dual_bound is not None else milp(**program, options={**options, "presolve": False})
-        )
+        if solution.mip_dual_bound is None:
+            solution = milp(**program, options={**options, "presolve": False})
+        return solution
 
 
 @contextmanager
 def _silence_stdout() -> Iterator[None]:
-    """Silence what the solver writes to the process's stdout, past Python's."""
+    """Discard what is written to the process's stdout inside the block, past Python's `sys.stdout` too."""
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -193,10 +186,3 @@ def _silence_stdout() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _chosen_set(entries: HeadEntries, solution: Floats | None) -> Kept | None:
-    if solution is None:
-        return None
-    chosen = solution[: len(entries.free)] > 1 / 2
-    return entries.with_free(entries.free[chosen])

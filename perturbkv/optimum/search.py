@@ -1,4 +1,4 @@
-"""Distance of a head's kept sets from the best known set and from a proven bound: local search by swaps, and proofs.
+"""Search for a head's best kept set: local search by swaps, and proofs by integer programs.
 
 A set is locally optimal where no exchange of one kept entry for one evicted entry lowers L. `SearchResults` holds the
 results of a whole run.
@@ -28,9 +28,9 @@ class LocalSearch:
     """The result of a local search.
 
     Attributes:
-        kept: (entry,) the set.
+        kept: (entry,) the best kept set.
         perturbation: its L.
-        settled: whether no swap improves it; False where time ran out.
+        settled: whether no swap lowers its L; False where time ran out.
     """
 
     kept: Kept
@@ -39,9 +39,9 @@ class LocalSearch:
 
 
 def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
-    """Swap entries until no swap helps, or for so many seconds; L never increases.
+    """Return the kept set reached from `start` by swaps that lower L, until none does or for so many seconds.
 
-    Every kept free entry in turn is exchanged for the entry that lowers L most.
+    Every kept free entry in turn is exchanged for the evicted entry that lowers L most.
     """
     end, kept, best = time.monotonic() + seconds, start.copy(), entries.perturbation(start)
     indices, unchanged, turn = entries.free[start[entries.free]].tolist(), 0, 0
@@ -49,7 +49,7 @@ def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
         if time.monotonic() > end:
             return LocalSearch(kept, best, settled=False)
         slot = turn % len(indices)
-        perturbations = _swap_perturbations(entries, kept, indices[slot])
+        perturbations = _perturbations_after_swaps(entries, kept, indices[slot])
         entering = int(np.argmin(perturbations))
         turn, unchanged = turn + 1, unchanged + 1
         if perturbations[entering] < best * (1 - LEAST_GAIN):
@@ -58,18 +58,18 @@ def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
     return LocalSearch(kept, best, settled=True)
 
 
-def _swap_perturbations(entries: HeadEntries, kept: Kept, leaving: int) -> Floats:
-    """Return (entry,) L after each entry replaces the one that leaves; infinite for entries that are kept already."""
-    others = kept.copy()
-    others[leaving] = False
-    distance = cdist(-entries.numerator(others)[None], entries.contributions, "cityblock")[0]
-    perturbations: Floats = distance / (entries.mass(others) + entries.attention)
+def _perturbations_after_swaps(entries: HeadEntries, kept: Kept, leaving: int) -> Floats:
+    """Return (entry,) L of the kept set in which an entry replaces the entry `leaving`; infinite for kept entries."""
+    remaining = kept.copy()
+    remaining[leaving] = False
+    distance = cdist(-entries.numerator(remaining)[None], entries.contributions, "cityblock")[0]
+    perturbations: Floats = distance / (entries.mass(remaining) + entries.attention)
     perturbations[kept] = np.inf
     return perturbations
 
 
 _STARTS = 20
-"""Number of random sets from which the search of a small head starts, besides the given ones."""
+"""Number of random sets from which `prove` starts, besides the methods' own."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,15 @@ class HeadSearch:
     """The result of a search on one head.
 
     Attributes:
-        entries, kept: number of entries, and of entries in every set; both include the decoding token.
-        perturbation: L of each given set.
-        improved: L of the best given set after swaps, or of the best of all starts of a small head.
-        settled: whether no swap improves that set.
-        best: the smallest known L, in L1.
+        entries: number of entries, the decoding token included.
+        kept: number of kept entries, the decoding token included.
+        perturbation: L of each method's set.
+        improved: the smallest L after swaps, from the best of the methods' sets or, in a proof, from every start.
+        settled: whether no swap lowers `improved`.
+        best: the smallest known L.
         lower: lower bound of L over all sets of this size; None where no proof was tried.
         closed: whether `best` is proven to be the minimum.
-        positions: positions in the best known set, ascending.
+        positions: positions of the entries in the best known set, ascending.
     """
 
     entries: int
@@ -99,29 +100,31 @@ class HeadSearch:
 
 
 def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSearch:
-    """Improve the best of the given sets by swaps, until none helps or for so many seconds.
+    """Return the best kept set reached by swaps from the best of several sets, in at most so many seconds.
 
     Raises ValueError where the sets differ in size.
     """
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
     better = improve(entries, sets[int(np.argmin(perturbations))], seconds)
-    return _head_search(entries, perturbations, better, better.kept, better.perturbation, None)
+    return _head_search(perturbations, better, better.kept, better.perturbation, None)
 
 
 def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
-    """Return the best of all sets of this size, by swaps from the given and from random sets, then by integer programs.
+    """Return the best of all kept sets of a size: by swaps from several sets and random ones, then by integer programs.
 
-    Raises ValueError where the sets differ in size.
+    Swaps from one set, and the programs, take at most so many seconds each. Raises ValueError where the sets differ in
+    size.
     """
     perturbations = [entries.perturbation(kept) for kept in _check_equal_sizes(sets)]
     draw, free = np.random.default_rng(seed), int(sets[0].sum() - entries.always.sum())
     starts = [*sets, *(entries.with_free(draw.choice(entries.free, free, replace=False)) for _ in range(_STARTS))]
     improved = min((improve(entries, start, seconds) for start in starts), key=lambda result: result.perturbation)
     proof = best_set(entries, improved.kept, seconds)
-    return _head_search(entries, perturbations, improved, proof.kept, proof.perturbation, proof)
+    return _head_search(perturbations, improved, proof.kept, proof.perturbation, proof)
 
 
 def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
+    """Return kept sets unchanged. Raises ValueError where they differ in size."""
     sizes = sorted({int(kept.sum()) for kept in sets})
     if len(sizes) != 1:
         msg = f"expected kept sets of one size, got {sizes}"
@@ -130,13 +133,13 @@ def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
 
 
 def _head_search(
-    entries: HeadEntries,
     perturbations: Sequence[float],
     improved: LocalSearch,
     kept: Kept,
     best: float,
     proof: Proof | None,
 ) -> HeadSearch:
+    """Return the result of a search: the `perturbations` of its sets, the improved set, and the best set."""
     return HeadSearch(
         entries=len(kept),
         kept=int(kept.sum()),
@@ -151,7 +154,7 @@ def _head_search(
 
 
 PROMPT, PREFIX = "prompt", "prefix"
-"""Part of a sample that a search covers: the whole prompt, or its first tokens."""
+"""Values of `part` in a row: the search covered the whole prompt, or its first tokens."""
 
 
 @dataclass(frozen=True)
@@ -173,5 +176,5 @@ class SearchResults:
 
     @property
     def digest(self) -> str:
-        """Short digest of the rows."""
+        """Digest of the rows, 12 hexadecimal characters."""
         return hashlib.sha256(json.dumps(list(self.rows)).encode()).hexdigest()[:12]

@@ -31,7 +31,7 @@ class Bar(Protocol):
     """A progress bar."""
 
     def advance(self) -> None:
-        """Count one more item as done."""
+        """Add one item to those that are done."""
 
     def update(self, done: int, total: int) -> None:
         """Set the number of items that are done, and of all."""
@@ -47,9 +47,9 @@ def bar(
     console: Console | None = None,
     status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """Show a bar with the time left: in the notebook's cell, or on stderr unless a console is given.
+    """Show a progress bar with the time left inside the block: in the notebook's cell, or on a console (else stderr).
 
-    `status` is called whenever the bar is drawn, and returns a text to show beside it, such as `7 of 8 workers`.
+    `status` is called whenever the bar is drawn, and returns a text to show next to it, such as `7 of 8 workers`.
 
     Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. The bar disappears
     after the block.
@@ -67,11 +67,12 @@ def bar(
 def _terminal_bar(
     label: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
 ) -> Iterator[Bar]:
-    alone = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    shared = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
+    """Show a bar of rich on a terminal inside the block; it has fewer columns where there is a status."""
+    wide = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    narrow = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
     columns = (
         TextColumn("{task.description}"),
-        *(shared if status() else alone),
+        *(narrow if status() else wide),
         TextColumn("left"),
         TimeRemainingColumn(),
         *([_TextColumn(lambda task: status())] if status() else []),
@@ -89,15 +90,18 @@ class _TextColumn(ProgressColumn):
         self._text = text
 
     def render(self, task: Task) -> Text:
+        """Return the text for a task."""
         return Text(self._text(task))
 
 
 def _format_rate(per_second: float | None) -> str:
+    """Return a number of items per second as text per minute; empty where it is not known yet."""
     return "" if per_second is None else f"{60 * per_second:.3g}/min"
 
 
 @contextmanager
 def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
+    """Show a bar of the browser in the notebook's cell inside the block."""
     from IPython.display import display
 
     handle = display(_mime_bundle(label), raw=True, display_id=True)
@@ -108,13 +112,17 @@ def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[],
 
 
 class _TerminalBar:
+    """A bar of rich."""
+
     def __init__(self, drawn: Progress, label: str, total: int | None, done: int) -> None:
         self._drawn, self._task = drawn, drawn.add_task(label, total=total, completed=done)
 
     def advance(self) -> None:
+        """Add one item to those that are done."""
         self._drawn.advance(self._task)
 
     def update(self, done: int, total: int) -> None:
+        """Set the number of items that are done, and of all."""
         self._drawn.update(self._task, completed=done, total=total)
 
 
@@ -128,16 +136,19 @@ class _NotebookBar:
         self._draw()
 
     def advance(self) -> None:
+        """Add one item to those that are done."""
         self._done += 1
         self._draw()
 
     def update(self, done: int, total: int) -> None:
+        """Set the number of items that are done, and of all."""
         if self._total is None:
             self._first = done
         self._done, self._total = done, total
         self._draw()
 
     def _draw(self) -> None:
+        """Replace the bar in the cell by one with the current counts, rate and time left."""
         elapsed = time.monotonic() - self._began
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
@@ -149,21 +160,26 @@ class _NotebookBar:
         status = self._status()
         rate = f", {_format_rate(new / elapsed)}, {status}" if status and new > 0 else f", {status}" if status else ""
         text = f"{self._label}: {count}, {_format_seconds(elapsed)}{left}{rate}"
-        drawn = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
-        self._handle.update(_mime_bundle(text, drawn), raw=True)
+        html_bar = "" if total is None else f'<progress value="{self._done}" max="{total}"></progress> '
+        self._handle.update(_mime_bundle(text, html_bar), raw=True)
 
 
-def _mime_bundle(text: str, drawn: str = "") -> dict[str, str]:
-    return {"text/plain": text, "text/html": f"{drawn}{text}"}
+def _mime_bundle(text: str, html_bar: str = "") -> dict[str, str]:
+    """Return the plain and the HTML form of a bar for IPython."""
+    return {"text/plain": text, "text/html": f"{html_bar}{text}"}
 
 
 def _format_seconds(seconds: float) -> str:
+    """Return a duration as text, such as 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
 
 
 @dataclass
 class Clock:
-    """The seconds per phase; a phase inside another counts in both. `wait` waits until the device has finished."""
+    """The durations of phases in seconds, by name; a nested phase counts in the outer one too.
+
+    `wait` waits until the device has finished.
+    """
 
     wait: Callable[[], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -174,7 +190,10 @@ _timing_clock: ContextVar[Clock | None] = ContextVar("perturbkv_clock", default=
 
 @contextmanager
 def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]:
-    """Collect the seconds of every phase inside the block."""
+    """Measure all phases inside the block, and yield the dictionary of their seconds by name.
+
+    `wait` is called at both ends of a phase, and waits until the device has finished.
+    """
     clock = Clock(wait)
     token = _timing_clock.set(clock)
     try:
@@ -185,7 +204,7 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the block's seconds to `name`, inside `timed`."""
+    """Add the block's duration to the phase `name`, where it is inside `timed`."""
     clock = _timing_clock.get()
     if clock is None:
         yield

@@ -17,25 +17,25 @@ from perturbkv.analyses.stats.intervals import POSITIVE, estimate_mean, share_ki
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
-from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, by_step, mean_of
+from perturbkv.reporting.head_measures import ANALYSIS, FIRST, SHARE, STEPPED, Measure, mean_over_samples, means_by_step
 from perturbkv.reporting.page_blocks import Blocks, log_scale, pack_verdicts
 from perturbkv.reporting.sides import (
     EqualSets,
     PairComparison,
     Sides,
     Start,
-    compare,
+    compare_pairs,
     drift_ratios,
     equal_sets,
     with_band,
-    with_ends,
+    with_interval,
 )
 from perturbkv.trace import Trace
 
 
-def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Return label, side, budget and cache shares (entries, bytes; NaN if unknown) of each configuration."""
-    held, size = Measurements(trace, ANALYSIS).cache_shares, _bytes(trace)
+def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
+    """Return the configurations as JSON objects: label, side, budget and cache shares (NaN if unknown)."""
+    held, size = Measurements(trace, ANALYSIS).cache_shares, _byte_shares(trace)
     return [
         {
             "label": escape_line(config.label()),
@@ -50,67 +50,67 @@ def configs_of(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     ]
 
 
-def configuration_totals(trace: Trace, measure: Measure, each: Floats) -> Floats:
-    """Return (config, 3): the sum over heads and samples over that of the outputs' norms, with intervals.
+def config_totals(trace: Trace, measure: Measure, values: Floats) -> Floats:
+    """Return (config, 3): the sum over heads and samples over that of the outputs' norms, with its interval.
 
     A measure without a norm has the mean over heads instead.
     """
     if measure.norm is None:
         kind = share_kind(0) if measure.kind == SHARE else POSITIVE
-        means = [estimate_mean(_mean_over_heads(each[:, config]), kind) for config in range(each.shape[1])]
-        return np.array([with_ends(one.value, one.interval) for one in means])
+        means = [estimate_mean(_mean_over_heads(values[:, config]), kind) for config in range(values.shape[1])]
+        return np.array([with_interval(one.value, one.interval) for one in means])
     if measure.norm not in trace.arrays:
-        return np.full((each.shape[1], 3), np.nan)
+        return np.full((values.shape[1], 3), np.nan)
     norm = Measurements(trace, ANALYSIS)[measure.norm]
     with np.errstate(invalid="ignore"):  # bounds may be infinite
-        return np.array([with_ends(*sum_ratio(norm, each[:, config])) for config in range(each.shape[1])])
+        return np.array([with_interval(*sum_ratio(norm, values[:, config])) for config in range(values.shape[1])])
 
 
-def kl(trace: Trace) -> Floats:
-    """Return (config, 3): median over samples of KL(full ‖ evicted), nat, with its interval."""
+def kl_medians(trace: Trace) -> Floats:
+    """Return (config, 3): the median over samples of KL(full ‖ evicted) in nats, with its interval."""
     divergence = Measurements(trace, ANALYSIS)["logit_kl"]
     return with_band(np.median(divergence, axis=0), intervals.of_medians(divergence))
 
 
 def kl_floor(trace: Trace) -> float:
-    """Return the median over samples of KL with everything kept, nat."""
+    """Return the median over samples of KL with everything kept, in nats."""
     return float(np.median(Measurements(trace, ANALYSIS)["logit_kl_noise_floor"]))
 
 
-def top1(trace: Trace) -> Floats:
+def top1_shares(trace: Trace) -> Floats:
     """Return (config, 3): the share of samples with the same next token, with its exact interval."""
     agrees = Measurements(trace, ANALYSIS)["top1_agreement"] > 0
-    return np.array([with_ends(float(one.mean()), intervals.of_share(one)) for one in agrees.T])
+    return np.array([with_interval(float(one.mean()), intervals.of_share(one)) for one in agrees.T])
 
 
-def drifts(trace: Trace) -> Floats:
+def drift_values(trace: Trace) -> Floats:
     """Return the drift after each layer (distance, sample, config, layer)."""
     measured = Measurements(trace, ANALYSIS)
-    return np.stack([drift.distances(measured, distance) for distance in DISTANCES])
+    return np.stack([drift.drift_values(measured, distance) for distance in DISTANCES])
 
 
-def drift_means(each: Floats) -> Floats:
-    """Return the mean of `drifts` with intervals (distance, config, layer, 3)."""
+def drift_means(values: Floats) -> Floats:
+    """Return the mean over samples of `drift_values`, with its interval (distance, config, layer, 3)."""
     return np.stack([
-        np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in each
+        np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in values
     ])  # fmt: skip
 
 
 def drift_floors(trace: Trace) -> Floats:
-    """Return the mean noise floor of drift (distance, layer); NaN where the trace has none of the distance."""
+    """Return the mean noise floor of drift (distance, layer); NaN for distances without floors in the trace."""
     measured = Measurements(trace, ANALYSIS)
-    each = [drift.floors(measured, distance) for distance in DISTANCES]
+    each = [drift.drift_floors(measured, distance) for distance in DISTANCES]
     nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
     return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
 
 
-def evicted_nothing(trace: Trace) -> Sequence[str]:
+def configs_without_eviction(trace: Trace) -> Sequence[str]:
     """Return the labels of configurations whose budget covered every sample's prompt."""
     evicted = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
     return [config.label() for config, some in zip(trace.run.configs, evicted.tolist(), strict=True) if not some]
 
 
-def _bytes(trace: Trace) -> Floats:
+def _byte_shares(trace: Trace) -> Floats:
     """Return (config,): cache bytes over those of the full cache in 16 bits; NaN where the trace lacks them."""
     try:
         return Measurements(trace, ANALYSIS).byte_shares
@@ -118,15 +118,15 @@ def _bytes(trace: Trace) -> Floats:
         return np.full(len(trace.run.configs), np.nan)
 
 
-def _mean_over_heads(each: Floats) -> Floats:
+def _mean_over_heads(values: Floats) -> Floats:
     """Return the mean (sample,) of (sample, layer, head) over the heads that are not NaN; NaN where all are."""
-    known = ~np.isnan(each)
+    known = ~np.isnan(values)
     counts = known.sum(axis=(1, 2))
-    return np.asarray(np.where(known, each, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
+    return np.asarray(np.where(known, values, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
 
 
 _MOST_STEPS, _MOST_SAMPLES = 0.5, 0.75
-"""Most shares of the remaining bytes for steps and single samples; the rest is for kept sets."""
+"""Largest shares of the remaining bytes for steps and for single samples; the rest is for kept sets."""
 _LEAST_SAMPLES = 2
 """Number of measures whose single samples every page has."""
 _LEFT_OUT = "left out to keep the page small; --full keeps them"
@@ -134,7 +134,7 @@ _LEFT_OUT = "left out to keep the page small; --full keeps them"
 
 @dataclass(frozen=True)
 class TraceMeasures:
-    """A trace with its measures and sides, from which the arrays are computed.
+    """A trace with its measures and sides, from which the page's arrays are computed.
 
     Attributes:
         trace: the trace.
@@ -152,7 +152,7 @@ class TraceMeasures:
     start: Start
 
     @property
-    def verdicts(self) -> list[str]:
+    def verdict_keys(self) -> list[str]:
         """The keys of the measures that have verdicts."""
         return [one.key for one in self.measures if one.source]
 
@@ -163,39 +163,41 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
     comparisons: dict[str, PairComparison] = {}
     equal = equal_sets(measured.quick, measured.sides.pairs) if measured.quick and measured.sides.pairs else None
     for one, each in zip(measured.measures, measured.each, strict=True):
-        means.append(mean_of(each))
-        totals.append(configuration_totals(measured.trace, one, each))
+        means.append(mean_over_samples(each))
+        totals.append(config_totals(measured.trace, one, each))
         if equal is not None and measured.quick is not None:
-            comparisons[one.key] = compare(measured.quick, one, each, measured.sides.pairs, equal)
+            comparisons[one.key] = compare_pairs(measured.quick, one, each, measured.sides.pairs, equal)
         if one.source:
             floors.append(_noise_floor(measured.trace, one))
-    blocks.floats("mean", np.stack(means))
-    blocks.floats("total", np.stack(totals))
-    blocks.floats("floor", np.stack(floors))
-    blocks.floats("norm", Measurements(measured.trace, ANALYSIS)["output_norm"].mean(axis=0))
+    blocks.put_floats("mean", np.stack(means))
+    blocks.put_floats("total", np.stack(totals))
+    blocks.put_floats("floor", np.stack(floors))
+    blocks.put_floats("norm", Measurements(measured.trace, ANALYSIS)["output_norm"].mean(axis=0))
     _put_pairs(blocks, comparisons)
     _put_drift(measured, blocks, equal)
-    blocks.floats("kl", kl(measured.trace))
-    blocks.floats("top1", top1(measured.trace))
+    blocks.put_floats("kl", kl_medians(measured.trace))
+    blocks.put_floats("top1", top1_shares(measured.trace))
     return comparisons
 
 
 def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
+    """Store the sums, shares of better heads and verdicts of all pairs in `blocks`, where there are pairs."""
     if not comparisons:
         return
-    blocks.floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
-    blocks.floats("pair_better", np.stack([one.better for one in comparisons.values() if one.better is not None]))
+    blocks.put_floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
+    blocks.put_floats("pair_better", np.stack([one.better for one in comparisons.values() if one.better is not None]))
     verdicts = np.stack([one.verdict for one in comparisons.values() if one.verdict is not None])
-    blocks.packed("verdict", pack_verdicts(verdicts), verdicts.shape)
+    blocks.put_packed("verdict", pack_verdicts(verdicts), verdicts.shape)
 
 
 def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
-    each = drifts(measured.trace)
-    blocks.floats("drift", drift_means(each))
-    blocks.codes("drift_sample", list(each), [log_scale(one) for one in each])
-    blocks.floats("drift_floor", drift_floors(measured.trace))
+    """Store drift, its noise floors and, where kept sets can be compared, its ratios in `blocks`."""
+    each = drift_values(measured.trace)
+    blocks.put_floats("drift", drift_means(each))
+    blocks.put_codes("drift_sample", list(each), [log_scale(one) for one in each])
+    blocks.put_floats("drift_floor", drift_floors(measured.trace))
     if equal is not None and measured.quick is not None:
-        blocks.floats("drift_ratio", drift_ratios(measured.quick, measured.sides.pairs, equal))
+        blocks.put_floats("drift_ratio", drift_ratios(measured.quick, measured.sides.pairs, equal))
 
 
 def _noise_floor(trace: Trace, measure: Measure) -> Floats:
@@ -207,22 +209,22 @@ def _noise_floor(trace: Trace, measure: Measure) -> Floats:
 
 
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
-    """Store the means of every step where there is more than one; return the measures that have them."""
+    """Store the means of every decode step in `blocks`; return the JSON field that names their measures."""
     if int(measured_steps(measured.trace).max()) < 2:
         return {}
     stepped = [one for one in measured.measures if one.key in STEPPED]
-    means = [by_step(measured.trace, one) for one in stepped]
+    means = [means_by_step(measured.trace, one) for one in stepped]
     scales = [one.scale(part) for one, part in zip(stepped, means, strict=True)]
-    if blocks.codes("step_mean", means, scales, _MOST_STEPS) > 1:
+    if blocks.put_codes("step_mean", means, scales, _MOST_STEPS) > 1:
         lacks["steps"] = f"the heads of each decode step are {_LEFT_OUT}"
         return {}
     return {"stepped": [one.key for one in stepped]}
 
 
 def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """Store the measures of every sample: all with `full`, else the first ones that leave bytes for kept sets."""
+    """Store the measures of every sample: all with `full`, else as many as leave bytes for kept sets."""
     if full:
-        blocks.floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
+        blocks.put_floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
         blocks.arrays["sample"]["measures"] = list(range(len(measured.each)))
         return
     keys = [one.key for one in measured.measures]
@@ -234,7 +236,7 @@ def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], 
         chosen = sorted(order[:count])
         each = [measured.each[index] for index in chosen]
         scales = [measured.measures[index].scale(measured.each[index]) for index in chosen]
-        taken = blocks.codes("sample", each, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
+        taken = blocks.put_codes("sample", each, scales, _MOST_SAMPLES if count > _LEAST_SAMPLES else np.inf)
         count = count if taken <= 1 else max(_LEAST_SAMPLES, min(count - 1, int(count / taken)))
     blocks.arrays["sample"]["measures"] = chosen
     if count < len(order):

@@ -18,27 +18,27 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
-from perturbkv.reporting.arrays import evicted_nothing, kl_floor
+from perturbkv.reporting.arrays import configs_without_eviction, kl_floor
 from perturbkv.reporting.head_measures import ANALYSIS
-from perturbkv.reporting.prompt_texts import why_without_text
-from perturbkv.reporting.sides import Sides, Start, with_ends
+from perturbkv.reporting.prompt_texts import missing_text_hint
+from perturbkv.reporting.sides import Sides, Start, with_interval
 from perturbkv.trace import Trace
 from perturbkv.user_files import parse_json
 
 _MOST_NAMED = 4
 """Most configurations that a warning names."""
 _LEAST_TIED = 0.01
-"""The least share of tied heads that a warning mentions."""
+"""Least share of tied heads that a warning mentions."""
 Fact = tuple[str, str]
 
 
-def title_of(trace: Trace) -> str:
-    """Return model and data set."""
+def trace_title(trace: Trace) -> str:
+    """Return a trace's title: model and data set."""
     return escape_line(f"{trace.run.model} · {trace.run.dataset}")
 
 
-def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
-    """Return labels and values that identify the run, without defaults."""
+def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
+    """Return (label, value) pairs that identify the run, without values that are defaults."""
     run = identity(trace, trace.run.configs)
     facts = {
         "Model": run.model,
@@ -47,39 +47,41 @@ def facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Data": run.dataset,
         "Scenario": run.scenario if run.scenario != "regular" else "",
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
-        "Configurations": _configurations(trace, sides),
+        "Configurations": _configurations_text(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
-        "Held / full": _cache_shares(trace),
-        "Noise floor": _noise_floor(trace),
+        "Held / full": _cache_shares_text(trace),
+        "Noise floor": _noise_floor_text(trace),
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,
     }
     return tuple((label, escape_line(value)) for label, value in facts.items() if value)
 
 
-def warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
-    """Return the warnings of a page.
+def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
+    """Return the sentences to read before any number, such as few samples or random weights.
 
     `tied` is the share of heads whose propagated verdict is a tie in the pair that is shown first.
     """
     sentences = [
-        _random_weights(trace),
-        _failed(trace),
-        _few_samples(int(trace.ok.sum())),
-        *_no_evidence(trace, sides, start),
-        _ties(sides, start, tied),
-        _nothing_evicted(trace),
+        _random_weights_warning(trace),
+        _failures_warning(trace),
+        _few_samples_warning(int(trace.ok.sum())),
+        *_no_evidence_warnings(trace, sides, start),
+        _ties_warning(sides, start, tied),
+        _nothing_evicted_warning(trace),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in sentences if one)
 
 
-def _configurations(trace: Trace, sides: Sides) -> str:
+def _configurations_text(trace: Trace, sides: Sides) -> str:
+    """Return the number of configurations, and of sides and budgets where there are several budgets."""
     count = len(trace.run.configs)
     return str(count) if len(sides.budgets) == 1 else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets"
 
 
-def _cache_shares(trace: Trace) -> str:
+def _cache_shares_text(trace: Trace) -> str:
+    """Return the range of cache shares as text; '' where the trace has none."""
     shares = Measurements(trace, ANALYSIS).cache_shares
     known = shares[~np.isnan(shares)]
     if not known.size:
@@ -88,17 +90,20 @@ def _cache_shares(trace: Trace) -> str:
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-def _noise_floor(trace: Trace) -> str:
+def _noise_floor_text(trace: Trace) -> str:
+    """Return the noise floors of the median and the largest head over ‖o_h‖, and that of KL."""
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
 
-def _random_weights(trace: Trace) -> str:
+def _random_weights_warning(trace: Trace) -> str:
+    """Return the warning of random weights; '' for a trained model."""
     return "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else ""
 
 
-def _failed(trace: Trace) -> str:
+def _failures_warning(trace: Trace) -> str:
+    """Return the warning of failed samples, with the first reason; '' where none failed."""
     if not trace.failures:
         return ""
     first, reason = next(iter(trace.failures.items()))
@@ -109,7 +114,8 @@ def _failed(trace: Trace) -> str:
     return f"{summary}: {reason}" if failed == 1 else f"{summary}; the first, {first}: {reason}"
 
 
-def _few_samples(samples: int) -> str:
+def _few_samples_warning(samples: int) -> str:
+    """Return the warning of too few samples for intervals; '' for enough."""
     if samples == 1:
         return "One sample: no number here has an interval."
     if samples >= MIN_SAMPLES:
@@ -117,8 +123,8 @@ def _few_samples(samples: int) -> str:
     return f"{samples} samples, too few for 95 % intervals; instead: {text.RANGES_NOTE}."
 
 
-def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
-    """Return a warning where the first treatment's σ is at most 0.5 in some heads, budget by budget."""
+def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
+    """Return a warning where the first treatment's σ is at most 0.5 in some heads, with counts per budget."""
     sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     configs = [(budget, sides.config(start.treatment, index)) for index, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[config] <= EVIDENCE).sum())) for budget, config in configs if config is not None]
@@ -128,7 +134,8 @@ def _no_evidence(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
     return [f"σ ≤ 0.5 in heads of {sides.names[start.treatment]}: {heads}. Theorem 3 says nothing there."]
 
 
-def _ties(sides: Sides, start: Start, tied: float | None) -> str:
+def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
+    """Return the warning of tied heads in the pair that is shown first; '' for a share below 1 %."""
     if not tied or tied < _LEAST_TIED:
         return ""
     pair = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
@@ -138,8 +145,9 @@ def _ties(sides: Sides, start: Start, tied: float | None) -> str:
     )
 
 
-def _nothing_evicted(trace: Trace) -> str:
-    labels = evicted_nothing(trace)
+def _nothing_evicted_warning(trace: Trace) -> str:
+    """Return the warning of configurations that evicted nothing; '' where all evicted."""
+    labels = configs_without_eviction(trace)
     if not labels:
         return ""
     more = f" and {len(labels) - _MOST_NAMED} more" if len(labels) > _MOST_NAMED else ""
@@ -147,54 +155,61 @@ def _nothing_evicted(trace: Trace) -> str:
 
 
 _UNITS = {"digits": "digits found", "score": "score"}
-"""Variable of scores -> its name; the share of leading digits is finer than right or wrong."""
+"""Variable of scores -> its name; leading digits come first, as their share is finer than right or wrong."""
 _TEXTS = ("answer_full", "answer", "expected_answers")
 
 
-def answers(trace: Trace) -> dict[str, Any] | None:
-    """Return `answers` of the page's JSON; None where the trace has neither scores nor texts."""
+def answers_part(trace: Trace) -> dict[str, Any] | None:
+    """Return `answers_part` of the page's JSON; None where the trace has neither scores nor texts."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
     texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
     if name is None and not texts:
         return None
-    full, evicted = (None, None) if name is None else (_scores(trace, f"{name}_full"), _scores(trace, name))
+    full, evicted = (
+        (None, None) if name is None else (_complete_scores(trace, f"{name}_full"), _complete_scores(trace, name))
+    )
     full_texts, config_texts = texts.get("answer_full"), texts.get("answer")
     tasks = terms(trace.run)
     return {
         "unit": _UNITS.get(name or "", ""),
         "metric": escape_line(", ".join(sorted(tasks.metrics or tasks.own_metrics))),
-        "expected": None if "expected_answers" not in texts else [_expected(one) for one in texts["expected_answers"]],
-        "full": {"texts": _texts(full_texts), "scores": _as_list(full)},
-        "full_mean": _mean(full),
+        "expected": None
+        if "expected_answers" not in texts
+        else [_accepted_answers(one) for one in texts["expected_answers"]],
+        "full": {"texts": _escaped_texts(full_texts), "scores": _as_list(full)},
+        "full_mean": _mean_with_interval(full),
         "configs": [
             {
-                "texts": None if config_texts is None else _texts(config_texts[:, config]),
+                "texts": None if config_texts is None else _escaped_texts(config_texts[:, config]),
                 "scores": None if evicted is None else _as_list(evicted[:, config]),
-                "mean": _mean(None if evicted is None else evicted[:, config]),
+                "mean": _mean_with_interval(None if evicted is None else evicted[:, config]),
             }
             for config in range(len(trace.run.configs))
         ],
     }
 
 
-def has_texts(trace: Trace) -> bool:
+def has_answer_texts(trace: Trace) -> bool:
     """Return whether the trace has the text of answers."""
     return {"answer_full", "answer"} <= set(trace.arrays)
 
 
-def _scores(trace: Trace, name: str) -> Floats:
+def _complete_scores(trace: Trace, name: str) -> Floats:
+    """Return a variable of scores of the complete samples, as float64."""
     return np.asarray(trace.arrays[name][trace.ok], dtype=np.float64)
 
 
 def _as_list(scores: Floats | None) -> list[float] | None:
+    """Return scores as a list; None without scores."""
     return None if scores is None else scores.tolist()
 
 
-def _texts(texts: NDArray[np.generic] | None) -> list[str] | None:
+def _escaped_texts(texts: NDArray[np.generic] | None) -> list[str] | None:
+    """Return texts as a list, with control characters escaped; None without texts."""
     return None if texts is None else [escape_control_characters(str(one)) for one in texts.tolist()]
 
 
-def _expected(document: Any) -> list[str]:
+def _accepted_answers(document: Any) -> list[str]:
     """Return the accepted answers of a sample from their JSON list; any other text is a single answer."""
     try:
         accepted = parse_json(str(document) or "[]")
@@ -207,7 +222,7 @@ def _expected(document: Any) -> list[str]:
     )
 
 
-def _mean(scores: Floats | None) -> list[Any] | None:
+def _mean_with_interval(scores: Floats | None) -> list[Any] | None:
     """Return the mean over graded samples, the ends of its interval, and their kind: interval or range.
 
     The interval is exact where all scores are 0 or 1.
@@ -218,7 +233,7 @@ def _mean(scores: Floats | None) -> list[Any] | None:
     mean = estimate_mean(scores, share_kind(0))
     exact = graded.size and np.isin(graded, (0.0, 1.0)).all()
     ends = intervals.of_share(graded > 0) if exact else mean.interval
-    return [*with_ends(mean.value, ends), ends.kind if ends else "none"]
+    return [*with_interval(mean.value, ends), ends.kind if ends else "none"]
 
 
 _NEEDED = {
@@ -226,27 +241,28 @@ _NEEDED = {
     "attention": "attention_full",
     "distances": "perturbation_propagated_cosine",
 }
-"""Part of the page -> the variable that it needs."""
+"""Part of the page -> variable that it needs."""
 
 
 def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
-    """Return part of the page -> the sentence that says how to measure it, for parts that the trace lacks.
+    """Return part of the page -> sentence that says how to measure it, for parts that the trace lacks.
 
     `pairs` is the number of its pairs of configurations.
     """
     reasons = {
-        **{part: _why_without(trace, variable) for part, variable in _NEEDED.items()},
+        **{part: _missing_variable_hint(trace, variable) for part, variable in _NEEDED.items()},
         "kept": trace.missing_positions_message(),
-        "prompt": why_without_text(trace),
-        "answers": _why_ungraded(trace),
-        "answers_text": _why_without_texts(trace),
-        "steps": _why_single_step(trace),
-        "pairs": "" if pairs else _why_without_pairs(trace),
+        "prompt": missing_text_hint(trace),
+        "answers": _missing_scores_hint(trace),
+        "answers_text": _missing_texts_hint(trace),
+        "steps": _single_step_hint(trace),
+        "pairs": "" if pairs else _measure_pairs_hint(trace),
     }
     return {part: escape_line(why) for part, why in reasons.items() if why}
 
 
-def _why_without_pairs(trace: Trace) -> str:
+def _measure_pairs_hint(trace: Trace) -> str:
+    """Return a hint to measure several configurations of one budget."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
@@ -254,7 +270,8 @@ def _why_without_pairs(trace: Trace) -> str:
     )
 
 
-def _why_without(trace: Trace, variable: str) -> str:
+def _missing_variable_hint(trace: Trace, variable: str) -> str:
+    """Return a hint to measure a variable; '' where the trace has it."""
     if variable in trace.arrays:  # not read: some are large
         return ""
     try:
@@ -264,7 +281,8 @@ def _why_without(trace: Trace, variable: str) -> str:
     return ""
 
 
-def _why_ungraded(trace: Trace) -> str:
+def _missing_scores_hint(trace: Trace) -> str:
+    """Return a hint to measure scores of answers; '' where the trace has them."""
     try:
         scores(trace, ANALYSIS)
     except TraceError as error:
@@ -272,8 +290,9 @@ def _why_ungraded(trace: Trace) -> str:
     return ""
 
 
-def _why_without_texts(trace: Trace) -> str:
-    if has_texts(trace) or "score_full" not in trace.arrays:
+def _missing_texts_hint(trace: Trace) -> str:
+    """Return a hint to record the answers' texts; '' where the trace has them, or no scores."""
+    if has_answer_texts(trace) or "score_full" not in trace.arrays:
         return ""
     return (
         f"expected the answers' text in {trace.source or 'this trace'}, got their scores alone; make it again: "
@@ -281,7 +300,8 @@ def _why_without_texts(trace: Trace) -> str:
     )
 
 
-def _why_single_step(trace: Trace) -> str:
+def _single_step_hint(trace: Trace) -> str:
+    """Return a hint to measure more decode steps; '' where the trace has several."""
     if trace.run.steps > 1:
         return ""
     return (

@@ -21,7 +21,7 @@ _NO_MASS = 1e-12
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity that is measured of every head.
+    """A quantity that is measured per head.
 
     Attributes:
         key, name, unit, about: its id, names on the page, and a sentence that explains it.
@@ -42,18 +42,18 @@ class Measure:
 
     @property
     def less(self) -> bool:
-        """Return whether less is better."""
+        """Whether smaller values are better."""
         return self.kind != SHARE
 
     @property
     def norm(self) -> str | None:
-        """The variable that its sums are divided by; None where means are shown instead."""
+        """The variable of the norms that sums of the measure are divided by; None where means replace sums."""
         unit = distance_of(self.distance or "l1")
         return None if self.kind in (SHARE, DISTANCE) or unit.angular else f"output_norm{unit.suffix}"
 
-    def scale(self, each: Floats) -> Scale:
-        """Return the scale of its values' codes."""
-        return linear_scale(each) if self.kind == SHARE else log_scale(each)
+    def scale(self, values: Floats) -> Scale:
+        """Return the scale of the two-byte codes of the measure's values."""
+        return linear_scale(values) if self.kind == SHARE else log_scale(values)
 
     def to_dict(self, ties: int | None) -> dict[str, Any]:
         """Return the measure for the page's JSON; `ties`: its index among the measures with verdicts."""
@@ -61,7 +61,8 @@ class Measure:
         return {**fields, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
 
 
-def _perturbation(source: str, distance: str) -> Measure:
+def _perturbation_measure(source: str, distance: str) -> Measure:
+    """Return the measure of an isolated or propagated perturbation in one distance."""
     unit = distance_of(distance)
     words = {"isolated": "with this layer alone evicted", "propagated": "with all earlier layers evicted too"}
     return Measure(
@@ -77,7 +78,11 @@ def _perturbation(source: str, distance: str) -> Measure:
 
 
 MEASURES = (
-    *(_perturbation(source, distance) for distance in ("l1", "l2", "cosine") for source in ("isolated", "propagated")),
+    *(
+        _perturbation_measure(source, distance)
+        for distance in ("l1", "l2", "cosine")
+        for source in ("isolated", "propagated")
+    ),
     Measure("theta", "θ", "L1", BOUND, "theta", "Theorem 2's bound of the isolated perturbation.", "l1"),
     Measure("theta_hat", "θ̂", "L1", BOUND, "theta_hat", "Theorem 3's bound; evidence only where σ > 0.5.", "l1"),
     Measure(
@@ -99,14 +104,14 @@ MEASURES = (
 )  # fmt: skip
 """All measures in the page's order."""
 STEPPED = ("isolated", "propagated", "retained_mass", "sigma_stage1")
-"""Measures that are shown step by step."""
+"""Measures that are shown per decode step."""
 FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat", "theta", "gone_distance")
-"""Measures whose single samples have priority where a page has not enough bytes for all."""
+"""Measures whose single samples have priority where a page has too few bytes for all."""
 
 
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
-    """Return the measures that a trace has, with the noise floor of those that need one."""
-    return tuple(one for one in MEASURES if {one.variable, *_floors(one)} <= set(trace.arrays))
+    """Return the measures that a trace has, with the noise floors of those that need them."""
+    return tuple(one for one in MEASURES if {one.variable, *_floor_names(one)} <= set(trace.arrays))
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:
@@ -118,16 +123,16 @@ def sample_values(trace: Trace, measure: Measure) -> Floats:
     return _evicted_distance(trace, stored) if measure.kind == DISTANCE else stored
 
 
-def mean_of(each: Floats) -> Floats:
+def mean_over_samples(values: Floats) -> Floats:
     """Return the mean (config, layer, head) over the samples that are not NaN; NaN where all are."""
-    known = ~np.isnan(each)
+    known = ~np.isnan(values)
     if known.all():
-        return np.asarray(each.mean(axis=0))
-    return np.asarray(ratio(np.where(known, each, 0).sum(axis=0), known.sum(axis=0)))
+        return np.asarray(values.mean(axis=0))
+    return np.asarray(ratio(np.where(known, values, 0).sum(axis=0), known.sum(axis=0)))
 
 
-def by_step(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean (config, step, layer, head) over the samples that have the step, up to the last step of any."""
+def means_by_step(trace: Trace, measure: Measure) -> Floats:
+    """Return the mean (config, step, layer, head) over the samples that have the step, up to the last one."""
     counts = measured_steps(trace)
     most = int(counts.max())
     stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]
@@ -135,15 +140,17 @@ def by_step(trace: Trace, measure: Measure) -> Floats:
     return np.asarray(np.where(known, stored, 0).sum(axis=0) / known.sum(axis=0))
 
 
-def _floors(measure: Measure) -> list[str]:
+def _floor_names(measure: Measure) -> list[str]:
+    """Return the names of the noise-floor variables that a measure needs."""
     own = "_isolated" if measure.source == "isolated" else ""
     return [f"noise_floor{own}{distance_of(measure.distance).suffix}"] if measure.source else []
 
 
 def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:
-    """Return ‖μ_gone − μ_kept‖₁ = L / (1 − S) (METHOD: what goes and what stays); NaN where S = 1.
+    """Return ‖μ_gone − μ_kept‖₁, between the means of evicted and of kept entries; NaN where S = 1.
 
-    NaN too where entries are stored in few bits, or outputs are corrected: L is then not of evicted entries alone.
+    It is L / (1 − S) (METHOD: what goes and what stays). NaN too where entries are stored in few bits, or outputs are
+    corrected: L is then not of evicted entries alone.
     """
     gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
     exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]

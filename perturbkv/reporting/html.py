@@ -31,7 +31,7 @@ _OTHER = re.compile(r"^[ \t]*(?:import|export)\b[^\n]*|\bimport\s*[(.][^\n]*", r
 _NAME = re.compile(r"([\w$]+)(?:\s+as\s+([\w$]+))?")
 _ENDS_A_SCRIPT = re.compile(r"</script|<!--|<script", re.IGNORECASE)
 Read = Callable[[str], str]
-"""Returns the source of a module by its file name; raises FileNotFoundError for a missing one."""
+"""Function that returns the source of a module by its file name; it raises FileNotFoundError for a missing one."""
 
 
 class ModuleError(ValueError):
@@ -40,7 +40,7 @@ class ModuleError(ValueError):
 
 @dataclass(frozen=True)
 class _Module:
-    """A module: its imports by source, as (exported name, local name), its exports, and the rest of its code."""
+    """A JavaScript module: its imports by source, as (exported name, local name), its exports, and its other code."""
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     exports: tuple[str, ...]
@@ -48,7 +48,7 @@ class _Module:
 
 
 def bundle(read: Read, entry: str = "main.js") -> str:
-    """Return one module that is equivalent to the entry module and everything that it imports.
+    """Return one JavaScript module that is equivalent to the entry module and everything that it imports.
 
     Args:
         read: returns the source of a module.
@@ -59,8 +59,8 @@ def bundle(read: Read, entry: str = "main.js") -> str:
             end the inline script.
     """
     modules: dict[str, _Module] = {}
-    _collect(read, entry, (), modules)
-    return "".join(_wrap(name, module) for name, module in modules.items())
+    _collect_modules(read, entry, (), modules)
+    return "".join(_wrap_module(name, module) for name, module in modules.items())
 
 
 def check_inline(name: str, source: str) -> str:
@@ -74,16 +74,16 @@ def check_inline(name: str, source: str) -> str:
     return source
 
 
-def _collect(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
+def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
     """Append a module to `modules` after everything that it imports; `path` leads to it from the entry."""
     if name in path:
         msg = f"modules import each other: {' → '.join((*path[path.index(name) :], name))}"
         raise ModuleError(msg)
     if name in modules:
         return
-    module = _parse(name, _read_source(read, name, path))
+    module = _parse_module(name, _read_source(read, name, path))
     for other, names in module.imports:
-        _collect(read, other, (*path, name), modules)
+        _collect_modules(read, other, (*path, name), modules)
         exports = modules[other].exports
         for exported, _ in names:
             if exported not in exports:
@@ -93,6 +93,7 @@ def _collect(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _M
 
 
 def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
+    """Return a module's source. Raises ModuleError where it is missing or cannot be inline."""
     try:
         return check_inline(name, read(name))
     except FileNotFoundError:
@@ -100,7 +101,8 @@ def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
         raise ModuleError(msg) from None
 
 
-def _parse(name: str, source: str) -> _Module:
+def _parse_module(name: str, source: str) -> _Module:
+    """Return a module from its source. Raises ModuleError for imports and exports of another form."""
     code = _COMMENT.sub("", source)  # types are imported in comments
     imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
     exports = tuple(match[2] for match in _EXPORT.finditer(code))
@@ -111,6 +113,7 @@ def _parse(name: str, source: str) -> _Module:
 
 
 def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
+    """Return the (exported name, local name) pairs between the braces of an import."""
     pairs = []
     for one in filter(None, (part.strip() for part in text.split(","))):
         if not (match := _NAME.fullmatch(one)):
@@ -120,22 +123,23 @@ def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def _wrap(name: str, module: _Module) -> str:
+def _wrap_module(name: str, module: _Module) -> str:
     """Return a module as a function that is called at once and returns its exports for later modules."""
     imports = "".join(
-        f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_variable(other)};\n"
+        f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_module_variable(other)};\n"
         for other, names in module.imports
     )
     exports = f"return {{ {', '.join(module.exports)} }};"
-    return f"// {name}\nconst {_variable(name)} = (() => {{\n{imports}{module.body}\n{exports}\n}})();\n"
+    return f"// {name}\nconst {_module_variable(name)} = (() => {{\n{imports}{module.body}\n{exports}\n}})();\n"
 
 
-def _variable(name: str) -> str:
+def _module_variable(name: str) -> str:
+    """Return the name of the JavaScript constant that holds a module's exports."""
     return f"$module_{name.removesuffix('.js').replace('-', '_')}"
 
 
 PLOT_CLASS = "plot-d6a7b5"
-"""The class of Plot's figures; with another one the policy would refuse their styles."""
+"""Class of Plot's figures; with another one the policy would refuse their styles."""
 _FIGURE = """\
 :where(.{name}) {{
   --plot-background: white;
@@ -236,13 +240,13 @@ _BLOCK_ID = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _ELEMENT_IDS = frozenset(
     "main page choose verdict map scatter head prompt layers assumption budgets ablation answers".split()
 )
-"""The ids of the elements of the page."""
+"""Ids of the elements in the page's template."""
 LIBRARIES = ("d3.min.js", "plot.min.js")
 """Files of `vendor/`, in the order of their dependencies."""
 
 
 def page(payload: Payload) -> str:
-    """Return the whole page.
+    """Return the whole page of a payload.
 
     Args:
         payload: the contents.
@@ -253,8 +257,8 @@ def page(payload: Payload) -> str:
     Raises:
         ValueError: where the document holds a number that JSON cannot, or a block's name is no plain word.
     """
-    scripts = [*(_library(name) for name in LIBRARIES), _own_module()]
-    style = _style()
+    scripts = [*(_library_source(name) for name in LIBRARIES), _page_module()]
+    style = _page_style()
     return _template().render(
         payload=payload,
         policy=policy(scripts, [style]),
@@ -285,22 +289,26 @@ def libraries() -> list[dict[str, str]]:
 
 @cache
 def _template() -> Template:
+    """Return the page's template."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((_PAGE / "page.html.j2").read_text(encoding="utf-8"))
 
 
 @cache
-def _library(name: str) -> str:
+def _library_source(name: str) -> str:
+    """Return the source of a library in `vendor/`, checked to be safe as an inline script."""
     return check_inline(name, (_VENDOR / name).read_text(encoding="utf-8"))
 
 
 @cache
-def _own_module() -> str:
+def _page_module() -> str:
+    """Return the page's own JavaScript, bundled as one module."""
     return bundle(lambda name: (_PAGE / name).read_text(encoding="utf-8"))
 
 
 @cache
-def _style() -> str:
+def _page_style() -> str:
+    """Return the page's CSS. Raises ValueError for text that an inline style cannot hold."""
     style = (_PAGE / "page.css").read_text(encoding="utf-8")
     if "</style" in style.lower() or "\r" in style:
         msg = "page.css holds '</style' or a carriage return, which an inline style cannot"
@@ -309,7 +317,7 @@ def _style() -> str:
 
 
 def _check_id(name: str) -> str:
-    """Return the id of a block. Raises ValueError for one that needs escaping, or that an element of the page has."""
+    """Return a block's name. Raises ValueError for one that needs escaping, or that is an element's id."""
     if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)

@@ -23,7 +23,7 @@ NOT_A_NUMBER, INFINITE = 65534, 65535
 _LAST = 65533
 """The largest code of a number."""
 _LOG_STEP = 0.0019
-"""Half a step is 0.095 % of a value, below the digits that the page shows."""
+"""Step of the logarithmic scale; half of it is 0.095 % of a value, below the digits that the page shows."""
 _LINEAR_STEP = 1.9e-4
 
 
@@ -46,7 +46,7 @@ class Scale:
 
 
 def log_scale(values: Floats) -> Scale:
-    """Return the scale of values that are 0 or positive; negative ones, from rounding alone, count as 0.
+    """Return the logarithmic scale of values that are 0 or positive; negative ones, from rounding, count as 0.
 
     Errors are at most 0.1 % of a value where the largest is at most e¹²⁴ times the smallest.
     """
@@ -56,14 +56,14 @@ def log_scale(values: Floats) -> Scale:
 
 
 def linear_scale(values: Floats) -> Scale:
-    """Return the scale of shares. Errors are at most 0.0001 where their range is at most 12."""
+    """Return the linear scale of shares. Errors are at most 0.0001 where their range is at most 12."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     return Scale(LINEAR, low, max(_LINEAR_STEP, (high - low) / _LAST))
 
 
 def encode(values: Floats, scale: Scale) -> Codes:
-    """Return the code of each value, of any shape."""
+    """Return the two-byte code of each value, of any shape."""
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
         steps = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
@@ -91,10 +91,10 @@ def pack_verdicts(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
 _ELEMENT_BYTES = 100
 """Bytes of the element of a block, without its content."""
 SMALL, SMALL_VALUES = 4_600_000, 51_840
-"""Bytes of the blocks and libraries of a small page, and its values: samples × configurations × heads."""
+"""Bytes of the blocks and libraries of a small page, and its number of values: samples × configurations × heads."""
 LARGE, LARGE_VALUES = 23_000_000, 786_432
 LIBRARIES = 700_000
-"""Most bytes of these that code and libraries take."""
+"""Most bytes of a page that code and libraries take."""
 
 
 def deflate(content: bytes, level: int = 9) -> bytes:
@@ -103,13 +103,13 @@ def deflate(content: bytes, level: int = 9) -> bytes:
     return packer.compress(content) + packer.flush()
 
 
-def size_of(block: bytes) -> int:
+def block_bytes(block: bytes) -> int:
     """Return the bytes that a block takes in a page."""
     return -(-len(block) // 3) * 4 + _ELEMENT_BYTES
 
 
-def limit(values: int) -> int:
-    """Return the most bytes that the blocks of a page may take, for traces of so many values."""
+def blocks_limit(values: int) -> int:
+    """Return the most bytes that the blocks of a page may take, for traces of `values` values."""
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
     return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
 
@@ -134,38 +134,38 @@ class Blocks:
         """Store a block, whatever its size, and return its id."""
         block_id = f"{self.prefix}-{name}"
         self.blocks[block_id] = block
-        self.room -= size_of(block)
+        self.room -= block_bytes(block)
         return block_id
 
     def offer(self, name: str, block: bytes) -> str | None:
         """Store a block and return its id; None where the remaining bytes do not suffice."""
-        return self.put(name, block) if size_of(block) <= self.room else None
+        return self.put(name, block) if block_bytes(block) <= self.room else None
 
-    def floats(self, name: str, array: NDArray[Any]) -> None:
-        """Store an array as four-byte floats, all first bytes before all second ones."""
+    def put_floats(self, name: str, array: NDArray[Any]) -> None:
+        """Store an array as four-byte floats: the first bytes of all, then all second ones, and so on."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
-    def codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Store arrays of floats as consecutive two-byte codes, with a scale for each.
+    def put_codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
+        """Store arrays of floats as consecutive two-byte codes, with a scale for each array.
 
         They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
         take over those allowed.
         """
         codes = np.stack([encode(part, scale) for part, scale in zip(array, scales, strict=True)]).astype("<u2")
         block = deflate(byte_planes(codes))
-        taken = 0.0 if np.isinf(most) else size_of(block) / max(self.room * most, 1.0)
+        taken = 0.0 if np.isinf(most) else block_bytes(block) / max(self.room * most, 1.0)
         if taken <= 1:
             self._put_array(name, block, "u2", codes.shape, [scale.to_dict() for scale in scales])
         return taken
 
-    def packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        """Store bytes that represent an array of this shape."""
+    def put_packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+        """Store bytes that represent an array of `shape`."""
         self._put_array(name, deflate(content.tobytes()), "u1", shape, None)
 
     def _put_array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
-        """Store `content`, which is already deflated."""
+        """Store an array's bytes, which are deflated already, and its layout."""
         self.arrays[name] = {
             "block": self.put(name, content),
             "dtype": dtype,
@@ -181,7 +181,7 @@ def byte_planes(array: NDArray[Any]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Head:
+class TraceHeader:
     """The header of a trace, which is readable without JavaScript.
 
     Attributes:
@@ -209,7 +209,7 @@ class Payload:
     """
 
     title: str
-    heads: tuple[Head, ...]
+    heads: tuple[TraceHeader, ...]
     document: Mapping[str, Any]
     blocks: Mapping[str, bytes]
 

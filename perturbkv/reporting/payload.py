@@ -23,38 +23,38 @@ from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.reporting import arrays
 from perturbkv.reporting.arrays import TraceMeasures, put_arrays, put_samples, put_steps
-from perturbkv.reporting.facts import answers, facts, missing_parts, title_of, warnings
+from perturbkv.reporting.facts import answers_part, missing_parts, page_warnings, run_facts, trace_title
 from perturbkv.reporting.head_measures import ANALYSIS, available_measures, sample_values
-from perturbkv.reporting.page_blocks import Blocks, Head, Payload, limit
+from perturbkv.reporting.page_blocks import Blocks, Payload, TraceHeader, blocks_limit
 from perturbkv.reporting.prompt_texts import loss_count, put_texts, tokens_part
 from perturbkv.reporting.sides import (
     IndexPair,
     PairComparison,
-    ablation,
+    ablation_part,
     conclusions,
+    first_choice,
     make_distinct,
     replace_by_digests,
-    sides_of,
-    start_of,
+    run_sides,
 )
 from perturbkv.trace import Trace
 
 
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
-    """Return the JSON object of a trace; its arrays go into `blocks`.
+    """Return the JSON object of a trace; store its arrays in `blocks`.
 
     Raises the TraceError of `Measurements`.
     """
-    sides = sides_of(trace.run)
+    sides = run_sides(trace.run)
     lacks = missing_parts(trace, len(sides.pairs))
-    quick = _attempt(lacks, "pairs", lambda: replace_by_digests(trace))
+    quick = _result_or_reason(lacks, "pairs", lambda: replace_by_digests(trace))
     measures = available_measures(trace)
     each = tuple(sample_values(trace, one) for one in measures)
-    measured = TraceMeasures(trace, quick, measures, each, sides, start_of(trace.run, sides))
+    measured = TraceMeasures(trace, quick, measures, each, sides, first_choice(trace.run, sides))
     comparisons = put_arrays(measured, blocks)
-    answers_part = answers(trace)
-    blocks.room -= _bytes(answers_part)
-    start, head = measured.start, _most_changed(measured)
+    answers = answers_part(trace)
+    blocks.room -= _json_bytes(answers)
+    start, head = measured.start, _most_changed_head(measured)
     tied = _tied_share(measured, comparisons.get("propagated"))
     first = {start.baseline, start.treatment}
     pairs = [pair for pair in sides.pairs if {sides.side[config] for config in pair} == first]
@@ -63,22 +63,22 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     put_samples(measured, blocks, lacks, full)
     part = {
         "name": name,
-        "title": title_of(trace),
+        "title": trace_title(trace),
         **_run_part(trace),
-        "facts": facts(trace, sides),
-        "warnings": warnings(trace, sides, start, tied),
+        "facts": run_facts(trace, sides),
+        "warnings": page_warnings(trace, sides, start, tied),
         "sides": sides.names,
         "budgets": [str(budget) for budget in sides.budgets],
-        "configs": arrays.configs_of(trace, sides),
+        "configs": arrays.config_rows(trace, sides),
         "start": {**vars(start), "head": head},
-        "measures": _measures(measured),
+        "measures": _measures_part(measured),
         "distances": list(DISTANCES),
         "kl_floor": arrays.kl_floor(trace),
         "pairs": sides.pairs if quick else [],
         "pairs_left_out": sides.left_out,
         "conclusions": conclusions(quick, sides, start.baseline) if quick else {},
-        "ablation": _attempt(lacks, "ablation", lambda: ablation(quick, sides)) if quick else None,
-        "answers": answers_part,
+        "ablation": _result_or_reason(lacks, "ablation", lambda: ablation_part(quick, sides)) if quick else None,
+        "answers": answers,
         "losses": loss_count(trace),
         "step_samples": _step_samples(trace),
         **steps,
@@ -87,8 +87,8 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     return {**part, "lacks": lacks, "arrays": blocks.arrays}
 
 
-def _attempt(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> Any:
-    """Return the result of a function; None where it raises TraceError, whose message the page then shows."""
+def _result_or_reason(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> Any:
+    """Return the result of a function; None where it raises TraceError, whose message goes to `lacks`."""
     try:
         return function()
     except TraceError as error:
@@ -119,7 +119,7 @@ def _run_part(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _bytes(part: object) -> int:
+def _json_bytes(part: object) -> int:
     """Return the size of a part of the page's JSON in bytes."""
     return len(json.dumps(json_value(part), ensure_ascii=False).encode(errors="replace"))
 
@@ -129,21 +129,22 @@ def _display_names(ids: Sequence[str]) -> tuple[str, ...]:
     return make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
-def _measures(measured: TraceMeasures) -> list[dict[str, Any]]:
-    ties = measured.verdicts
+def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
+    """Return the measures for the page's JSON."""
+    ties = measured.verdict_keys
     return [
         one.to_dict(ties.index(one.key) if one.key in ties and measured.quick else None) for one in measured.measures
     ]
 
 
 def _step_samples(trace: Trace) -> list[int]:
-    """Return the number of samples that have each step."""
+    """Return the number of samples that have each decode step."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
-def _most_changed(measured: TraceMeasures) -> IndexPair:
-    """Return the layer and head whose mean propagated perturbation differs most between the sides shown first."""
+def _most_changed_head(measured: TraceMeasures) -> IndexPair:
+    """Return the layer and head whose mean propagated perturbation differs most between the first sides."""
     start = measured.start
     configs = [measured.sides.config(side, start.budget) for side in (start.baseline, start.treatment)]
     means = Measurements(measured.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
@@ -163,7 +164,7 @@ def _tied_share(measured: TraceMeasures, comparison: PairComparison | None) -> f
 
 
 _DEFAULT_NAME = "trace.h5"
-"""The default name of a trace: its folder identifies it."""
+"""Default file name of a trace, which its folder identifies."""
 _ROOT = r"(?:~|[A-Za-z]:|\.{1,2})?"
 _FOLDERS = re.compile(
     rf"(?<=['\"]){_ROOT}[\\/][^'\"<>]*[\\/](?=[^'\"<>])"  # between quotes folders may have blanks in their names
@@ -172,7 +173,7 @@ _FOLDERS = re.compile(
 """The folders of a path within a sentence: everything before its last part."""
 
 
-def name_of(trace: Trace) -> str:
+def trace_name(trace: Trace) -> str:
     """Return the file name of a trace, with its folder where the name is the default."""
     if not trace.source:
         return "in memory"
@@ -182,17 +183,17 @@ def name_of(trace: Trace) -> str:
     )
 
 
-def portable(trace: Trace) -> Trace:
+def without_folders(trace: Trace) -> Trace:
     """Return the trace without folders in the names of its file, model and data set and in its failures."""
     return replace(
         trace,
-        source=name_of(trace) if trace.source else "",
-        run=replace(trace.run, model=_last(trace.run.model), dataset=_last(trace.run.dataset)),
+        source=trace_name(trace) if trace.source else "",
+        run=replace(trace.run, model=_last_path_part(trace.run.model), dataset=_last_path_part(trace.run.dataset)),
         failures={name: _FOLDERS.sub("", reason) for name, reason in trace.failures.items()},
     )
 
 
-def _last(name: str) -> str:
+def _last_path_part(name: str) -> str:
     """Return the last part of a path; hub ids and names of data sets are unchanged."""
     if not (name.startswith(("/", "~", "./", "../", ".\\", "..\\")) or PureWindowsPath(name).is_absolute()):
         return name
@@ -217,15 +218,15 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
     if not traces:
         msg = "report needs at least one trace, got none"
         raise TraceError(msg)
-    names = make_distinct([name_of(trace) for trace in traces])
-    prepared = [portable(Measurements(trace, ANALYSIS).trace) for trace in traces]
+    names = make_distinct([trace_name(trace) for trace in traces])
+    prepared = [without_folders(Measurements(trace, ANALYSIS).trace) for trace in traces]
     parts: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
     for number, (trace, name) in enumerate(zip(prepared, names, strict=True)):
         trace_blocks = Blocks(f"t{number}", np.inf if full else _byte_limit(prepared, trace))
         parts.append(json_value(trace_part(trace, trace_blocks, name, full)))
         blocks |= trace_blocks.blocks
-    heads = tuple(_head(part) for part in parts)
+    heads = tuple(_trace_header(part) for part in parts)
     document = {"format": FORMAT, "made_with": f"perturbkv {__version__}", "traces": parts}
     return Payload(" | ".join(dict.fromkeys(head.title for head in heads)), heads, document, blocks)
 
@@ -233,14 +234,15 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
 def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:
     """Return the bytes that the blocks of one trace may take: its share of all values."""
     total = sum(map(_value_count, traces))
-    return limit(total) * _value_count(own) / total
+    return blocks_limit(total) * _value_count(own) / total
 
 
 def _value_count(trace: Trace) -> int:
-    """Return the number of samples × configurations × heads."""
+    """Return the number of a trace's values: samples × configurations × heads."""
     return int(trace.ok.sum()) * int(np.prod(trace.arrays["kept_count"].shape[1:]))
 
 
-def _head(part: dict[str, Any]) -> Head:
+def _trace_header(part: dict[str, Any]) -> TraceHeader:
+    """Return the header of a trace from its JSON object."""
     facts = tuple((label, value) for label, value in part["facts"])
-    return Head(part["name"], part["title"], facts, tuple(part["warnings"]))
+    return TraceHeader(part["name"], part["title"], facts, tuple(part["warnings"]))

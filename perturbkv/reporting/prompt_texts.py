@@ -18,12 +18,12 @@ from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.tokens.fates import PromptText, changes, prompt_of
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters
-from perturbkv.reporting.page_blocks import Blocks, deflate, encode_shares, size_of
+from perturbkv.reporting.page_blocks import Blocks, block_bytes, deflate, encode_shares
 from perturbkv.reporting.sides import IndexPair
 from perturbkv.trace import Trace
 
 LONGEST, SHOWN = 500, 400
-"""Most characters of a token's text, and the characters that are shown of a longer one."""
+"""Most characters of a token that is shown whole, and the characters that are shown of a longer one."""
 ATTENTION_STEP, ATTENTION_CODES = 0.08, 255
 
 
@@ -40,7 +40,7 @@ class SampleKeptSets:
     share: NDArray[np.uint8]
 
 
-def text_of(trace: Trace, sample: int) -> bytes | None:
+def prompt_block(trace: Trace, sample: int) -> bytes | None:
     """Return the compressed block of a prompt's text; None where the trace lacks it."""
     try:
         prompt = prompt_of(trace, trace.sample_ids[sample])
@@ -49,8 +49,8 @@ def text_of(trace: Trace, sample: int) -> bytes | None:
     return deflate(json.dumps(_text_document(prompt), ensure_ascii=False, separators=(",", ":")).encode())
 
 
-def why_without_text(trace: Trace) -> str:
-    """Return the command that adds the prompts' text; empty where a complete sample has it."""
+def missing_text_hint(trace: Trace) -> str:
+    """Return the command that adds the prompts' text; '' where a complete sample has it."""
     try:
         prompt_of(trace)
     except TraceError as error:
@@ -66,7 +66,7 @@ def token_text(text: str) -> str:
     return f"{shown[:SHOWN]}… [{len(shown) - SHOWN:,} more characters]"
 
 
-def kept_of(trace: Trace, sample: int) -> SampleKeptSets | None:
+def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
     """Return the kept sets of a sample; None where the trace lacks them."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
@@ -79,8 +79,8 @@ def kept_of(trace: Trace, sample: int) -> SampleKeptSets | None:
     return SampleKeptSets(np.stack(masks), np.stack(shares))
 
 
-def attention_of(trace: Trace, sample: int) -> Floats | None:
-    """Return the first decode step's attention (layer, head, token) to the prompt; None where it is not stored."""
+def prompt_attention(trace: Trace, sample: int) -> Floats | None:
+    """Return the first decode step's attention (layer, head, token) to the prompt; None if not stored."""
     if "attention_full" not in trace.arrays:
         return None
     tokens = int(trace.arrays["prompt_tokens"][sample])
@@ -93,6 +93,7 @@ def attention_codes(attention: Floats) -> NDArray[np.uint8]:
 
 
 def _text_document(prompt: PromptText) -> dict[str, object]:
+    """Return the JSON object of a prompt's text: its tokens, the compressed ones, and what was cut."""
     pieces = [token_text(one) for one in prompt.pieces]
     return {
         "pieces": pieces,
@@ -105,13 +106,13 @@ def _text_document(prompt: PromptText) -> dict[str, object]:
 
 LOSS_STEP, LOSS_CODES = 0.0005, 65535
 _LEVEL = 7
-"""Compression level of bit masks: 9 takes five times as long and saves 1.4 %."""
+"""Compression level of bundles: 9 takes five times as long and saves 1.4 %."""
 _LOST = ("lost_position", "lost_output", "weighted_norm")
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The evicted entries that add most to each head of a sample.
+    """The evicted entries that would add most to each head's output in a sample.
 
     Attributes:
         positions: (config, layer, head, entry) evicted entries, the largest contribution first; −1 past the last.
@@ -122,8 +123,8 @@ class Losses:
     shares: NDArray[np.uint16]
 
 
-def losses_of(trace: Trace, sample: int) -> Losses | None:
-    """Return the evicted entries that add most to each head's output; None where the trace does not have them."""
+def sample_losses(trace: Trace, sample: int) -> Losses | None:
+    """Return the evicted entries that would add most to each head's output; None if the trace lacks them."""
     if not set(_LOST) <= set(trace.arrays):
         return None
     positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
@@ -146,10 +147,10 @@ class SampleHeads:
     attention: Floats | None
 
 
-def kept_heads_of_sample(trace: Trace, sample: int) -> SampleHeads | None:
+def sample_heads(trace: Trace, sample: int) -> SampleHeads | None:
     """Return a sample's kept sets, losses and attention; None where the trace has no kept positions."""
-    kept = kept_of(trace, sample)
-    return None if kept is None else SampleHeads(kept, losses_of(trace, sample), attention_of(trace, sample))
+    kept = sample_kept_sets(trace, sample)
+    return None if kept is None else SampleHeads(kept, sample_losses(trace, sample), prompt_attention(trace, sample))
 
 
 def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
@@ -165,8 +166,8 @@ def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
     return deflate(b"".join(parts), _LEVEL)
 
 
-def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], first: IndexPair) -> list[IndexPair]:
-    """Return the heads (layer, head) of a sample without the `first`, by the largest change in any pair, descending.
+def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: IndexPair) -> list[IndexPair]:
+    """Return a sample's heads (layer, head), but `excluded`, by their largest change in any pair, descending.
 
     The change is that of the isolated perturbation over ‖o_h‖₁.
     """
@@ -175,7 +176,7 @@ def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], first
     change = np.max([np.abs(second - one) for one, second in sides], axis=0) if sides else np.zeros(shape)
     order = np.stack(np.unravel_index(np.argsort(-change, axis=None, kind="stable"), shape), axis=1).tolist()
     heads = [(int(layer), int(head)) for layer, head in order]
-    return [one for one in heads if one != first]
+    return [one for one in heads if one != excluded]
 
 
 _JSON_BYTES = 14
@@ -183,8 +184,8 @@ _JSON_BYTES = 14
 
 
 @dataclass
-class Sample:
-    """The ids of a sample's blocks, or None, and its bundles; `kept`: whether the trace has its kept positions."""
+class SampleBlocks:
+    """A sample's ids of blocks, None for a missing one, and its bundles; `kept`: it has kept positions."""
 
     index: int
     text: str | None = None
@@ -212,14 +213,14 @@ class Sample:
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
     """Store the text of each complete sample; return the ids of blocks, None for a sample without text."""
-    texts = [text_of(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
+    texts = [prompt_block(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(texts)]
 
 
 def tokens_part(
     trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[IndexPair], first: IndexPair
 ) -> dict[str, Any]:
-    """Return `prompts` and `held_heads` of the page's JSON.
+    """Return `prompts` and `held_heads` of the page's JSON, and store what they refer to.
 
     Args:
         trace: the trace whose complete samples are shown.
@@ -228,7 +229,7 @@ def tokens_part(
         pairs: pairs of configurations whose changes determine the order of heads.
         first: layer and head that come first.
     """
-    samples = [Sample(int(sample), text) for sample, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
+    samples = [SampleBlocks(int(sample), text) for sample, text in zip(np.flatnonzero(trace.ok), texts, strict=True)]
     _put_first_bundles(trace, blocks, samples, first)
     _put_attention(trace, blocks, samples)
     _put_bundles(trace, blocks, samples, pairs, first)
@@ -237,26 +238,27 @@ def tokens_part(
     return {"prompts": prompts, "held_heads": _bundle_counts(samples, layers * heads)}
 
 
-def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[Sample], first: IndexPair) -> None:
+def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: IndexPair) -> None:
     """Store each sample's bundle of the `first` head, and the share of heads that keep each token."""
     for number, one in enumerate(samples):
-        heads = kept_heads_of_sample(trace, one.index)
+        heads = sample_heads(trace, one.index)
         one.kept = heads is not None
         if heads is not None:
-            _append(blocks, one, first, kept_bundle(heads, *first))
+            _append_bundle(blocks, one, first, kept_bundle(heads, *first))
             one.share = blocks.offer(f"share{number}", deflate(heads.kept.share.tobytes()))
 
 
-def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[Sample]) -> None:
+def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]) -> None:
+    """Store each sample's attention per token, mean over heads, while bytes remain."""
     for number, one in enumerate(samples):
-        attention = attention_of(trace, one.index)
+        attention = prompt_attention(trace, one.index)
         if attention is not None:
             codes: NDArray[np.uint8] = attention_codes(attention.mean(axis=(0, 1)))
             one.attention = blocks.offer(f"attention{number}", deflate(codes.tobytes()))
 
 
 def _put_bundles(
-    trace: Trace, blocks: Blocks, samples: Sequence[Sample], pairs: Sequence[IndexPair], first: IndexPair
+    trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], pairs: Sequence[IndexPair], first: IndexPair
 ) -> None:
     """Store bundles of all samples, each with an equal part of the bytes; read the masks of one sample at a time."""
     orders = [heads_by_change(trace, one.index, pairs, first) for one in samples]
@@ -264,9 +266,11 @@ def _put_bundles(
         _put_sample_bundles(trace, blocks, one, order, blocks.room / (len(samples) - number))
 
 
-def _put_sample_bundles(trace: Trace, blocks: Blocks, sample: Sample, order: Sequence[IndexPair], room: float) -> None:
+def _put_sample_bundles(
+    trace: Trace, blocks: Blocks, sample: SampleBlocks, order: Sequence[IndexPair], room: float
+) -> None:
     """Store further bundles of a sample, in the order of heads, until `room` bytes are used."""
-    heads = kept_heads_of_sample(trace, sample.index) if sample.kept and room > 0 else None
+    heads = sample_heads(trace, sample.index) if sample.kept and room > 0 else None
     if heads is None:
         return
     for head in order:
@@ -274,20 +278,21 @@ def _put_sample_bundles(trace: Trace, blocks: Blocks, sample: Sample, order: Seq
         room -= _bundle_bytes(bundle)
         if room < 0:
             return
-        _append(blocks, sample, head, bundle)
+        _append_bundle(blocks, sample, head, bundle)
 
 
-def _append(blocks: Blocks, sample: Sample, head: IndexPair, bundle: bytes) -> None:
-    blocks.room -= _bundle_bytes(bundle) + (0 if sample.bundles else size_of(b""))
+def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: IndexPair, bundle: bytes) -> None:
+    """Add a head's bundle to its sample, and subtract its bytes from those that remain."""
+    blocks.room -= _bundle_bytes(bundle) + (0 if sample.bundles else block_bytes(b""))
     sample.bundles.append((head, bundle))
 
 
 def _bundle_bytes(bundle: bytes) -> int:
     """Return the bytes that a bundle takes in a page, within the block of its sample."""
-    return size_of(bundle) - size_of(b"") + _JSON_BYTES
+    return block_bytes(bundle) - block_bytes(b"") + _JSON_BYTES
 
 
-def _bundle_counts(samples: Sequence[Sample], heads: int) -> dict[str, Any]:
+def _bundle_counts(samples: Sequence[SampleBlocks], heads: int) -> dict[str, Any]:
     """Return the number of bundles of the page and of the trace, and the reason where they differ."""
     total, stored = heads * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{total - stored:,} of {total:,} heads' tokens left out to keep the page small; --full keeps all"

@@ -15,7 +15,7 @@ from perturbkv.storage.output import check_writable, real_path
 from perturbkv.trace import Trace
 
 _HEIGHT = 900
-"""Pixels of the frame in a notebook."""
+"""Height of the frame in a notebook, in pixels."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +40,7 @@ class Report:
         return len(self.html.encode())
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the file, whole or not at all.
+        """Write the page to a file, whole or not at all.
 
         Args:
             path: the file's path; folders are made.
@@ -52,7 +52,7 @@ class Report:
         Raises:
             OutputError: where nothing can be written, or a file exists.
         """
-        target = check_free(Path(path), overwrite)
+        target = check_path(Path(path), overwrite)
         content = self.html.encode()
         write_atomically(target, lambda stream: stream.write(content))
         return target
@@ -97,20 +97,20 @@ def report(
         True
     """
     checked = (traces,) if isinstance(traces, Trace) else _as_tuple(traces)
-    check(checked)
+    check_traces(checked)
     if isinstance(path, Trace):
         msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
         raise ConfigError(msg)
     if path is not None:
-        _check_other(checked, check_free(Path(path), overwrite))
-    result = _build(checked, full)
+        _check_no_trace(checked, check_path(Path(path), overwrite))
+    result = _build_report(checked, full)
     if path is not None:
         result.save(path, overwrite=overwrite)
     return result
 
 
 def _as_tuple(traces: Any) -> tuple[Trace, ...]:
-    """Return the traces as a tuple. Raises ConfigError for anything else."""
+    """Return a trace, or several, as a tuple. Raises ConfigError for anything else."""
     items = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
     for one in items:
         if not isinstance(one, Trace):
@@ -119,8 +119,8 @@ def _as_tuple(traces: Any) -> tuple[Trace, ...]:
     return items
 
 
-def check(traces: Sequence[Trace]) -> None:
-    """Raise ConfigError for no trace and for one given twice, TraceError for one without a complete sample."""
+def check_traces(traces: Sequence[Trace]) -> None:
+    """Raise ConfigError for no trace or a repeated one, TraceError for one without a complete sample."""
     if not traces:
         msg = "expected a trace or several for a report, got none"
         raise ConfigError(msg)
@@ -134,8 +134,8 @@ def check(traces: Sequence[Trace]) -> None:
             raise TraceError(msg)
 
 
-def check_free(path: Path, overwrite: bool) -> Path:
-    """Return the path. Raises OutputError where nothing can be written, or an existing file may not be replaced."""
+def check_path(path: Path, overwrite: bool) -> Path:
+    """Return the path. Raises OutputError where nothing can be written, or an existing file would be replaced."""
     check_writable(path)
     if path.exists() and not overwrite:
         msg = f"expected no file at {path}, got one; overwrite=True replaces it"
@@ -143,14 +143,15 @@ def check_free(path: Path, overwrite: bool) -> Path:
     return path
 
 
-def _check_other(traces: Sequence[Trace], path: Path) -> None:
+def _check_no_trace(traces: Sequence[Trace], path: Path) -> None:
     """Raise OutputError where the page would replace a trace that it is made from."""
     if any(one.source and real_path(Path(one.source)) == real_path(path) for one in traces):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise OutputError(msg)
 
 
-def _build(traces: Sequence[Trace], full: bool) -> Report:
+def _build_report(traces: Sequence[Trace], full: bool) -> Report:
+    """Return the report of checked traces."""
     from perturbkv.reporting.payload import payload
 
     content = payload(traces, full=full)

@@ -55,7 +55,7 @@ class Sides:
     left_out: int
 
     def config(self, side: int, budget: int) -> int | None:
-        """Return the configuration of a side and a budget; None where the run has none."""
+        """Return the index of the configuration of a side and a budget; None where the run has none."""
         known = list(zip(self.side, self.budget, strict=True))
         return known.index((side, budget)) if (side, budget) in known else None
 
@@ -69,7 +69,7 @@ class Start:
     budget: int
 
 
-def sides_of(run: RunConfig) -> Sides:
+def run_sides(run: RunConfig) -> Sides:
     """Return the sides of a run, in the order of its configurations."""
     groups = sweeps(run, None)
     side_of = {config: side for side, group in enumerate(groups) for config in group}
@@ -79,19 +79,20 @@ def sides_of(run: RunConfig) -> Sides:
     names = make_distinct(
         [escape_line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])]
     )
-    pairs, left_out = _pairs(side, budget)
+    pairs, left_out = _pairs_by_budget(side, budget)
     return Sides(names, budgets, side, budget, pairs, left_out)
 
 
-def start_of(run: RunConfig, sides: Sides) -> Start:
-    """Return the first pair of attention and two-stage, else of the first two sides.
+def first_choice(run: RunConfig, sides: Sides) -> Start:
+    """Return what is shown first: attention and two-stage where the run has them, else its first pair.
 
     A single side is paired with itself.
     """
     try:
-        configs = [(run.configs.index(first), run.configs.index(second)) for first, second in _usual_pairs(run)]
+        usual = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
     except TraceError:
-        configs = list(sides.pairs)
+        usual = []
+    configs = [(run.configs.index(first), run.configs.index(second)) for first, second in usual] or list(sides.pairs)
     if not configs:
         return Start(sides.side[0], sides.side[0], sides.budget[0])
     first, second = configs[0]
@@ -107,17 +108,8 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(distinct)
 
 
-def _usual_pairs(run: RunConfig) -> list[tuple[object, object]]:
-    """Return the pairs of attention and two-stage at one budget. Raises TraceError where the run has none."""
-    found = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
-    if not found:
-        msg = "expected attention and two-stage of one budget, got none"
-        raise TraceError(msg)
-    return list(found)
-
-
-def _pairs(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[IndexPair, ...], int]:
-    """Return the pairs of one budget, at most `MOST_PAIRS` of the first sides, and the number of those left out."""
+def _pairs_by_budget(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[IndexPair, ...], int]:
+    """Return index pairs of configurations of equal budget, at most `MOST_PAIRS`, and how many are left out."""
     every = [(first, second) for first, second in combinations(range(len(side)), 2) if budget[first] == budget[second]]
     shown = sorted(every, key=lambda pair: max(side[pair[0]], side[pair[1]]))[:MOST_PAIRS]
     return tuple(sorted(shown)), len(every) - len(shown)
@@ -151,13 +143,13 @@ def replace_by_digests(trace: Trace) -> Trace:
 
 
 def _is_large(name: str) -> bool:
-    """Return whether a variable is positions, text or raw outputs, which a page does not need here."""
+    """Return whether a variable holds positions, text or raw outputs, which a page does not need here."""
     return VARIABLES[name].raw or VARIABLES[name].in_rows or VARIABLES[name].dtype == "str"
 
 
 @dataclass(frozen=True)
 class EqualSets:
-    """Masks of equal kept sets of pairs: (pair, sample, layer, head), for drift (pair, sample, layer)."""
+    """Masks of equal kept sets: (pair, sample, layer, head), for drift (pair, sample, layer)."""
 
     isolated: NDArray[np.bool_]
     propagated: NDArray[np.bool_]
@@ -170,32 +162,37 @@ def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
     return EqualSets(*(np.stack([function(trace, *pair) for pair in pairs]) for function in functions))
 
 
-def compare(
-    trace: Trace, measure: Measure, each: Floats, pairs: Sequence[IndexPair], equal: EqualSets
+def compare_pairs(
+    trace: Trace, measure: Measure, values: Floats, pairs: Sequence[IndexPair], equal: EqualSets
 ) -> PairComparison:
-    """Return the comparison of all pairs in one measure, with values `each` (sample, config, layer, head)."""
+    """Return the comparison of all pairs in one measure; `values` are (sample, config, layer, head)."""
     if not measure.source:
-        sums = [[_sums(measure, each[:, first], each[:, second]) for first, second in both(pair)] for pair in pairs]
+        sums = [
+            [_ratio_of_sums(measure, values[:, first], values[:, second]) for first, second in both_directions(pair)]
+            for pair in pairs
+        ]
         return PairComparison(None, np.array(sums), None)
     _, floor = head_comparison.perturbation_and_floor(Measurements(trace, ANALYSIS), measure.source, measure.distance)
     masks: NDArray[np.bool_] = getattr(equal, measure.source)
-    parts = [_compare_pair(measure, each, floor, pair, one) for pair, one in zip(pairs, masks, strict=True)]
+    parts = [_compare_pair(measure, values, floor, pair, one) for pair, one in zip(pairs, masks, strict=True)]
     return PairComparison(*(np.stack(part) for part in zip(*parts, strict=True)))
 
 
 def drift_ratios(trace: Trace, pairs: Sequence[IndexPair], equal: EqualSets) -> Floats:
-    """Return mean drift over mean drift (distance, pair, 2, layer, 3), with intervals."""
+    """Return ratios of mean drift in both directions (distance, pair, 2, layer, 3), with intervals."""
     measured = Measurements(trace, ANALYSIS)
-    each = [layers.distances(measured, distance) for distance in DISTANCES]
-    return np.stack([[_drift(one, pair, mask) for pair, mask in zip(pairs, equal.drift, strict=True)] for one in each])
+    each = [layers.drift_values(measured, distance) for distance in DISTANCES]
+    return np.stack(
+        [[_pair_drift_ratios(one, pair, mask) for pair, mask in zip(pairs, equal.drift, strict=True)] for one in each]
+    )
 
 
-def both(pair: IndexPair) -> tuple[IndexPair, IndexPair]:
+def both_directions(pair: IndexPair) -> tuple[IndexPair, IndexPair]:
     """Return the pair and its reverse."""
     return pair, pair[::-1]
 
 
-def with_ends(value: float, interval: OptionalInterval) -> list[float]:
+def with_interval(value: float, interval: OptionalInterval) -> list[float]:
     """Return a number and the ends of its interval; NaN where there is none."""
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
@@ -207,58 +204,67 @@ def with_band(value: Floats, band: Band) -> Floats:
 
 
 def _compare_pair(
-    measure: Measure, each: Floats, floor: Floats, pair: IndexPair, equal: NDArray[np.bool_]
+    measure: Measure, values: Floats, floor: Floats, pair: IndexPair, equal: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
     """Return verdicts (1 + sample, layer, head), sums (2, 3) and shares of heads (2, 3)."""
-    baseline, treatment = head_comparison.select_sides(each, pair, equal)
+    baseline, treatment = head_comparison.select_sides(values, pair, equal)
     by_sample = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
-    sums = [with_ends(*sum_ratio(*head_comparison.select_sides(each, sides, equal))) for sides in both(pair)]
-    better = [with_ends(*better_share(one)) for one in (by_sample, -by_sample)]
+    sums = [
+        with_interval(*sum_ratio(*head_comparison.select_sides(values, sides, equal)))
+        for sides in both_directions(pair)
+    ]
+    better = [with_interval(*better_share(one)) for one in (by_sample, -by_sample)]
     return np.concatenate([means[None], by_sample]), np.array(sums), np.array(better)
 
 
-def _sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
+def _ratio_of_sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
     """Return the ratio of sums of treatment over baseline with its interval; NaN where one is infinite.
 
     Heads with a NaN are left out. Shares have the difference of the means instead.
     """
     if measure.kind == SHARE:
         difference = estimate_mean((treatment - baseline).mean(axis=(1, 2)), DIFFERENCE)
-        return with_ends(difference.value, difference.interval)
+        return with_interval(difference.value, difference.interval)
     if np.isinf(baseline).any() or np.isinf(treatment).any():
-        return with_ends(np.nan, None)
+        return with_interval(np.nan, None)
     known = ~np.isnan(baseline) & ~np.isnan(treatment)
-    return with_ends(*sum_ratio(np.where(known, baseline, 0), np.where(known, treatment, 0)))
+    return with_interval(*sum_ratio(np.where(known, baseline, 0), np.where(known, treatment, 0)))
 
 
-def _drift(drift: Floats, pair: IndexPair, equal: NDArray[np.bool_]) -> Floats:
-    """Return drift ratios (2, layer, 3) from drift (sample, config, layer)."""
+def _pair_drift_ratios(values: Floats, pair: IndexPair, equal: NDArray[np.bool_]) -> Floats:
+    """Return a pair's drift ratios in both directions (2, layer, 3) from drift (sample, config, layer)."""
     return np.stack(
-        [with_band(*layers.drift_ratio(*head_comparison.select_sides(drift, sides, equal))) for sides in both(pair)]
+        [
+            with_band(*layers.drift_ratio(*head_comparison.select_sides(values, sides, equal)))
+            for sides in both_directions(pair)
+        ]
     )
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
-    """Return 'a-b' -> the conclusion on heads in L1 at the first step.
+    """Return 'a-b' -> conclusion on heads in L1 at the first step, for indices a and b of configurations.
 
     a is a configuration of the side `baseline`, b any other one of its budget.
     """
-    return {f"{first}-{second}": _conclusion(trace, first, second) for first, second in _pairs_with(sides, baseline)}
+    return {
+        f"{first}-{second}": _conclusion(trace, first, second)
+        for first, second in _pairs_with_baseline(sides, baseline)
+    }
 
 
-def ablation(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
+def ablation_part(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     """Return the rows of every setting over its baseline, and the contribution of each ingredient.
 
     Raises TraceError where the trace has no such rows.
     """
     settings = ingredients.settings(trace)
     names = pairing.short_names([one.baseline for one in settings], "alpha", "product")
-    return [_setting(one, name or one.setting, sides) for one, name in zip(settings, names, strict=True)]
+    return [_setting_part(one, name or one.setting, sides) for one, name in zip(settings, names, strict=True)]
 
 
-def _pairs_with(sides: Sides, baseline: int) -> Sequence[IndexPair]:
-    """Return the configurations of a side, each paired with the others of its budget."""
+def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
+    """Return index pairs of a side's configurations with every other configuration of their budget."""
     configs = range(len(sides.side))
     return [
         (first, second)
@@ -270,24 +276,28 @@ def _pairs_with(sides: Sides, baseline: int) -> Sequence[IndexPair]:
 
 
 def _conclusion(trace: Trace, first: int, second: int) -> str:
+    """Return the conclusion of comparing two configurations, by index."""
     configs = trace.run.configs
     pair = head_comparison.summarise(trace, configs[first], configs[second])
     return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
-def _setting(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
+def _setting_part(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
+    """Return an ablation's setting for the page's JSON."""
     return {
         "budget": sides.budgets.index(one.baseline.budget),
         "title": escape_line(title),
-        "rows": [_row(row) for row in one.rows],
-        "brings": [_row(row) for row in one.brings],
+        "rows": [_row_part(row) for row in one.rows],
+        "brings": [_row_part(row) for row in one.brings],
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
-    return {"name": escape_line(row.title), **{kind: _ratio(row, kind) for kind in ("isolated", "propagated")}}
+def _row_part(row: Row) -> dict[str, Any]:
+    """Return an ablation's row for the page's JSON, with its ratio of either kind."""
+    return {"name": escape_line(row.title), **{kind: _kind_ratio(row, kind) for kind in ("isolated", "propagated")}}
 
 
-def _ratio(comparison: HeadComparison, kind: str) -> list[float]:
+def _kind_ratio(comparison: HeadComparison, kind: str) -> list[float]:
+    """Return the ratio of sums of one kind ("isolated" or "propagated"), with its interval."""
     result = getattr(comparison, kind)
-    return with_ends(result.sum_ratio, result.sum_ratio_interval)
+    return with_interval(result.sum_ratio, result.sum_ratio_interval)

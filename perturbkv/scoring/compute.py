@@ -22,7 +22,10 @@ from perturbkv.theory import WORK
 def layer_scores(
     view: LayerView, scores: Sequence[Score], chunk_bytes: int
 ) -> dict[Score, Float[Tensor, "rows prefix"]]:
-    """Return each score of all heads of a layer. Raises PluginError where an external score fails."""
+    """Return score -> its values for all heads of a layer, computed in parts of `chunk_bytes` of attention.
+
+    Raises PluginError where an external score fails.
+    """
     parts = list(view.parts(chunk_bytes))
     return {
         score: torch.cat([_compute(score, part) for part in ([view] if score.whole_layer else parts)])
@@ -31,7 +34,7 @@ def layer_scores(
 
 
 def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:
-    """Return a score of the context part that a pass repeats. Raises PluginError where an external score fails."""
+    """Return a score of the entries that a replay's pass repeats. Raises PluginError where an external score fails."""
     if is_builtin(type(score)):
         return score.score_replay(view)
     try:
@@ -45,7 +48,7 @@ def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"
 
 
 class VisibleLayer:
-    """A layer as one score sees it: the attributes named in `needs`, and the layer's sizes and indices.
+    """A layer as one score sees it: the data named in the score's `needs`, and the layer's sizes and indices.
 
     An external score gets copies: writing to them changes nothing for other scores.
     """
@@ -68,6 +71,7 @@ class VisibleLayer:
 
 
 def _compute(score: Score, view: LayerView) -> Tensor:
+    """Return the values of a score (rows, prefix). Raises PluginError where an external score fails."""
     shown: Any = VisibleLayer(view, score)
     if is_builtin(type(score)):
         return score.score(shown).to(view.keys.device, non_blocking=True)
@@ -83,7 +87,7 @@ def _compute(score: Score, view: LayerView) -> Tensor:
 
 
 def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shapes: Sequence[tuple[int, int]]) -> None:
-    """Raise PluginError unless the result is a score of one of these shapes."""
+    """Raise PluginError unless an external score's result is a tensor of finite numbers of one of these shapes."""
     if not isinstance(result, Tensor):
         raise _plugin_error(score, view, f"gives {type(result).__name__}, expected a tensor")
     if tuple(result.shape) not in shapes:
@@ -98,4 +102,5 @@ def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shape
 
 
 def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
+    """Return the error that a score does `what`, such as "gives NaN", with layer and sample."""
     return PluginError(f"score '{score.display_name}' {what} (layer {view.layer}, sample '{view.sample}')")

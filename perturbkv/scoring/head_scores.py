@@ -14,13 +14,14 @@ from perturbkv.user_files import FileKind
 
 _FILE = FileKind("head scores as JSON", ConfigError, hint="perturbkv trace --head-scores measures them")
 HeadScores = tuple[tuple[float, ...], ...]
+"""Scores of a model's heads, a row per measured layer."""
 
 
 def read_required(path: Path | None, model_config: Any, policy: str | None, works: str) -> HeadScores:
-    """Return the scores of a file, one row per layer; empty where no configuration needs them.
+    """Return the scores in the file `path`, one row per layer; empty where `policy` is None.
 
-    `policy` is the one that needs them, `works` the alternatives for the message. Raises ConfigError for a policy
-    without a file, and for a file of another model's shape.
+    `policy` is the name of the one that needs scores, `works` the alternatives for the message. Raises ConfigError for
+    a policy without a file, and for a file that does not fit the model.
     """
     if policy is None:
         return ()
@@ -38,15 +39,15 @@ def read_required(path: Path | None, model_config: Any, policy: str | None, work
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
-    """Return the file's scores; a list counts as its mean, as HeadKV's own files have one score per sample.
+    """Return the scores in a file, one row per layer; a list of numbers counts as its mean, as in HeadKV's own files.
 
     `layers` are the indices of the measured layers. Raises ConfigError for other layers or heads, and for a score that
     is not a number of at least 0.
     """
     document = _read_document(path)
     scores = {name: _score(value, f"{path}: '{name}'") for name, value in document.items()}
-    wanted = [[f"{layer}-{head}" for head in range(heads)] for layer in layers]
-    names = {name for row in wanted for name in row}
+    expected = [[f"{layer}-{head}" for head in range(heads)] for layer in layers]
+    names = {name for row in expected for name in row}
     if set(scores) != names:
         strange = sorted(set(scores) ^ names)[0]
         what = f"'{strange}', which the model lacks" if strange in scores else f"none for '{strange}'"
@@ -58,11 +59,11 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
     if not any(scores.values()):
         msg = f"expected a score above 0 in {path}, got none"
         raise ConfigError(msg)
-    return tuple(tuple(scores[name] for name in row) for row in wanted)
+    return tuple(tuple(scores[name] for name in row) for row in expected)
 
 
 def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadScores:
-    """Return scores that were passed as numbers. Raises ConfigError for another shape, and where all are 0."""
+    """Return scores from rows of numbers, one per layer. Raises ConfigError for another shape, and where all are 0."""
     rows = tuple(tuple(_score(value, "head scores") for value in row) for row in scores)
     if len(rows) != layers or any(len(row) != heads for row in rows):
         got = f"{len(rows)} × {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
@@ -78,13 +79,14 @@ def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> Hea
 
 
 def as_json(scores: Sequence[Sequence[float]], layers: Sequence[int]) -> str:
-    """Return the content of a file for `read`, with a row of scores for each of these layers."""
+    """Return a JSON text for `read`; `scores` has a row per layer index in `layers`."""
     rows = zip(layers, scores, strict=True)
     named = {f"{layer}-{head}": score for layer, row in rows for head, score in enumerate(row)}
     return json.dumps(named, indent=1) + "\n"
 
 
 def _read_document(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ConfigError for anything else."""
     document = _FILE.read_json(path)
     if not isinstance(document, dict):
         msg = f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}'
@@ -93,6 +95,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _score(value: Any, where: str) -> float:
+    """Return a score, or the mean of a list of scores. Raises ConfigError, with its place `where`, for other values."""
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
         msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"

@@ -35,7 +35,7 @@ _TINY_MASS = 1e-290
 
 @dataclass(frozen=True, eq=False)
 class HeaviestLeftOut:
-    """The heaviest entry of each row, and the sums over all other entries.
+    """The entry with the largest weight in each row of attention weights, and sums over all other entries.
 
     Attributes:
         index: index of the heaviest entry, the first of equals.
@@ -69,49 +69,48 @@ def leave_out_heaviest(
     sink: Float[Tensor, "head row"],
     sinks: Float[Tensor, " head"] | None = None,
 ) -> HeaviestLeftOut:
-    """Return the heaviest entry and the sums without it, for rows of weights that sum to 1 with the weights of `sink`.
+    """Return the entry of the largest weight in each row, and the sums over the other entries.
 
-    The sink counts among the other entries and has no value. `logarithms` returns those of the weights, up to a
-    constant per row, and `sinks` are the sinks' logarithms in the same unit.
+    `weights` and the sink's weight `sink` sum to 1 in each row; the sink counts among the other entries, with value 0.
+    `logarithms` returns the logarithms of the weights, up to a constant per row, and `sinks` are those of the sinks.
     """
-    weight, place = weights.max(dim=-1, keepdim=True)
-    others = weights.scatter(-1, place, 0)
+    weight, index = weights.max(dim=-1, keepdim=True)
+    others = weights.scatter(-1, index, 0)
     mass = others.sum(dim=-1) + sink
     if bool((mass < _TINY_MASS).any()):
-        left, gone = softmax_with_sinks(logarithms().scatter(-1, place, -torch.inf), sinks)
-        alone = left.nan_to_num(0)
-        others = torch.where((mass < _TINY_MASS).unsqueeze(-1), alone, others)
-        sink = torch.where(mass < _TINY_MASS, gone, sink)
+        exact, exact_sink = softmax_with_sinks(logarithms().scatter(-1, index, -torch.inf), sinks)
+        others = torch.where((mass < _TINY_MASS).unsqueeze(-1), exact.nan_to_num(0), others)
+        sink = torch.where(mass < _TINY_MASS, exact_sink, sink)
     total = (others.sum(dim=-1) + sink).unsqueeze(-1)
     mean = _weighted_values(others, values.to(WORK)) / total.where(total > 0, 1)
-    return HeaviestLeftOut(place.squeeze(-1), weight.squeeze(-1), mass, _gather_values(values, place), mean)
+    return HeaviestLeftOut(index.squeeze(-1), weight.squeeze(-1), mass, _gather_values(values, index), mean)
 
 
 def _weighted_values(
     weights: Float[Tensor, "head row key"], values: Float[Tensor, "kv_head key d_head"]
 ) -> Float[Tensor, "head row d_head"]:
-    """Return Σ_j a_j v_j; the query heads of a key/value head share one product."""
+    """Return Σ_j a_j v_j, the values summed with each row's weights."""
     heads, rows, keys = weights.shape
     return (weights.reshape(len(values), -1, keys) @ values).view(heads, rows, -1)
 
 
 def _gather_values(
-    values: Float[Tensor, "kv_head key d_head"], place: Int[Tensor, "head row 1"]
+    values: Float[Tensor, "kv_head key d_head"], index: Int[Tensor, "head row 1"]
 ) -> Float[Tensor, "head row d_head"]:
-    """Return the value at each row's index."""
-    heads, rows, _ = place.shape
-    index = place.view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
-    return values.to(WORK).gather(1, index).view(heads, rows, -1)
+    """Return the value of the entry that each row's index names."""
+    heads, rows, _ = index.shape
+    component_index = index.view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
+    return values.to(WORK).gather(1, component_index).view(heads, rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotations at some positions, as cosines and sines of the rotary components of a head."""
 
-    cosine: Float[Tensor, "place rotary"]
-    sine: Float[Tensor, "place rotary"]
+    cosine: Float[Tensor, "position rotary"]
+    sine: Float[Tensor, "position rotary"]
 
-    def unrotate(self, vectors: Float[Tensor, "head place d_head"]) -> Float[Tensor, "head place d_head"]:
+    def unrotate(self, vectors: Float[Tensor, "head position d_head"]) -> Float[Tensor, "head position d_head"]:
         """Return vectors at these positions before their rotation, in float32 or better."""
         work = torch.promote_types(vectors.dtype, torch.float32)
         cosine, sine = self.cosine.to(WORK), self.sine.to(WORK)
@@ -126,7 +125,7 @@ class Rotation:
         return result
 
     def mean(self, d_head: int) -> Float[Tensor, "d_head d_head"]:
-        """Return R̄, the mean of the rotation matrices over the positions, in `WORK` precision."""
+        """Return the mean of the rotation matrices over the positions (R̄), in `WORK` precision."""
         size = self.cosine.shape[-1]
         cosine, sine = (part.to(WORK).mean(dim=0) for part in (self.cosine, self.sine))
         pairs = torch.arange(size, device=cosine.device)
@@ -210,12 +209,12 @@ class LayerView:
 
     @property
     def entries(self) -> int:
-        """Number of entries, n."""
+        """Number of entries n."""
         return self.keys.shape[1]
 
     @property
     def prefix(self) -> int:
-        """Number of entries to score, n − w."""
+        """Number of entries to score, n − w: those before the window."""
         return max(0, self.entries - self.window)
 
     @cached_property
@@ -232,7 +231,7 @@ class LayerView:
 
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
-        """Softmax weights of the window's queries: on entries, and on each head's sink; 0 where there is none."""
+        """Softmax weights of the window's queries on entries, and on each head's sink (0 without sinks)."""
         return softmax_with_sinks(self.logits, self.sinks)
 
     @cached_property
@@ -248,11 +247,11 @@ class LayerView:
 
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
-        """The heaviest entry of each window query, and the sums without it."""
+        """The entry of the largest weight for each window query, and the sums over the other entries."""
         return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
 
     def group_sinks(self, kv_head: int) -> Float[Tensor, " group"] | None:
-        """Return the sink logits of one key/value head's query heads."""
+        """Return the sink logits of one key/value head's query heads; None without sinks."""
         return None if self.sinks is None else self.sinks[kv_head * self.group : (kv_head + 1) * self.group]
 
     @cached_property
@@ -262,16 +261,16 @@ class LayerView:
 
     @cached_property
     def distances(self) -> Float[Tensor, "head query key"]:
-        """‖v_j − o_i‖₂² of the window's queries, with an error of about 1e-16 · ‖v_j‖².
+        """Squared distances ‖v_j − o_i‖₂² of entries' values from the window's outputs, to about 1e-16 · ‖v_j‖².
 
-        Each query's heaviest entry is exact.
+        The distance from each query's entry of the largest weight is exact.
         """
         values, outputs = self.values.to(WORK), self.outputs
         ones = torch.ones_like(values[..., :1])
         lengths = outputs.square().sum(dim=-1, keepdim=True)
-        ours = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
-        theirs = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
-        grouped = ours.reshape(self.kv_heads, -1, ours.shape[-1]) @ theirs.mT
+        output_factors = torch.cat([-2 * outputs, torch.ones_like(lengths), lengths], dim=-1)
+        value_factors = torch.cat([values, values.square().sum(dim=-1, keepdim=True), ones], dim=-1)
+        grouped = output_factors.reshape(self.kv_heads, -1, output_factors.shape[-1]) @ value_factors.mT
         squared = grouped.view(self.heads, -1, self.entries).clamp_(min=0)
         left = self.left_out
         return squared.scatter_(
@@ -280,26 +279,26 @@ class LayerView:
 
     @cached_property
     def w_o(self) -> Float[Tensor, "head d_head d_model"]:
-        """W_O^h, the slices of the output projection."""
+        """Each head's slice W_O^h of the output projection."""
         return theory.head_slices(self.projection, self.heads)
 
     @cached_property
     def unrotated(self) -> Float[Tensor, "head query d_head"]:
-        """All queries before rotation."""
+        """All queries before rotation, in float32 or better."""
         return _require(self.rotary, "unrotated")(range(self.entries)).unrotate(self.queries)
 
     @property
     def rotations(self) -> Callable[[range], Rotation]:
-        """Function from a range of positions to their rotation."""
+        """The model's function from a range of positions to their rotation."""
         return _require(self.rotary, "rotations")
 
     @property
     def hidden(self) -> Float[Tensor, "key d_model"]:
-        """Input of the layer's attention."""
+        """Input of the layer's attention module, after its norm."""
         return _require(self.attention_input, "hidden")
 
     def per_head(self, shared: Float[Tensor, kv_head * rest]) -> Float[Tensor, head * rest]:
-        """Repeat each key/value head's rows for its query heads."""
+        """Return a tensor with each key/value head's row repeated for its query heads."""
         return shared.repeat_interleave(self.group, dim=0)
 
     def with_window(self, window: int) -> LayerView:
@@ -307,7 +306,7 @@ class LayerView:
         return self if window == self.window else replace(self, window=window)
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
-        """Yield the view in parts of heads whose attention rows fit into the working memory; itself where they fit."""
+        """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself where all do."""
         each = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
         size = max(1, chunk_bytes // max(1, each))
         if size >= self.kv_heads:
@@ -316,14 +315,15 @@ class LayerView:
         for start in range(0, self.kv_heads, size):
             yield self._take_heads(slice(start, min(start + size, self.kv_heads)))
 
-    def _take_heads(self, part: slice) -> LayerView:
-        heads = slice(part.start * self.group, part.stop * self.group)
+    def _take_heads(self, kv_heads: slice) -> LayerView:
+        """Return the view of some key/value heads with their query heads."""
+        heads = slice(kv_heads.start * self.group, kv_heads.stop * self.group)
         d_head = self.queries.shape[-1]
         return replace(
             self,
             queries=self.queries[heads],
-            keys=self.keys[part],
-            values=self.values[part],
+            keys=self.keys[kv_heads],
+            values=self.values[kv_heads],
             norms=self.norms[heads],
             projection=self.projection[:, heads.start * d_head : heads.stop * d_head],
             sinks=None if self.sinks is None else self.sinks[heads],
@@ -331,6 +331,7 @@ class LayerView:
 
 
 def _require(data: _Captured | None, name: str) -> _Captured:
+    """Return the captured data. Raises PluginError, with its name, where it was not captured."""
     if data is None:
         msg = f"{name} of the layer were not captured: no score of the run needs them"
         raise PluginError(msg)

@@ -38,7 +38,7 @@ class Replay:
 
 @dataclass(frozen=True, eq=False)
 class ReplayView:
-    """One layer in one pass.
+    """One layer's data in one pass of a replay.
 
     Attributes:
         queries: queries of the pass (head, query, d_head), after rotation.
@@ -74,24 +74,24 @@ class ReplayView:
         return slice(self.sinks, self.sinks + self.chunk)
 
     def rows(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
-        """Yield heads, queries, and their weights on the part's entries, in blocks.
+        """Yield the attention weights on the part's entries in blocks: a slice of heads, one of queries, their weights.
 
-        The softmax is over all visible keys.
+        The softmax is over all keys that the score sees.
         """
-        heads, count, seen = len(self.queries), self.queries.shape[1], self.keys.shape[1]
+        heads, count, keys = len(self.queries), self.queries.shape[1], self.keys.shape[1]
         dtype = torch.promote_types(self.queries.dtype, torch.float32)
-        block = max(1, _BLOCK_ENTRIES // (self.group * seen))
+        block = max(1, _BLOCK_ENTRIES // (self.group * keys))
         for head in range(0, heads, self.group):
-            own, key = slice(head, head + self.group), self.keys[head // self.group].to(dtype)
+            group, key = slice(head, head + self.group), self.keys[head // self.group].to(dtype)
             for start in range(0, count, block):
-                some = slice(start, min(start + block, count))
-                first = seen - count + start
-                sinks = None if self.sink_logits is None else self.sink_logits[own]
-                weights = causal_rows(self.queries[own, some].to(dtype), key, self.scale, first, sinks)
-                yield own, some, weights[..., self.part]
+                queries = slice(start, min(start + block, count))
+                first = keys - count + start
+                sinks = None if self.sink_logits is None else self.sink_logits[group]
+                weights = causal_rows(self.queries[group, queries].to(dtype), key, self.scale, first, sinks)
+                yield group, queries, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:
-        """Return ‖v_j W_O^h‖₂ of the part's entries from the Gram matrices of W_O^h, without storing projections."""
+        """Return the projected value norms ‖v_j W_O^h‖₂ of the part's entries, without storing projections."""
         d_head = self.queries.shape[-1]
         slices = self.projection.to(WORK).view(len(self.projection), -1, d_head)
         products = torch.einsum("mhk,mhl->hkl", slices, slices)

@@ -21,7 +21,7 @@ from perturbkv.scoring.replay_view import Replay, ReplayView
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A score without its pooling, and the window before which entries are scored: computed once per layer."""
+    """An unpooled score and the window before which entries are scored, as they are computed once per layer."""
 
     score: Score
     window: int
@@ -36,7 +36,7 @@ class Score(WithOptions):
         needs: the layer's data that it uses, keys of `layer_view.NEEDS`; access to anything else is refused.
         own_window: its default window; None: the preset's.
         own_defaults: options whose default is independent of the preset.
-        by_place: options that decide by position what stays; they matter even where no score is computed.
+        by_place: options that decide by position which entries stay; they have an effect even without a score.
         signed: whether it may be below 0, so that it cannot be multiplied or mixed.
         holds_norms: whether it includes value norms already.
         whole_layer: whether it depends on several key/value heads, and so needs all of them at once.
@@ -63,21 +63,21 @@ class Score(WithOptions):
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the unpooled score of the prefix entries, a row per query head in the view or per key/value head."""
+        """Return the unpooled scores of the entries before the window, a row per query head or per key/value head."""
         raise NotImplementedError
 
     @property
     def display_name(self) -> str:
-        """The score's name, or the class name for a class of a user's file."""
+        """The score's name; the class name for a class of a user's file."""
         return getattr(self, "name", type(self).__name__)
 
     @property
     def replay(self) -> Replay | None:
-        """The replay that the score needs; its entries are then scored by `score_replay`."""
+        """The replay on which `score_replay` scores entries; None for a score that needs none."""
         return None
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return the unpooled score of the entries of the context part that one pass of the replay repeats."""
+        """Return the unpooled scores of the context entries that one pass of the replay repeats."""
         raise NotImplementedError
 
     @property
@@ -87,21 +87,21 @@ class Score(WithOptions):
 
     @classmethod
     def flaw(cls) -> str:
-        """Return an error in the class definition; empty where there is none."""
+        """Return a message about an error in the class definition; empty where there is none."""
         if isinstance(cls.needs, str) or not set(cls.needs) <= set(NEEDS):
             return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
         return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Return whether it uses data of the prefill only, so that a cache cannot be compressed again by it."""
+        """Return whether the score uses data of the prefill, so that it cannot compress a cache again in decoding."""
         return not set(cls.needs).isdisjoint(PROMPT_ALONE)
 
     def pooling(self, pooled: bool = True) -> tuple[str, int]:
-        """Return kind and width of the pooling, where the score is to be `pooled`; ("none", 1) without pooling."""
+        """Return kind and width of the pooling after `score`; ("none", 1) where nothing is pooled or not `pooled`."""
         outside = pooled and self.pool != "none" and not self.pools_inside
         return (self.pool, self.kernel) if outside else ("none", 1)
 
     def unpooled(self) -> Self:
-        """Return the score without pooling, which scores that differ only in pooling share."""
+        """Return the score with its pooling after `score` removed; scores that differ only in pooling become equal."""
         return self if self.pools_inside else dataclasses.replace(self, pool="none", kernel=1)

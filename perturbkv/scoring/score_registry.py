@@ -19,6 +19,7 @@ OWN = "own"
 
 
 def _base() -> type[Score]:
+    """Return the base class of scores, imported on first use."""
     from perturbkv.scoring.score import Score as Base
 
     return Base
@@ -28,28 +29,29 @@ SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base,
 
 
 def build(choice: Choice | str) -> Score:
-    """Return the score of a choice, with defaults for missing options. Raises as `complete`."""
+    """Return a score object from its choice, with defaults for missing options. Raises as `complete`."""
     named = as_choice(choice)
     return _build(cast("Any", SCORES.load(named.name)), named)
 
 
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
+    """Return the score object of class `kind` with a choice's options."""
     score: Score = kind(**complete(choice).options)
     return score
 
 
 def complete(choice: Choice) -> Choice:
-    """Return the choice with every option that makes a difference.
+    """Return the choice of a score with all its options that have an effect.
 
     Raises UnknownNameError, PluginError, and ConfigError for an unknown option or one without effect.
     """
     if choice.defaults is not None:
         return choice
-    whole = complete_choice(choice, f"score '{choice.name}'", SCORES.load(choice.name).options())
-    if whole.options.get("pool") != "none":
-        return whole
-    if "kernel" in whole.shown_options:
+    completed = complete_choice(choice, f"score '{choice.name}'", SCORES.load(choice.name).options())
+    if completed.options.get("pool") != "none":
+        return completed
+    if "kernel" in completed.shown_options:
         msg = f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
         raise ConfigError(msg)
-    return whole.without(["kernel"])
+    return completed.without(["kernel"])

@@ -16,7 +16,7 @@ from perturbkv.theory import WORK, head_slices
 
 NORM_KERNELS = {
     "auto": "triton where the device runs it and the dtype suits it, else chunked",
-    "triton": "one kernel that sums the projections where they are buffer, on CUDA; bfloat16, float16 and float32",
+    "triton": "one kernel that sums the projections where they are made, on CUDA; bfloat16, float16 and float32",
     "chunked": "matrix products of bounded size, on any device and in any dtype",
 }
 _INSTEAD = "choose auto or chunked"
@@ -28,7 +28,7 @@ def projected_value_norms(
     chunk_bytes: int = CHUNK_BYTES,
     kernel: str = "auto",
 ) -> Float[Tensor, "head key"]:
-    """Return ν_{h,i} = ‖V_i W_O^h‖₁ in float32 (float64 for a float64 model), computed in tiles.
+    """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32 (float64 for a float64 model).
 
     `w_o` is `o_proj.weight`, `kernel` one of `NORM_KERNELS`. The Triton kernel needs no memory besides inputs and
     result. The chunked product needs at most `chunk_bytes`, or one entry's projections where those are larger; one
@@ -49,10 +49,11 @@ def euclidean_value_norms(
     w_o: Float[Tensor, "d_model head_d_head"],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Float[Tensor, "head key"]:
-    """Return ‖V_i W_O^h‖₂ in float32 (float64 for a float64 model), from V_i (W_O^h W_O^hᵀ) V_iᵀ in float64.
+    """Return the projected value norms ‖V_i W_O^h‖₂ in float32 (float64 for a float64 model).
 
-    Each head's product of weights is d_head × d_head: an entry costs d_head² instead of d_head · d_model. Working
-    memory stays under `chunk_bytes`, or under one entry's where that is larger.
+    They come from V_i (W_O^h W_O^hᵀ) V_iᵀ in float64. Each head's product of weights is d_head × d_head: an entry costs
+    d_head² instead of d_head · d_model. Working memory stays under `chunk_bytes`, or under one entry's where that is
+    larger.
     """
     kv_heads, keys, d_head = value.shape
     heads = w_o.shape[1] // d_head
@@ -106,6 +107,7 @@ def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
 def _chunked(
     value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"], chunk_bytes: int
 ) -> Float[Tensor, "head key"]:
+    """Return the projected value norms ‖V_i W_O^h‖₁ from matrix products of at most `chunk_bytes`."""
     kv_heads, keys, d_head = value.shape
     dtype = torch.promote_types(value.dtype, torch.float32)
     group = w_o.shape[1] // (kv_heads * d_head)
@@ -123,5 +125,5 @@ def _chunked(
 
 
 def _tile_entries(entry_bytes: int, keys: int, device: torch.device, chunk_bytes: int) -> int:
-    """Return the number of entries whose projections fit the bound."""
+    """Return the number of entries of `entry_bytes` working memory each that fit `chunk_bytes`, at least 1."""
     return max(1, min(keys, working_bytes(device, chunk_bytes) // entry_bytes))

@@ -15,7 +15,7 @@ from perturbkv.theory import WORK, softmax_with_sinks
 def causal_logits(
     query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
 ) -> Float[Tensor, "group query key"]:
-    """Return the logits of one key/value head's queries, at positions `first`, `first` + 1, …; −inf for later keys."""
+    """Return the logits of one key/value head's queries at positions `first`, `first` + 1, …; −∞ for later keys."""
     position = torch.arange(first, first + query.shape[1], device=key.device)
     future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
     return (query @ key.T * scale).masked_fill_(future, -torch.inf)
@@ -28,15 +28,15 @@ def causal_rows(
     first: int,
     sinks: Float[Tensor, " group"] | None = None,
 ) -> Float[Tensor, "group query key"]:
-    """Return the softmax rows of one key/value head's queries, in the query's dtype.
+    """Return the attention weights of one key/value head's queries at positions `first`, …, in the query's dtype.
 
-    `sinks` add to every denominator.
+    `sinks` are logits that add to every softmax denominator.
     """
     return softmax_with_sinks(causal_logits(query, key, scale, first), sinks)[0]
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:
-    """Return Ā', the scores pooled over neighbouring positions, same length. `average` counts the padding's zeros."""
+    """Return the scores pooled over `kernel` neighbouring positions; `average` counts zeros beyond both ends."""
     if kind == "none" or score.shape[-1] == 0:
         return score
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
@@ -46,7 +46,7 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 def pool_signed(
     score: Float[Tensor, "head prefix"], kind: str, kernel: int, valid: Bool[Tensor, "head prefix"]
 ) -> Float[Tensor, "head prefix"]:
-    """Pool scores that may be below 0: positions beyond the ends, or where `valid` is False, do not count."""
+    """Return pooled scores that may be below 0; positions beyond the ends, or where `valid` is False, do not count."""
     if kind != "average":
         return pool(score.masked_fill(~valid, -torch.inf), kind, kernel)
     counts = pool(valid.to(score.dtype), kind, kernel)
@@ -54,17 +54,20 @@ def pool_signed(
 
 
 def reduce_group(
-    score: Float[Tensor, "rows prefix"], kept_heads: int, how: str = "mean"
+    score: Float[Tensor, "rows prefix"], kept_heads: int, reduction: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Return scores per kept set: unchanged, reduced by `how` over a group, or repeated for its query heads."""
+    """Return scores per kept set: reduced by `reduction` (`mean` or `max`) over the rows that share a set, or repeated.
+
+    Rows are repeated where there are fewer of them than kept sets.
+    """
     if kept_heads >= score.shape[0]:
         return score.repeat_interleave(kept_heads // score.shape[0], dim=0) if kept_heads > score.shape[0] else score
     grouped = score.view(kept_heads, score.shape[0] // kept_heads, score.shape[-1])
-    return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)
+    return grouped.mean(dim=1) if reduction == "mean" else grouped.amax(dim=1)
 
 
 def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
-    """Return uniform numbers that depend only on seed, sample and layer, not on the device; on the CPU."""
+    """Return uniform random numbers on the CPU that depend only on seed, sample and layer, not on the device."""
     digest = hashlib.sha256(f"{seed}/{sample}/{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.rand((heads, prefix), generator=generator, dtype=WORK)

@@ -31,9 +31,15 @@ Rows = Int[Tensor, " row"] | slice
 class Budgets:
     """Numbers of blocks of the prefix that stay, per configuration and kept set.
 
-    `kept` includes `stage1`, which includes `first` and `recent`, the blocks at both ends that stay whatever their
-    scores. The tail of `blocks`, which contains the `window` entries, stays too and is not counted. Without blocks,
-    each block is one entry.
+    A block is one entry unless the granularity has larger blocks. The tail of the prompt, which contains the window,
+    always stays and is not counted.
+
+    Attributes:
+        kept: all blocks that stay.
+        stage1: those of them that stage 1 takes or that always stay.
+        first, recent: the first and the most recent blocks, which stay whatever their scores.
+        blocks: the split of the prompt into blocks and the tail.
+        window: number of entries of the window.
     """
 
     kept: Int[Tensor, "config kept_head"]
@@ -45,24 +51,27 @@ class Budgets:
 
     @property
     def kept_entries(self) -> Int[Tensor, "config kept_head"]:
-        """All entries that stay."""
+        """Numbers of all entries that stay."""
         return self.kept * self.blocks.size + self.blocks.tail
 
     @property
     def stage1_entries(self) -> Int[Tensor, "config kept_head"]:
-        """Entries before the window that stage 1 takes or that always stay."""
+        """Numbers of entries before the window that stage 1 takes or that always stay."""
         return self.stage1 * self.blocks.size + self.blocks.tail - self.window
 
     def is_always_kept(
         self, index: Int[Tensor, "kept_head prefix"], begin: Int[Tensor, " #kept_head"], rows: Rows
     ) -> Bool[Tensor, "config kept_head prefix"]:
-        """Return True where a block of the prefix is one of the first or the recent ones, which always stay."""
+        """Return a mask of the blocks of the prefix that always stay, by `index`, for some configurations.
+
+        `begin` is the index of each kept set's first block.
+        """
         first, recent = self.first[rows].unsqueeze(-1), self.recent[rows].unsqueeze(-1)
         return is_at_ends(index, begin.unsqueeze(-1), index.shape[-1], first, recent)
 
 
 def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_tokens: int) -> Budgets:
-    """Return the budgets of configurations that rank alike, none above the blocks that a kept set has."""
+    """Return the budgets of configurations with the same ranking; none exceeds the blocks that a kept set has."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
     ends = [config.ends(prompt_tokens) for config in configs]
@@ -70,21 +79,21 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     kept = torch.stack([counts.to(device, non_blocking=True) for counts in allocated])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
-    wanted = to_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)
-    recent = torch.minimum(kept, wanted[..., 1])
-    first = torch.minimum(kept - recent, wanted[..., 0])
+    protected = to_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)
+    recent = torch.minimum(kept, protected[..., 1])
+    first = torch.minimum(kept - recent, protected[..., 0])
     always = first + recent
     if configs[0].has_own_stages:
         stage1 = torch.stack([scores.first_counts(config, each) for config, each in zip(configs, ends, strict=True)])
     else:
-        least = to_device([[config.guaranteed(prompt_tokens)] for config in configs], device)
+        least = to_device([[config.least_stage1_blocks(prompt_tokens)] for config in configs], device)
         stage1 = _stage1_blocks(_alphas(configs, scores), configs, kept - always, always + blocks.tail_blocks)
         stage1 = torch.maximum(stage1, least)
     return Budgets(kept, torch.minimum(always + stage1, kept), first, recent, blocks, window)
 
 
 def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
-    """Return the blocks of each kept set's prefix that stay: those that always do, and those that the policy gives."""
+    """Return each kept set's number of blocks of the prefix: those that always stay, and those the policy allocates."""
     statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
     ends, head_scores = config.ends(prompt_tokens), None
     if statistics.head_scores:
@@ -106,7 +115,7 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
 
 
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
-    """Return α of each kept set: the share of stage 1."""
+    """Return α, the share of stage 1, per kept set."""
     layer, device = scores.statistics.layer, scores.statistics.norms.device
     return to_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
 
@@ -117,7 +126,10 @@ def _stage1_blocks(
     free: Int[Tensor, "config kept_head"],
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
-    """Return the blocks that stage 1 takes of the `free` ones, besides those that `always` stay (METHOD: Select)."""
+    """Return the numbers of blocks that stage 1 takes of the `free` ones (METHOD: Select).
+
+    `always` are the numbers of blocks that stay whatever their scores.
+    """
     total = to_device([[config.selection["split"] == "total"] for config in configs], free.device)
     of_prefix = round_down_entries(alpha * free)
     of_total = (round_down_entries(alpha * (free + always)) - always).clamp(min=0)

@@ -31,11 +31,12 @@ def compatible_choices() -> list[tuple[str, str, str]]:
 
 
 def _describe_selections(selections: tuple[str, ...]) -> str:
+    """Return the names of a policy's selections as text, shortened where only `position` and `given` are missing."""
     return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where policy and selection, granularity or cache do not go together."""
+    """Raise ConfigError where policy, selection, granularity, correction and cache layout do not combine."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         msg = (
@@ -84,7 +85,7 @@ def _check_correction(config: ResolvedConfig) -> None:
 
 
 def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
-    """Raise BudgetError where the budget leaves nothing to rank besides the entries that the policy always keeps.
+    """Raise BudgetError where the budget is no larger than the number of entries that the policy always keeps.
 
     Policies that rank by position, and prompts that fit the budget, are not checked.
     """
@@ -102,7 +103,7 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
 
 
 def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
-    """Return the names of scores that include value norms, of configurations that multiply ν in again."""
+    """Return the names of the scores that include value norms in configurations whose selection multiplies by ν."""
     multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
     return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
@@ -110,18 +111,18 @@ def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[s
 def _check_sign(config: ResolvedConfig) -> None:
     """Raise ConfigError where scores below 0 would be multiplied or mixed (METHOD: Scores of later methods)."""
     policy = config.system
-    multiplied = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
-    user = f"policy '{policy.name}'" if policy.mixes else multiplied
-    if policy.score.signed and user:
+    selection = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
+    multiplier = f"policy '{policy.name}'" if policy.mixes else selection
+    if policy.score.signed and multiplier:
         msg = (
-            f"{user} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; choose "
+            f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; choose "
             "selection attention with equal budgets"
         )
         raise ConfigError(msg)
 
 
 def check_compressible(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration cannot compress a cache again after decoding has added entries."""
+    """Raise ConfigError where a configuration cannot compress a cache again during decoding."""
     if config.is_external:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
@@ -144,10 +145,10 @@ def check_compressible(config: EvictionConfig) -> None:
         )
         raise ConfigError(msg)
     if not _can_recompress(resolved.system):
-        able = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
+        suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
         msg = (
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
-            f"works with {able}"
+            f"works with {suitable}"
         )
         raise ConfigError(msg)
     if resolved.system.score.whole_layer and resolved.system.budgets == "by head":
@@ -159,6 +160,7 @@ def check_compressible(config: EvictionConfig) -> None:
 
 
 def _can_recompress(policy: Policy) -> bool:
+    """Return whether a policy needs neither data of the prefill nor other layers, and evicts something."""
     return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
 
 
@@ -169,9 +171,9 @@ def needs_all_layers(config: ResolvedConfig) -> bool:
 
 
 def check_generation(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration needs the next query, which generation does not have.
+    """Raise ConfigError where a configuration selects kept entries by the next query, which generation does not have.
 
-    A configuration that reads pages chooses them when the query is known.
+    Pages are selected once the query is known, so that configurations that read pages pass.
     """
     if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
         msg = (
@@ -182,7 +184,7 @@ def check_generation(config: EvictionConfig) -> None:
 
 
 def describe_compatible_choices() -> str:
-    """Return all that combines in one line: the table of `perturbkv list policies`."""
+    """Return one line of the policies, selections and caches that combine, for error messages."""
     rows = [
         f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in compatible_choices()
     ]

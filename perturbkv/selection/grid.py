@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 def known_options() -> dict[str, Option]:
-    """Return every option name of any owner -> the first option of this name."""
+    """Return option name -> option, over all policies and choices; the first one where several have the name."""
     first: dict[str, Option] = {}
     for options in _options_by_owner().values():
         first = {**options, **first}
@@ -42,27 +42,27 @@ def known_options() -> dict[str, Option]:
 
 
 def option_owners(name: str) -> list[str]:
-    """Return the owners of an option of this name: `policy adakv`, …."""
+    """Return the policies and choices with an option of this name, such as `policy adakv`."""
     return [" ".join(owner) for owner in _owners_of(name)]
 
 
 def option_example(name: str) -> str:
-    """Return an example of an option of this name in its owner, the first of several: `adakv(floor=…)`."""
+    """Return how the option is written in the first policy or choice that has it, such as `adakv(floor=…)`."""
     return f"{_owners_of(name)[0][1]}({name}=…)"
 
 
 def _owners_of(name: str) -> list[tuple[str, str]]:
-    """Return kind and name of each owner of an option of this name."""
+    """Return (kind, name) of each policy or choice with an option of this name, such as ("policy", "adakv")."""
     return [owner for owner, options in _options_by_owner().items() if name in options]
 
 
 def check_option_value(name: str, value: Any) -> None:
-    """Raise ConfigError or UnknownNameError for a value that no owner takes."""
+    """Raise ConfigError or UnknownNameError for a value that the option of this name does not take."""
     known_options()[name].convert(value, name)
 
 
 def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
-    """Return kind and name of each owner -> its options."""
+    """Return (kind, name) of each policy and choice -> its options."""
     return {
         **{("policy", policy.name): policy.options() for policy in registry.known()},
         **{(owner, name): options for owner, owners in _OPTIONS.items() for name, options in owners.items()},
@@ -70,15 +70,15 @@ def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
 
 
 def takes_option(choice: Choice, owner: str, name: str) -> bool:
-    """Return whether a choice, of a policy, a selection or another `owner`, has an option of this name."""
+    """Return whether a choice has an option of this name; `owner` is its field, such as `policy` or `selection`."""
     return name in _options(choice.name, owner)
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A configuration, and what each option that was written in its choices needs to have an effect; else ''.
+    """A configuration, and what the options written in its choices need to have an effect.
 
-    `needs` is keyed by owner, the choice's name and the option.
+    `needs` maps (field, choice, option), such as ("policy", "adakv", "floor"), to the need, '' where there is none.
     """
 
     config: EvictionConfig
@@ -88,10 +88,10 @@ class ParsedConfig:
 def _build_configuration(
     choices: Mapping[str, Choice], preset: Mapping[str, Any], separate: Mapping[str, Any], **fields: Any
 ) -> ParsedConfig:
-    """Return the configuration of choices by owner, with a preset's options and those that are given separately.
+    """Return the configuration of choices per field, a preset's options and `separate` options.
 
-    An option goes wherever it belongs and makes a difference. One written in a choice comes first, then one that is
-    given separately, then the preset's.
+    An option goes into each choice that has it and where it makes a difference. Options written in a choice come first,
+    then separate ones, then the preset's.
 
     Raises ConfigError or UnknownNameError for a value that the option's owner refuses, BudgetError for the budget.
     """
@@ -99,8 +99,8 @@ def _build_configuration(
         owner: {**_applicable_options(choice, owner, preset), **_applicable_options(choice, owner, separate)}
         for owner, choice in choices.items()
     }
-    whole = _eviction_config(choices, added, fields)
-    without_effect = effects.options_without_effect(whole, registry.build(whole.policy))
+    config = _eviction_config(choices, added, fields)
+    without_effect = effects.options_without_effect(config, registry.build(config.policy))
     for owner, option in without_effect:
         added[owner].pop(option, None)
     needs = {
@@ -108,7 +108,7 @@ def _build_configuration(
         for owner, choice in choices.items()
         for option in choice.options
         if option in _options(choice.name, owner)
-        and getattr(whole, owner).options[option] != _options(choice.name, owner)[option].default
+        and getattr(config, owner).options[option] != _options(choice.name, owner)[option].default
     }
     effective = {
         owner: choice.without(option for other, option in without_effect if other == owner)
@@ -120,10 +120,11 @@ def _build_configuration(
 def _eviction_config(
     choices: Mapping[str, Choice], added: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
 ) -> EvictionConfig:
-    whole: dict[str, Any] = {
+    """Return the configuration of choices per field with `added` options per field, and the other fields."""
+    complete: dict[str, Any] = {
         owner: Choice(choice.name, {**added[owner], **choice.options}) for owner, choice in choices.items()
     }
-    return EvictionConfig(**whole, **fields)
+    return EvictionConfig(**complete, **fields)
 
 
 def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) 
 
 
 def _options(name: str, owner: str) -> Mapping[str, Option]:
-    """Return the options of a policy, a selection or another `owner`. Raises UnknownNameError."""
+    """Return the options of the choice `name` for the field `owner`, such as `policy`. Raises UnknownNameError."""
     if owner == "policy":
         return registry.info(name).options()
     known = _OPTIONS[owner]
@@ -199,7 +200,7 @@ def grid(
 
 
 def expand_grid(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[EvictionConfig, ...]:
-    """Return the configurations of `grid`, where a separately given option need not make a difference."""
+    """Return the configurations of `grid`, without checking that separate options have an effect."""
     parsed = [parse_configuration(**combination) for combination in combinations(choices)]
     for each in parsed:
         compatibility.check(each.config, cache)
@@ -208,7 +209,10 @@ def expand_grid(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[Evic
 
 
 def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the product of the choices, the last of `ORDER` fastest. Raises UnknownNameError, ConfigError."""
+    """Return every combination of the choices' values, by name, the last name in `ORDER` varying fastest.
+
+    Raises UnknownNameError for a name that is no choice, ConfigError for an empty list and for too many combinations.
+    """
     series = {name: _as_tuple(value) for name, value in choices.items()}
     for name, values in series.items():
         if name not in FIELDS and name not in known_options():
@@ -228,7 +232,7 @@ def configuration(
     selection: Choice | str = "two-stage",
     **choices: Any,
 ) -> EvictionConfig:
-    """Return one combination, as `grid` reads it, without checking that policy and selection combine.
+    """Return the configuration of one combination of `grid`, without checking that policy and selection combine.
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, and an option without effect.
     """
@@ -252,24 +256,24 @@ def check_written_options(parsed: Iterable[ParsedConfig]) -> None:
 def parse_configuration(
     budget: Any, preset: str = "paper", policy: Any = "snapkv", selection: Any = "two-stage", **choices: Any
 ) -> ParsedConfig:
-    """Return one combination, with what the options written in its choices need to make a difference."""
+    """Return the configuration of one combination of `grid`, and what its written options need to have an effect."""
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
-    given = {name: value for name, value in choices.items() if value is not None}
+    values = {name: value for name, value in choices.items() if value is not None}
     policy_choice, selection_choice = _split_policy_and_selection(selection, policy)
     policy_choice = registry.name_first_argument(policy_choice)
     info = registry.info(policy_choice.name)
     if info.selections == (GIVEN,):  # it takes none of ours, nor a window, whatever the grid's other policies get
         alone = policy_choice == as_choice(policy)
-        selection_choice, given["window"] = _external_selection(policy_choice, selection_choice, alone), 0
+        selection_choice, values["window"] = _external_selection(policy_choice, selection_choice, alone), 0
     default_granularity = info.own_granularity or PRESETS[preset].get("granularity", "query")
     owners = {"policy": policy_choice, "selection": selection_choice}
     for owner, default in (("granularity", default_granularity), ("precision", FULL), ("correction", NONE)):
-        owners[owner] = as_choice(given.pop(owner, default))
-    separate = {name: value for name, value in given.items() if name not in FIELDS}
-    _check_given_once(owners, separate)
+        owners[owner] = as_choice(values.pop(owner, default))
+    separate = {name: value for name, value in values.items() if name not in FIELDS}
+    _check_no_duplicate_options(owners, separate)
     window = PRESETS[preset].get("window", 32) if info.own_window is None else info.own_window
-    fields = {"window": window, **{name: value for name, value in given.items() if name in FIELDS}}
+    fields = {"window": window, **{name: value for name, value in values.items() if name in FIELDS}}
     preset_options = {
         name: value for name, value in PRESETS[preset].items() if name not in (*FIELDS, *info.own_defaults)
     }
@@ -277,7 +281,7 @@ def parse_configuration(
 
 
 def _external_selection(policy: Choice, selection: Choice, alone: bool) -> Choice:
-    """Return the selection of an external policy. Raises ConfigError where another one is given with the policy.
+    """Return the selection `given` of an external policy. Raises ConfigError where the user chose another one.
 
     `alone`: the policy was named without a selection.
     """
@@ -287,8 +291,8 @@ def _external_selection(policy: Choice, selection: Choice, alone: bool) -> Choic
     return Choice(GIVEN)
 
 
-def _check_given_once(owners: Mapping[str, Choice], separate: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is written in a choice and given separately too."""
+def _check_no_duplicate_options(owners: Mapping[str, Choice], separate: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that is both written in a choice and passed separately."""
     for (owner, choice), name in itertools.product(owners.items(), separate):
         if name in choice.options and takes_option(choice, owner, name):
             msg = f"'{name}' is given beside {choice} and in it; give it once"
@@ -296,7 +300,7 @@ def _check_given_once(owners: Mapping[str, Choice], separate: Mapping[str, Any])
 
 
 def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
-    """Return what a separately given option needs to have an effect on any configuration; empty where it has one."""
+    """Return what a separate option needs to have an effect; empty where it has one on some configuration."""
     reasons: dict[str, None] = {}
     for config in configs:
         needs = effects.options_without_effect(config, registry.build(config.policy))
@@ -309,25 +313,27 @@ def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations in their order, each once."""
+    """Return the configurations without duplicates, in their order."""
     return tuple(dict.fromkeys(configs))
 
 
 def _sort_key(name: str) -> tuple[int, str]:
+    """Return the key by which a grid's choices are sorted: the place in `ORDER`, other names before the policy."""
     return (ORDER.index(name), "") if name in ORDER else (ORDER.index("policy") - 1, name)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a series as a tuple, and a single value or a text as a tuple of one."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def names_policy(selection: str) -> bool:
-    """Return whether a selection, as `grid` takes it, names its policy too."""
+    """Return whether a selection, as `grid` takes it, names its policy too, as `adakv:two-stage` does."""
     return _split_policy_and_selection(selection, "-")[0].name != "-"
 
 
 def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
-    """Return the policy and the selection; `text` may name both (`adakv:two-stage`), or a policy alone."""
+    """Return policy and selection; `text` is a selection of `policy`, both names (`adakv:two-stage`), or a policy."""
     if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)

@@ -42,7 +42,7 @@ class KeptSets:
 
 @dataclass(frozen=True, eq=False)
 class RankingGroup:
-    """Configurations that rank one layer's entries alike.
+    """Configurations with the same rankings of one layer's entries.
 
     Attributes:
         config_indices: indices of the configurations in the run.
@@ -68,7 +68,7 @@ class RankingGroup:
         return len(self.first.ranks)
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the masks of some of the group's configurations, all by default."""
+        """Return the kept sets of some of the group's configurations, by default all."""
         ranks = self.first.ranks
         stage1 = ranks < self.stage1_cut[rows].unsqueeze(-1)
         if self.has_protected:
@@ -81,7 +81,7 @@ class RankingGroup:
 def ranking_groups(
     configs: Sequence[ResolvedConfig], scores: Callable[[ResolvedConfig], Scores], prompt_tokens: int
 ) -> list[RankingGroup]:
-    """Return the kept sets of one layer in groups; `scores` returns the layer's scores for a configuration.
+    """Return one layer's groups of configurations with the same ranking; `scores` is called per configuration.
 
     The groups, and the configurations in each, come in the same order in all layers.
 
@@ -115,6 +115,7 @@ def _make_ranking_group(
     second: Ranking,
     prompt_tokens: int,
 ) -> RankingGroup:
+    """Return the group of the configurations with the indices `indices` and these rankings."""
     budgets = compute_budgets(configs, scores, prompt_tokens)
     begin = scores.statistics.begin // budgets.blocks.size
     has_protected = any(config.ends(prompt_tokens).always for config in configs)
@@ -127,18 +128,19 @@ def _make_ranking_group(
 
 
 def _config_slices(configs: int, ranking: Ranking) -> Iterator[slice]:
-    """Return slices of the configurations whose masks and counts fit the working memory."""
-    each = 6 * ranking.ranks.numel()
-    size = max(1, working_bytes(ranking.ranks.device, _STEP_BYTES) // max(1, each))
+    """Return slices of `configs` configurations, each of as many as fit the working memory."""
+    config_bytes = 6 * ranking.ranks.numel()
+    size = max(1, working_bytes(ranking.ranks.device, _STEP_BYTES) // max(1, config_bytes))
     return (slice(start, start + size) for start in range(0, configs, size))
 
 
 def _cutoffs(
     first: Ranking, second: Ranking, budgets: Budgets, begin: Tensor | None, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the cutoffs of stage 1, which skips what always stays, and of stage 2, which skips stage 1 too.
+    """Return the ranks below which an entry stays in stage 1 and in stage 2, both (config, kept_head).
 
-    `begin` is None where nothing before the window always stays.
+    Stage 1 passes over the entries that always stay, stage 2 over these and those of stage 1. `begin` is the index of
+    each kept set's first block; None where no entry before the window always stays.
     """
     stage1, kept = budgets.stage1[rows], budgets.kept[rows]
     stage1_cut = stage1
@@ -154,24 +156,20 @@ def _cutoffs(
 
 
 def _cutoff(
-    taken: Bool[Tensor, "config kept_head place"], wanted: Int[Tensor, "config kept_head"]
+    taken: Bool[Tensor, "config kept_head rank"], count: Int[Tensor, "config kept_head"]
 ) -> Int[Tensor, "config kept_head"]:
-    """Return the length of the beginning of an order that has `wanted` entries that are not taken yet."""
+    """Return the rank below which there are `count` entries that are not taken yet; `taken` is by rank."""
     free = (~taken).cumsum(dim=-1, dtype=torch.int32)
-    length = torch.searchsorted(free, wanted.unsqueeze(-1).to(torch.int32)).squeeze(-1) + 1
-    return torch.where(wanted > 0, length, 0)
+    length = torch.searchsorted(free, count.unsqueeze(-1).to(torch.int32)).squeeze(-1) + 1
+    return torch.where(count > 0, length, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class ExternalBudgets:
-    """Number of entries of each configuration and external kept set."""
+class EntryCounts:
+    """Numbers of kept entries, and of those before the window that stage 1 takes or that always stay."""
 
-    kept_entries: Int[Tensor, "config kv_head"]
-
-    @property
-    def stage1_entries(self) -> Int[Tensor, "config kv_head"]:
-        """The number of all entries: there are no stages."""
-        return self.kept_entries
+    kept_entries: Int[Tensor, "config kept_head"]
+    stage1_entries: Int[Tensor, "config kept_head"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +178,7 @@ class ExternalGroup:
 
     Attributes:
         config_indices: indices of the configurations in the run.
-        kept: mask of the entries that each keeps in this layer; a window is part of it like any other entry.
+        kept: mask of the entries that stay in this layer, the window's among them.
     """
 
     config_indices: tuple[int, ...]
@@ -192,12 +190,13 @@ class ExternalGroup:
         return self.kept.shape[1]
 
     @property
-    def budgets(self) -> ExternalBudgets:
-        """Numbers of entries that stay."""
-        return ExternalBudgets(self.kept.sum(dim=-1))
+    def budgets(self) -> EntryCounts:
+        """Numbers of entries that stay; the same for stage 1, as there are no stages."""
+        counts = self.kept.sum(dim=-1)
+        return EntryCounts(counts, counts)
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the masks of some of the group's configurations, all by default."""
+        """Return the kept sets of some of the group's configurations, by default all."""
         return KeptSets(self.kept[rows], self.kept[rows])
 
 
@@ -211,17 +210,19 @@ def kept_groups(
     prompt_tokens: int,
     external: Mapping[ResolvedConfig, Bool[Tensor, "kv_head key"]],
 ) -> list[Group]:
-    """Return `ranking_groups` of the configurations that rank, and the group of the `external` kept sets.
+    """Return one layer's groups: those of `ranking_groups`, and one of the configurations with `external` kept sets.
 
     Groups come in the same order in all layers; configurations that evict nothing are left out.
     """
-    ours = [index for index, config in enumerate(configs) if config not in external and config.evicts]
-    ranked = ranking_groups([configs[index] for index in ours], scores, prompt_tokens)
+    ranked_indices = [index for index, config in enumerate(configs) if config not in external and config.evicts]
+    ranked = ranking_groups([configs[index] for index in ranked_indices], scores, prompt_tokens)
     groups: list[Group] = [
-        dataclasses.replace(group, config_indices=tuple(ours[index] for index in group.config_indices))
+        dataclasses.replace(group, config_indices=tuple(ranked_indices[index] for index in group.config_indices))
         for group in ranked
     ]
-    theirs = tuple(index for index, config in enumerate(configs) if config in external)
-    if theirs:
-        groups.append(ExternalGroup(theirs, torch.stack([external[configs[index]] for index in theirs])))
+    external_indices = tuple(index for index, config in enumerate(configs) if config in external)
+    if external_indices:
+        groups.append(
+            ExternalGroup(external_indices, torch.stack([external[configs[index]] for index in external_indices]))
+        )
     return groups

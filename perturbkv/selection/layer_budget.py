@@ -1,7 +1,7 @@
 """The budget of one layer as a policy sees it, and the competition of several kept sets for one budget.
 
-Kept sets compete by their scores, all in one order. A row is a kept set, of one layer or of all layers, one below the
-other. Equal scores go to the earlier position, then to the earlier row.
+Kept sets compete by their scores, all in one order. A row is a kept set of one layer, or of all layers concatenated.
+Equal scores go to the earlier position, then to the earlier row.
 """
 
 from __future__ import annotations
@@ -18,26 +18,21 @@ from perturbkv import theory
 from perturbkv.errors import ConfigError
 
 
-def rows_by_score(scores: Float[Tensor, "row place"]) -> Int[Tensor, " entry"]:
-    """Return the row of every entry, by descending score."""
+def rows_by_score(scores: Float[Tensor, "row position"]) -> Int[Tensor, " entry"]:
+    """Return the row index of every entry, in the order of descending scores."""
     return scores.T.flatten().sort(descending=True, stable=True).indices % len(scores)
 
 
-def rows_by_score_of_all_layers(layers: Iterable[Float[Tensor, "row place"]]) -> Int[Tensor, " entry"]:
-    """Return `rows_by_score` of all layers' rows, one below the other."""
-    return rows_by_score(torch.cat(list(layers)))
-
-
 def count_rows(order: Int[Tensor, " entry"], rows: int) -> Float[Tensor, " row"]:
-    """Return how often each row occurs in an order."""
+    """Return how often each of the `rows` row indices occurs in `order`."""
     counts = torch.zeros(rows, dtype=theory.WORK, device=order.device)
     return counts.scatter_add_(0, order, torch.ones_like(order, dtype=theory.WORK))
 
 
 def allocate_above_minimum(order: Int[Tensor, " entry"], rows: int, mean: int, least: int) -> Int[Tensor, " row"]:
-    """Return entries per row: its own `least` best, and the largest of the others up to `rows` · `mean` in all.
+    """Return the number of entries per row: its `least` best ones, then the best of all up to `rows` · `mean` in all.
 
-    Every row occurs equally often in `order`.
+    `order` are the entries' rows by descending score; every row occurs equally often.
     """
     by_row = order.argsort(stable=True)
     index = torch.arange(len(order), device=order.device)
@@ -58,18 +53,18 @@ class LayerBudget:
 
     Attributes:
         kept_heads: number of kept sets of the layer.
-        kept: entries that stay, per kept set on the average.
-        always: those of them that stay in every kept set: the window and protected entries.
+        kept: mean number of entries that stay per kept set.
+        always: number of entries that stay in every kept set whatever their scores: the window and protected ones.
         layer, layers: index of the layer, and number of layers.
-        prefix: entries besides those that always stay, the same in all layers; where a cache that has grown unevenly is
-            compressed again, a number above any budget, and the selection keeps what there is.
+        prefix: number of entries besides those that always stay, the same in all layers; above any budget where a cache
+            with kept sets of different lengths is compressed again, and the selection keeps all that exist.
         heads_by_score: returns the kept set of every entry before the window, by descending pooled score; entries that
             always stay, and those that a kept set lacks, come last.
-        head_scores: scores of all heads that the user gave, for headkv.
-        model_wide: function of a hashable key and of another function, which gets all layers' scores (kept_head, place)
-            in their order, without the entries that always stay; the result is computed once per key. None where a
-            cache is compressed again, layer by layer.
-        window: the number of those that always stay because of the window.
+        head_scores: the user's scores of all heads, for headkv.
+        model_wide: function of a hashable key and of a function of all layers' scores (kept_head, position), without
+            the entries that always stay; returns that function's result, computed once per key. None where a cache is
+            compressed again, layer by layer.
+        window: number of entries that always stay because of the window.
     """
 
     kept_heads: int
@@ -85,11 +80,11 @@ class LayerBudget:
 
     @property
     def free(self) -> int:
-        """Entries per kept set that are shared out, on the average: those that stay, without those that always do."""
+        """Mean number of entries per kept set that are allocated by score: `kept` − `always`."""
         return self.kept - self.always
 
     def compute_model_wide(self, key: Any, make: Callable[[Iterable[Tensor]], _Result]) -> _Result:
-        """Return what `make` computes from all layers' scores, once per key.
+        """Return the result of `make` for all layers' scores (kept_head, position), computed once per key.
 
         Raises ConfigError where these scores are not available.
         """
@@ -100,19 +95,19 @@ class LayerBudget:
         return result
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
-        """Return how many of the layer's largest scores each of its kept sets has."""
+        """Return, per kept set, its number of entries among the layer's largest scores, as many as the budget has."""
         order = self.heads_by_score()[: self.kept_heads * self.free]
         return count_rows(order, self.kept_heads).to(torch.int64)
 
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
-        """Return how many of the largest scores of all layers each of this layer's kept sets has."""
+        """Return, per kept set, its number of entries among the model's largest scores, as many as the budget has."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
-        order = self.compute_model_wide("order", rows_by_score_of_all_layers)
+        order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(list(layers))))
         counts = self.compute_model_wide(
             ("counts", self.free), lambda _: count_rows(order[:total], rows).to(torch.int64)
         )
         return counts.view(self.layers, -1)[self.layer]
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
-        """Return the same number of entries for every kept set."""
+        """Return `entries` for every kept set."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)

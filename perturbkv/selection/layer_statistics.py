@@ -17,6 +17,7 @@ from perturbkv.theory import WORK
 
 Score = Float[Tensor, "kept_head prefix"]
 ModelWide = Callable[[ResolvedConfig, Ends, Hashable, Callable[[Iterable[Score]], Any]], Any]
+"""Function from a configuration, its ends, a key and a function of all layers' competing scores to the result."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,10 @@ class LayerStatistics:
         layer, layers: index of the layer, and number of layers.
         sample: the sample's id, for the seed of `random`.
         realised: A of the first decoding query per query head; None where it is not known.
-        head_scores: scores of all query heads of the model that the user gave, (layer, head); empty where there are
-            none.
+        head_scores: the user's scores of all query heads of the model, (layer, head); empty where there are none.
         valid: False where a kept set has no entry, as ragged caches that are compressed again are padded on the left.
-        first_stage: the score of a policy's own stage 1, unpooled; rows of its own. None where no policy has one.
-        model_wide: function that computes something from the competing scores of all layers for a configuration, once
-            per key.
+        first_stage: the score of a policy's own stage 1, unpooled; None where no policy has one.
+        model_wide: computes a result from the competing scores of all layers for a configuration, once per key.
     """
 
     accumulated: Float[Tensor, "rows prefix"]
@@ -54,19 +53,19 @@ class LayerStatistics:
 
     @property
     def prefix(self) -> int:
-        """Entries before the window."""
+        """Number of entries before the window."""
         return self.accumulated.shape[1]
 
     @property
     def hindsight(self) -> Float[Tensor, "head prefix"]:
-        """A of the first decoding query. Raises ConfigError where it is not known."""
+        """Attention weights A of the first decoding query. Raises ConfigError where they are not known."""
         if self.realised is None:
             msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
             raise ConfigError(msg)
         return self.realised
 
     def selected_norms(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
-        """Return ν in the norm that the selection uses, float64. Raises ConfigError where it was not computed."""
+        """Return the value norms ν in the norm of the selection, in float64. Raises ConfigError where it has none."""
         if not config.euclidean:
             return self.norms.to(WORK)
         if self.euclidean is None:
@@ -83,5 +82,5 @@ class LayerStatistics:
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Return True where an index is one of the `first` ones from `begin` on, or of the `recent` ones before `end`."""
+    """Return a mask of the indices among the `first` ones from `begin` on, or the `recent` ones before `end`."""
     return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

@@ -48,7 +48,7 @@ class PagedLayer:
     def from_keys(
         cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_head"], scale: float, size: int
     ) -> PagedLayer:
-        """Return the layer with the pages that are full before the window."""
+        """Return the layer with its pages of `size` entries: those that are full before the window."""
         count = statistics.prefix // size
         pages = keys[:, : count * size].reshape(len(keys), count, size, keys.shape[-1])
         return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, scale)
@@ -61,7 +61,7 @@ class PagedLayer:
         return (bounds * self.scale).flatten(0, 1)
 
     def realised(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
-        """Return A of the query over the prompt's entries alone, for those before the window."""
+        """Return the query's attention weights A over the prompt, for the entries before the window."""
         weights = theory.decode_attention(query, self.keys, self.scale)
         return weights[:, : self.statistics.prefix]
 
@@ -74,17 +74,19 @@ class PageScores(Scores):
         self.layer, self.query = layer, query
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of a score of pages."""
+        """Return the ranking of the pages by a score."""
         return self.once(("ranking", id(score)), lambda: rank(score))
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
-        """Return the softmax of the bounds over the pages, reduced over the group."""
-        how = config.granularity.options.get("reduce", "mean")
-        return self._compute_once("bound", config, how, lambda: self.reduce(config, self._page_weights(), how))
+        """Return the softmax of the logit bounds over the pages, reduced over the group of query heads."""
+        reduction = config.granularity.options.get("reduce", "mean")
+        return self._compute_once(
+            "bound", config, reduction, lambda: self.reduce(config, self._page_weights(), reduction)
+        )
 
     def second_stage(self, config: ResolvedConfig, uniform: bool = False) -> Score:
-        """Return the score of `attention` × the largest ν of the page, with the group's product as configured."""
-        how, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
+        """Return the score of stage 2: that of `attention` times the page's largest value norm ν."""
+        reduction, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
 
         def make() -> Score:
             norms = self._largest_norms(config)
@@ -92,21 +94,21 @@ class PageScores(Scores):
                 return self.reduce(config, self._page_weights() * norms)
             return self.attention(config) * self.reduce(config, norms)
 
-        return self._compute_once("refined", config, (how, product, config.euclidean), make)
+        return self._compute_once("refined", config, (reduction, product, config.euclidean), make)
 
     def value(self, config: ResolvedConfig) -> Score:
-        """Return the largest ν of the page alone."""
+        """Return the largest value norm ν of each page."""
         return self._compute_once(
             "value", config, config.euclidean, lambda: self.reduce(config, self._largest_norms(config))
         )
 
     def random(self, config: ResolvedConfig) -> Score:
-        """Return seeded numbers, the same at every step."""
+        """Return seeded random numbers, the same at every step."""
         entries = super().random
         return self._compute_once("drawn", config, config.selection["seed"], lambda: self._page_sums(entries(config)))
 
     def hindsight(self, config: ResolvedConfig) -> Score:
-        """Return Σ A ν of the page under this query."""
+        """Return Σ A ν over each page's entries, with the query's real attention weights A."""
 
         def make() -> Score:
             added = self.layer.realised(self.query) * self.statistics.selected_norms(config)
@@ -115,34 +117,38 @@ class PageScores(Scores):
         return self._compute_once("given", config, config.euclidean, make)
 
     def hindsight_attention(self, config: ResolvedConfig) -> Score:
-        """Return Σ A of the page under this query."""
+        """Return Σ A over each page's entries, with the query's real attention weights A."""
 
         def make() -> Score:
             return self.reduce(config, self._page_sums(self.layer.realised(self.query)))
 
         return self._compute_once("attended", config, "", make)
 
-    def _compute_once(self, name: str, config: ResolvedConfig, how: object, make: Callable[[], Score]) -> Score:
-        return self.once((name, self.kept_heads(config), how), make)
+    def _compute_once(self, name: str, config: ResolvedConfig, options: object, make: Callable[[], Score]) -> Score:
+        """Return the result of `make`, called once per name, number of kept sets and `options`."""
+        return self.once((name, self.kept_heads(config), options), make)
 
     def _page_weights(self) -> Float[Tensor, "head page"]:
+        """Return the softmax of the logit bounds over the pages."""
         return self.once("expected", lambda: self.layer.bounds(self.query).softmax(dim=-1))
 
     def _largest_norms(self, config: ResolvedConfig) -> Float[Tensor, "head page"]:
+        """Return the largest value norm ν of each page."""
         norms = self.statistics.selected_norms(config)
         return self.once(("largest", config.euclidean), lambda: block_scores(norms, self.layer.size, "max"))
 
     def _page_sums(self, score: Float[Tensor, "rows prefix"]) -> Float[Tensor, "rows page"]:
+        """Return the sum of a score over each page's entries."""
         return block_scores(score, self.layer.size, "sum")
 
 
 PagesOfConfig = Callable[[ResolvedConfig], PagedLayer]
-"""Function from a configuration to one layer in its pages; the same object for configurations with the same pages."""
+"""Function from a configuration to one layer in pages; the same object for configurations with the same pages."""
 
 
 @dataclass(frozen=True, eq=False)
 class PageGroup:
-    """Configurations that choose pages alike; `steps` has the group of what they read at each decode step.
+    """Configurations with the same ranking of pages; `steps` are the groups of the pages they read at each decode step.
 
     The entries that they read at the first step are stored as their kept sets.
     """
@@ -161,15 +167,15 @@ class PageGroup:
 
     @property
     def budgets(self) -> Budgets:
-        """Numbers of pages that are read, the same at every step."""
+        """Numbers of pages that are read at each step."""
         return self.steps[0].budgets
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the masks of some of the group's configurations at the first step, all by default."""
+        """Return the entries that some of the group's configurations, by default all, read at the first step."""
         return self.steps[0].kept_sets(rows)
 
     def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
-        """Return the masks of some of the group's configurations at every step."""
+        """Return the entries that some of the group's configurations read, per step."""
         return [step.kept_sets(rows) for step in self.steps]
 
 
@@ -183,9 +189,9 @@ def page_groups(
     queries: Sequence[Float[Tensor, "head d_head"]],
     prompt_tokens: int,
 ) -> list[PageGroup]:
-    """Return the pages of one layer that configurations read at each step, whose queries are given.
+    """Return the groups of the pages of one layer that configurations read, with one query per step.
 
-    Configurations that read no pages are left out.
+    `layer` is called per configuration; configurations that read no pages are left out.
     """
     indices = [index for index, config in enumerate(configs) if config.reads_pages]
     readers = [configs[index] for index in indices]
@@ -200,6 +206,8 @@ def page_groups(
 def _page_ranking_groups(
     configs: Sequence[ResolvedConfig], layer: PagesOfConfig, query: Tensor, tokens: int
 ) -> list[RankingGroup]:
+    """Return the groups of the pages that configurations read for one query."""
+
     @functools.cache
     def page_scores(paged: PagedLayer) -> PageScores:
         return PageScores(paged, query)
@@ -209,17 +217,18 @@ def _page_ranking_groups(
 
 @dataclass(frozen=True, eq=False)
 class PageReader:
-    """The choice of pages of one configuration in one layer of `prompt_tokens` entries, for any query."""
+    """Function from queries to the entries that a configuration reads in one layer of `prompt_tokens` entries."""
 
     config: ResolvedConfig
     layer: PagedLayer
     prompt_tokens: int
 
     def __call__(self, query: Float[Tensor, "head query d_head"]) -> Bool[Tensor, "head query key"]:
-        """Return True where a query of a head reads an entry of the prompt; each query chooses for itself."""
+        """Return the mask of the prompt's entries that each query of each head reads."""
         sets = [self._kept_sets(each) for each in query.unbind(dim=1)]
         return torch.stack(sets, dim=1).repeat_interleave(len(query) // len(sets[0]), dim=0)
 
     def _kept_sets(self, query: Float[Tensor, "head d_head"]) -> Bool[Tensor, "kept_head key"]:
+        """Return the mask of the entries that one query reads."""
         (group,) = _page_ranking_groups([self.config], lambda _: self.layer, query, self.prompt_tokens)
         return group.kept_sets().kept[0]

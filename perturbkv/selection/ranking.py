@@ -24,26 +24,28 @@ from perturbkv.theory import WORK
 
 
 def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
-    """Return the entries of a block, and the reduction of their scores to one.
+    """Return the number of entries of a block, and how their scores are reduced to the block's: `sum` or `max`.
 
-    By position a block is as good as its best entry: the block that has a sink comes first.
+    The selection `position` always takes the maximum, so that the block with a sink comes first.
     """
-    how = "max" if config.selection.name == "position" else config.granularity.options.get("block_score", "sum")
-    return config.block, "sum" if config.block == 1 else how
+    reduction = "max" if config.selection.name == "position" else config.granularity.options.get("block_score", "sum")
+    return config.block, "sum" if config.block == 1 else reduction
 
 
-def block_scores(score: Float[Tensor, "kept_head prefix"], size: int, how: str) -> Float[Tensor, "kept_head block"]:
-    """Return the sum or maximum of each full block's entries; those after the last full block always stay."""
+def block_scores(
+    score: Float[Tensor, "kept_head prefix"], size: int, reduction: str
+) -> Float[Tensor, "kept_head block"]:
+    """Return the sum or maximum of the scores in each full block of `size` entries; the remainder is left out."""
     if size == 1:
         return score
     heads, prefix = score.shape
     count = prefix // size
     blocks = score[:, : count * size].reshape(heads, count, size)
-    return blocks.sum(dim=-1) if how == "sum" else blocks.amax(dim=-1)
+    return blocks.sum(dim=-1) if reduction == "sum" else blocks.amax(dim=-1)
 
 
 def block_entries(kept: Bool[Tensor, "config kept_head block"], blocks: Blocks) -> Bool[Tensor, "config kept_head key"]:
-    """Return the mask of entries: those of the blocks that stay, and the tail."""
+    """Return the mask of entries from that of blocks; the entries of the tail stay."""
     entries = kept if blocks.size == 1 else kept.repeat_interleave(blocks.size, dim=-1)
     tail = entries.new_ones(*entries.shape[:-1], blocks.tail)
     return torch.cat([entries, tail], dim=-1)
@@ -64,14 +66,14 @@ class Ranking:
 
 
 def rank(score: Score) -> Ranking:
-    """Return the descending ranking of a score; ties go to the earlier position."""
+    """Return the ranking by descending score; ties go to the earlier position."""
     order = score.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(score.shape[-1], device=score.device).expand_as(order)
     return Ranking(order, torch.empty_like(order).scatter_(-1, order, ranks).to(torch.int32))
 
 
 class Scores:
-    """The scores of one layer for one way to accumulate attention; each is computed on first use."""
+    """The scores of one layer that selections rank by, from one accumulated score; each is computed on first use."""
 
     def __init__(self, statistics: LayerStatistics) -> None:
         self.statistics = statistics
@@ -84,37 +86,38 @@ class Scores:
         return self._results[key]  # type: ignore[return-value]
 
     def kept_heads(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets in a cache; with one set per layer, every key/value head has it."""
+        """Return the number of kept sets in a cache; with granularity `layer` every key/value head has the same one."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
-    def reduce(self, config: ResolvedConfig, score: Tensor, how: str = "mean") -> Score:
-        """Return scores per kept set from those of query heads, reduced over the heads that share a set."""
-        return reduce_group(score, self._distinct_sets(config), how).expand(self.kept_heads(config), -1)
+    def reduce(self, config: ResolvedConfig, score: Tensor, reduction: str = "mean") -> Score:
+        """Return scores per kept set from scores per query head, reduced over the heads that share a set."""
+        return reduce_group(score, self._distinct_sets(config), reduction).expand(self.kept_heads(config), -1)
 
     def _distinct_sets(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets that may differ."""
+        """Return the number of kept sets that can differ from each other."""
         return 1 if config.granularity.name == "layer" else self.kept_heads(config)
 
     def first_ranking(self, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of the whole set, or of stage 1 where there are two stages."""
+        """Return the ranking that fills the kept set, or its stage 1 where there are two stages."""
         score = self.first_stage(config) if config.has_own_stages else config.selector.first(self, config)
         return self.ranking(score, config)
 
     def second_ranking(self, config: ResolvedConfig) -> Ranking | None:
-        """Return the ranking of stage 2; None where there are no stages."""
+        """Return the ranking that fills stage 2; None where there are no stages."""
         if config.has_own_stages:
             return self.ranking(self.attention(config), config)
         return config.selector.second and self.ranking(config.selector.second(self, config), config)
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of a score's entries or blocks; indices without an entry come last."""
-        size, how = block_scoring(config)
+        """Return the ranking of entries or blocks by a score; indices without an entry come last."""
+        size, reduction = block_scoring(config)
         return self.once(
-            ("ranking", id(score), size, how), lambda: rank(block_scores(self._mask_missing(score), size, how))
+            ("ranking", id(score), size, reduction),
+            lambda: rank(block_scores(self._mask_missing(score), size, reduction)),
         )
 
     def heads_by_score(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
-        """Return the kept set of every entry or block of the layer, by descending competing score.
+        """Return the kept set of every entry or block of the layer, in the order of descending competing scores.
 
         Ties go to the earlier index, then to the earlier set. Entries at both ends, which always stay, and indices
         without an entry come last.
@@ -124,10 +127,13 @@ class Scores:
         return self.once(key, lambda: rows_by_score(self._mask_ends(score, ends, config.block)))
 
     def competing_scores(self, config: ResolvedConfig, ends: Ends) -> Score:
-        """Return the scores by which kept sets compete: pooled, and the layer's largest in a policy's own stage 1."""
-        pooled, (size, how) = self.attention(config), block_scoring(config)
+        """Return the pooled scores by which kept sets compete for a budget.
+
+        Entries of a policy's own stage 1 get the layer's largest score.
+        """
+        pooled, (size, reduction) = self.attention(config), block_scoring(config)
         score = self.once(
-            ("blocks", id(pooled), size, how), lambda: block_scores(self._mask_missing(pooled), size, how)
+            ("blocks", id(pooled), size, reduction), lambda: block_scores(self._mask_missing(pooled), size, reduction)
         )
         if config.system.first_stage is None or not score.numel():
             return score
@@ -139,7 +145,7 @@ class Scores:
         return self.once(("competing", id(score), config.policy, ends), make)
 
     def first_stage(self, config: ResolvedConfig) -> Score:
-        """Return the score of the policy's own stage 1, a mean over groups. Raises ConfigError where it is missing."""
+        """Return the score of the policy's own stage 1 per kept set. Raises ConfigError where it is missing."""
         score = self.statistics.first_stage
         if score is None:
             msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
@@ -147,27 +153,30 @@ class Scores:
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduce(config, score))
 
     def first_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
-        """Return the entries of the policy's own stage 1, without those at both ends."""
+        """Return the number of entries in the policy's own stage 1 per kept set, without those at both ends."""
         score, policy = self.first_stage(config), config.system
-        places = ends.competing_slice(score.shape[-1])
+        competing = ends.competing_slice(score.shape[-1])
         return self.once(
             ("own stage 1", config.policy, self.kept_heads(config), ends),
-            lambda: policy.first_counts(config, score, places).clamp(max=ends.free),
+            lambda: policy.first_counts(config, score, competing).clamp(max=ends.free),
         )
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
-        """Return Ā', the score reduced over the group and then pooled; one with its own reduction is pooled first."""
+        """Return the accumulated score per kept set, reduced over its query heads and pooled over positions (Ā').
+
+        A score with its own reduction is pooled before it. Without `pooled` nothing is pooled (Ā).
+        """
         sets, accumulated = self._distinct_sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        if own := config.system.score.reduces:
-            key = ("pooled", sets, own, kind, kernel)
-            return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own))
-        how = config.granularity.options.get("reduce", "mean")
-        reduced = self.once(("attention", sets, how), lambda: self.reduce(config, accumulated, how))
-        return self.once(("pooled", sets, how, kind, kernel), lambda: self._pool(config, reduced, pooled))
+        if own_reduction := config.system.score.reduces:
+            key = ("pooled", sets, own_reduction, kind, kernel)
+            return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own_reduction))
+        reduction = config.granularity.options.get("reduce", "mean")
+        reduced = self.once(("attention", sets, reduction), lambda: self.reduce(config, accumulated, reduction))
+        return self.once(("pooled", sets, reduction, kind, kernel), lambda: self._pool(config, reduced, pooled))
 
     def _pool(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
-        """Return a score with the policy's pooling."""
+        """Return a score pooled over positions as the policy does."""
         kind, kernel = _pooling(config, pooled)
         if not config.system.score.signed:
             return pool(score, kind, kernel)
@@ -176,12 +185,16 @@ class Scores:
         return pool_signed(score, kind, kernel, valid.repeat_interleave(len(score) // len(valid), dim=0))
 
     def second_stage(self, config: ResolvedConfig, uniform: bool) -> Score:
-        """Return (S₂ + ε) ν, with the group's product as configured; `uniform` replaces ν by 1."""
+        """Return the score of stage 2: (accumulated score + ε) × value norm ν; `uniform` replaces ν by 1.
+
+        The granularity decides whether a group's heads are averaged before or after the product.
+        """
         pooled = config.selection.options.get("score") == "pooled"
         key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config), config.euclidean)
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: ResolvedConfig, pooled: bool, uniform: bool) -> Score:
+        """Return the score of stage 2 from the pooled or unpooled score."""
         norms = self.statistics.selected_norms(config)
         if uniform:
             norms = torch.ones_like(norms)
@@ -192,22 +205,22 @@ class Scores:
         return (self.attention(config, pooled) + _epsilon(config)) * self.reduce(config, norms)
 
     def value(self, config: ResolvedConfig) -> Score:
-        """Return ν alone."""
+        """Return the value norms ν per kept set."""
         key = ("value", self._distinct_sets(config), config.euclidean)
         return self.once(key, lambda: self.reduce(config, self.statistics.selected_norms(config)))
 
     def hindsight(self, config: ResolvedConfig) -> Score:
-        """Return the realised A·ν."""
+        """Return A · ν with the attention weights A of the first decoding query."""
         key, statistics = ("hindsight", self._distinct_sets(config), config.euclidean), self.statistics
         return self.once(key, lambda: self.reduce(config, statistics.hindsight * statistics.selected_norms(config)))
 
     def hindsight_attention(self, config: ResolvedConfig) -> Score:
-        """Return the realised A alone."""
+        """Return the attention weights A of the first decoding query."""
         sets = self._distinct_sets(config)
         return self.once(("hindsight attention", sets), lambda: self.reduce(config, self.statistics.hindsight))
 
     def random(self, config: ResolvedConfig) -> Score:
-        """Return uniform numbers that depend on seed, sample and layer alone, not on the device."""
+        """Return uniform random numbers that depend on seed, sample and layer alone, not on the device."""
         sets, statistics, seed = self._distinct_sets(config), self.statistics, config.selection["seed"]
 
         def make() -> Score:
@@ -217,8 +230,8 @@ class Scores:
         return self.once(("random", sets, seed), make)
 
     def position(self, config: ResolvedConfig) -> Score:
-        """Return the policy's score by position."""
-        kept_heads, score_positions = self.kept_heads(config), config.system.places()
+        """Return the policy's score by position, the same for every kept set."""
+        kept_heads, score_positions = self.kept_heads(config), config.system.position_score()
 
         def make() -> Score:
             positions = torch.arange(self.statistics.prefix, device=self.statistics.norms.device)
@@ -227,7 +240,7 @@ class Scores:
         return self.once(("position", kept_heads, score_positions), make)
 
     def _mask_ends(self, score: Score, ends: Ends, size: int) -> Score:
-        """Return a score with −inf at both ends: entries that always stay do not compete."""
+        """Return a score with −∞ at both ends, whose entries always stay and do not compete."""
         if not ends.always:
             return score
         prefix, begin = score.shape[-1], (self.statistics.begin // size).unsqueeze(-1)
@@ -235,14 +248,16 @@ class Scores:
         return score.masked_fill(is_at_ends(index, begin, prefix, ends.first, ends.recent), -torch.inf)
 
     def _mask_missing(self, score: Score) -> Score:
+        """Return a score with −∞ at indices without an entry."""
         valid = self.statistics.valid
         return score if valid is None else score.masked_fill(~valid, -torch.inf)
 
 
 def _pooling(config: ResolvedConfig, pooled: bool) -> tuple[str, int]:
-    """Return kind and width of the policy's pooling."""
+    """Return kind and width of the policy's pooling; ("none", 1) unless `pooled`."""
     return config.system.score.pooling(pooled)
 
 
 def _epsilon(config: ResolvedConfig) -> float:
+    """Return the selection's ε, 0 where it has none."""
     return float(config.selection.options.get("epsilon", 0.0))

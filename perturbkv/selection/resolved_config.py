@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -16,35 +16,8 @@ from perturbkv.selection.policies import registry
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
 
-
-@runtime_checkable
-class LayerScores(Protocol):
-    """The scores of one layer that selections rank by: of its entries, or of its pages for one query."""
-
-    def attention(self, config: Any, pooled: bool = True) -> Any:
-        """Return the policy's own score."""
-
-    def second_stage(self, config: Any, uniform: bool) -> Any:
-        """Return the score of stage 2; `uniform` replaces ν by 1."""
-
-    def value(self, config: Any) -> Any:
-        """Return ν alone."""
-
-    def random(self, config: Any) -> Any:
-        """Return seeded numbers."""
-
-    def hindsight(self, config: Any) -> Any:
-        """Return the realised A·ν."""
-
-    def hindsight_attention(self, config: Any) -> Any:
-        """Return the realised A alone."""
-
-    def position(self, config: Any) -> Any:
-        """Return a score by position."""
-
-
-Rule = Callable[[LayerScores, EvictionConfig], Any]
-"""Function from the scores of a layer to the one that ranks a configuration's entries."""
+Rule = Callable[[Any, "ResolvedConfig"], Any]
+"""Function from the `Scores` of a layer (`ranking`, which imports this module) to the one that ranks its entries."""
 
 
 @dataclass(frozen=True)
@@ -60,36 +33,39 @@ class Selector:
     second: Rule | None = None
 
 
-def _attention(scores: LayerScores, config: EvictionConfig) -> Any:
-    return scores.attention(config)
-
-
-def _unranked(scores: LayerScores, config: EvictionConfig) -> Any:
+def _refuse_ranking(scores: object, config: EvictionConfig) -> NoReturn:
+    """Raise ConfigError, as external kept sets are not ranked."""
     msg = f"policy '{config.policy}' keeps what it was given; nothing ranks its entries"
     raise ConfigError(msg)
 
 
 _SELECTORS = {
-    "attention": Selector(_attention),
+    "attention": Selector(lambda scores, config: scores.attention(config)),
     "attention-unpooled": Selector(lambda scores, config: scores.attention(config, pooled=False)),
-    "two-stage": Selector(_attention, lambda scores, config: scores.second_stage(config, uniform=False)),
-    "two-stage-uniform": Selector(_attention, lambda scores, config: scores.second_stage(config, uniform=True)),
+    "two-stage": Selector(
+        lambda scores, config: scores.attention(config),
+        lambda scores, config: scores.second_stage(config, uniform=False),
+    ),
+    "two-stage-uniform": Selector(
+        lambda scores, config: scores.attention(config),
+        lambda scores, config: scores.second_stage(config, uniform=True),
+    ),
     "value": Selector(lambda scores, config: scores.value(config)),
     "random": Selector(lambda scores, config: scores.random(config)),
     "hindsight": Selector(lambda scores, config: scores.hindsight(config)),
     "hindsight-attention": Selector(lambda scores, config: scores.hindsight_attention(config)),
     "position": Selector(lambda scores, config: scores.position(config)),
-    GIVEN: Selector(_unranked),
+    GIVEN: Selector(_refuse_ranking),
 }
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Numbers of entries or blocks before the window that stay at both ends, and of those that are shared out by score.
+    """Numbers of entries (or blocks) before the window that always stay, and of those that are allocated by score.
 
     Attributes:
-        first, recent: the first and the most recent ones, which always stay.
-        free: those per kept set, on the average, that are shared out by score.
+        first, recent: numbers of the first and of the most recent ones, which always stay.
+        free: mean number per kept set that is allocated by score.
     """
 
     first: int
@@ -98,17 +74,17 @@ class Ends:
 
     @property
     def always(self) -> int:
-        """The number at both ends."""
+        """Number of entries (or blocks) at both ends."""
         return self.first + self.recent
 
     def competing_slice(self, prefix: int) -> slice:
-        """Return the slice between both ends."""
+        """Return the slice of a prefix of length `prefix` between both ends, whose entries compete by score."""
         return slice(self.first, prefix - self.recent)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class ResolvedConfig(EvictionConfig):
-    """A configuration with the objects that its names stand for; equal to the configuration that it was built from.
+    """A configuration with its policy and selection as objects; equal to the configuration that it was built from.
 
     Attributes:
         system: the policy with its options.
@@ -134,28 +110,28 @@ class ResolvedConfig(EvictionConfig):
         return self.selection.name == "attention" and self.system.first_stage is not None
 
     def ends(self, prompt_tokens: int) -> Ends:
-        """Return the blocks before the tail that always stay, and the number that the budget buys besides them.
+        """Return the numbers of blocks before the tail that always stay, and of those left for allocation by score.
 
-        Blocks at both ends are no more than the budget buys. Raises BudgetError where the budget leaves nothing besides
-        what always stays.
+        Blocks that always stay are no more than the budget pays for. Raises BudgetError where the budget is no larger
+        than the window.
         """
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
-        bought = blocks.affordable(allowed)
+        affordable = blocks.affordable(allowed)
         first = min(self.system.first_entries(self, allowed), allowed - window)
         recent = min(self.system.recent_entries(self, allowed), allowed - first)
-        first_blocks = min(blocks.first_blocks(first), bought)
-        recent_blocks = min(blocks.recent_blocks(recent), bought - first_blocks)
-        return Ends(first_blocks, recent_blocks, bought - first_blocks - recent_blocks)
+        first_blocks = min(blocks.first_blocks(first), affordable)
+        recent_blocks = min(blocks.recent_blocks(recent), affordable - first_blocks)
+        return Ends(first_blocks, recent_blocks, affordable - first_blocks - recent_blocks)
 
-    def guaranteed(self, prompt_tokens: int) -> int:
-        """Return the smallest number of blocks that stage 1 takes besides those that always stay."""
+    def least_stage1_blocks(self, prompt_tokens: int) -> int:
+        """Return the smallest number of blocks that stage 1 takes, not counting those that always stay."""
         tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
-        return self.system.guaranteed(self, tail + ends.always + ends.free, tail + ends.always)
+        return self.system.least_stage1(self, tail + ends.always + ends.free, tail + ends.always)
 
 
 def resolve(config: EvictionConfig) -> ResolvedConfig:
-    """Return the configuration with its policy and selection. Raises UnknownNameError and PluginError."""
+    """Return the configuration with its policy and selection as objects. Raises UnknownNameError and PluginError."""
     if isinstance(config, ResolvedConfig):
         return config
     return ResolvedConfig(**{each.name: getattr(config, each.name) for each in dataclasses.fields(config)})
@@ -169,11 +145,11 @@ class ResolvedRun(RunConfig):
 
     @classmethod
     def from_run(cls, run: RunConfig, configs: Sequence[EvictionConfig] = ()) -> ResolvedRun:
-        """Return the run with its configurations resolved, or with these. Raises as `resolve`."""
+        """Return the run with `configs`, by default its own, resolved. Raises as `resolve`."""
         fields = {each.name: getattr(run, each.name) for each in dataclasses.fields(run)}
         return cls(**{**fields, "configs": tuple(map(resolve, configs or run.configs))})
 
     def select_configs(self, configs: Iterable[EvictionConfig]) -> ResolvedRun:
-        """Return the run with some of its configurations."""
+        """Return the run with only these of its configurations."""
         known: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
         return dataclasses.replace(self, configs=tuple(known[config] for config in configs))

@@ -21,7 +21,7 @@ from perturbkv.configs.selections import PROMPT_QUERIES
 from perturbkv.devices import to_device
 from perturbkv.scoring.window_attention import reduce_group, seeded
 from perturbkv.selection.budgets import Rows
-from perturbkv.selection.kept_sets import KeptSets
+from perturbkv.selection.kept_sets import EntryCounts, KeptSets
 from perturbkv.selection.policies.vertical_slash import VerticalSlash
 from perturbkv.selection.ranking import rank
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -33,17 +33,17 @@ class Lines:
     """The lines of each kept set of a layer.
 
     Attributes:
-        vertical: entries that every query from there on attends to.
-        slash: offsets d: the query at position p attends to p − d.
+        vertical: mask of the entries that all later queries attend to.
+        slash: mask of the offsets d such that the query at position p attends to the entry p − d.
     """
 
     vertical: Bool[Tensor, "kept_head key"]
     slash: Bool[Tensor, "kept_head key"]
 
     def attention_mask(self, positions: Int[Tensor, " query"]) -> Bool[Tensor, "kept_head query key"]:
-        """Return True where the query at a position attends to an entry; never to a later one."""
+        """Return the mask of the entries to which the queries at these positions attend, never later ones."""
         n = self.slash.shape[1]
-        offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then those of later entries
+        offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then the negative ones
         on_slash = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
         causal = torch.arange(n, device=positions.device) <= positions.unsqueeze(-1)
         return on_slash | (self.vertical.unsqueeze(1) & causal)
@@ -54,7 +54,7 @@ class LastQueries:
     """The attention and norms of one layer from which lines are chosen.
 
     Attributes:
-        attention: weights of the prompt's last queries, 0 on later entries.
+        attention: attention weights of the prompt's last queries, 0 on later entries.
         norms: ν of each entry, in the norm that the selection uses.
         kv_heads: number of key/value heads.
         layer: index among the measured layers.
@@ -70,14 +70,14 @@ class LastQueries:
 
 @dataclass(frozen=True, eq=False)
 class ChosenLines:
-    """The chosen lines, and their subset of stage 1 with those that are in every choice."""
+    """The chosen lines, and those of them that stage 1 takes or that are in every choice."""
 
     lines: Lines
     stage1: Lines
 
 
 def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
-    """Return the lines of a budget that does not cover the prompt."""
+    """Return the lines of a configuration whose budget does not cover the prompt."""
     policy = _policy(config)
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
@@ -91,20 +91,20 @@ def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
         (diagonal_sums, free - verticals, config.window, n - policy.first),
     )):  # fmt: skip
         scores = (random[kind], None) if random else (sums(first), None if second is None else sums(second))
-        choices.append(_choose_kind(*scores, count, alphas, always, end))
+        choices.append(_choose_lines_of_kind(*scores, count, alphas, always, end))
     (vertical, vertical1), (slash, slash1) = choices
     return ChosenLines(Lines(vertical, slash), Lines(vertical1, slash1))
 
 
 def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
-    """Return all lines."""
+    """Return all verticals and all slashes, for a budget that covers the prompt."""
     norms = queries.norms
     mask = torch.ones(_kept_heads(config, queries), norms.shape[1], dtype=torch.bool, device=norms.device)
     return ChosenLines(Lines(mask, mask), Lines(mask, mask))
 
 
 def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Return Σ over the last queries of their weight on the entry at an offset d before them, for d = 0 … n − 1."""
+    """Return, per offset d = 0 … n − 1, the sum over the last queries of their weights on the entry d before them."""
     heads, queries, n = weights.shape
     sums = weights.new_zeros(heads, n)
     for row in range(queries):
@@ -114,11 +114,15 @@ def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "he
 
 
 def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
+    """Return, per entry, the sum of the last queries' weights on it."""
     return weights.sum(dim=1)
 
 
 def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
-    """Return the weights that are summed along lines: A of each kept set, and A ν where there is a stage 2."""
+    """Return the weights (kept_head, query, key) to sum along lines: attention A for stage 1, A ν for stage 2.
+
+    None in place of the latter where there are no stages.
+    """
     options, attention = config.granularity.options, _summed_attention(config, queries.attention.to(WORK))
     kept_heads = _kept_heads(config, queries)
     shared = _reduce_queries(attention, kept_heads, options.get("reduce", "mean"))
@@ -133,7 +137,7 @@ def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tens
 def _summed_attention(
     config: ResolvedConfig, attention: Float[Tensor, "head query key"]
 ) -> Float[Tensor, "head query key"]:
-    """Return the attention that is summed: all of it, or without first entries and band, which are in every choice."""
+    """Return the attention that is summed: all of it, or with 0 on the first entries and the local band."""
     policy = _policy(config)
     if policy.sums == "all":
         return attention
@@ -144,23 +148,25 @@ def _summed_attention(
 
 
 def _kept_heads(config: ResolvedConfig, queries: LastQueries) -> int:
+    """Return the number of kept sets of a layer."""
     return len(queries.norms) if config.granularity.name == "query" else queries.kv_heads
 
 
 def _reduce_queries(
-    weights: Float[Tensor, "head query key"], kept_heads: int, how: str
+    weights: Float[Tensor, "head query key"], kept_heads: int, reduction: str
 ) -> Float[Tensor, "kept query key"]:
-    return reduce_group(weights.flatten(1), kept_heads, how).view(kept_heads, *weights.shape[1:])
+    """Return weights per kept set, reduced by `reduction` over the query heads that share one."""
+    return reduce_group(weights.flatten(1), kept_heads, reduction).view(kept_heads, *weights.shape[1:])
 
 
 def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return seeded numbers for entries and for offsets."""
+    """Return seeded random numbers for entries and for offsets, both (kept_head, n)."""
     numbers = seeded(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
     numbers = numbers.to(queries.attention.device)
     return numbers[:kept_heads], numbers[kept_heads:]
 
 
-def _choose_kind(
+def _choose_lines_of_kind(
     first: Float[Tensor, "kept_head key"],
     second: Float[Tensor, "kept_head key"] | None,
     count: int,
@@ -168,9 +174,10 @@ def _choose_kind(
     always: int,
     end: int,
 ) -> tuple[Bool[Tensor, "kept_head key"], Bool[Tensor, "kept_head key"]]:
-    """Return `count` lines of one kind among `always` … `end` − 1, and those of stage 1, each with the first `always`.
+    """Return masks of the chosen lines of one kind, verticals or slashes, and of those that stage 1 takes.
 
-    Of equal sums the smaller index comes first.
+    Stage 1 takes the best ⌊α · `count`⌋ by `first`, stage 2 the rest of `count` by `second` (None: by `first`), both
+    among the indices `always` … `end` − 1; ties go to the smaller index. Indices below `always` are in both masks.
     """
     index = torch.arange(first.shape[1], device=first.device)
     excluded, always_chosen = (index < always) | (index >= end), (index < always).expand_as(first)
@@ -192,11 +199,10 @@ def last_positions(config: ResolvedConfig, prompt_tokens: int) -> Positions:
 
 
 def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
-    """Return the queries at which isolated quantities are measured: one in each of 32 equal parts of the prompt.
+    """Return the positions of the queries at which isolated quantities are measured, one in each 32nd of the prompt.
 
-    They are drawn with a seed. None lies within the first entries and the band after them, where a query attends to
-    everything whatever is chosen. They do not depend on the budget, so that all budgets are measured at the same
-    queries. A short prompt has fewer.
+    They are drawn with a seed, and are the same for all budgets. None lies within the first entries and the band after
+    them, where a query attends to everything whatever is chosen. A short prompt has fewer than 32.
     """
     policy = _policy(config)
     begin = min(config.window + policy.first, prompt_tokens - 1)
@@ -207,7 +213,7 @@ def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) 
 
 
 def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
-    """Return all positions whose queries the full prefill has to store; none where no prefill is sparse."""
+    """Return the tuples of positions whose queries the full prefill has to store for sparse prefills."""
     positions: set[Positions] = set()
     for config in configs:
         if config.has_sparse_prefill:
@@ -217,6 +223,7 @@ def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, 
 
 
 def _policy(config: ResolvedConfig) -> VerticalSlash:
+    """Return the policy of a configuration with a sparse prefill."""
     return cast("VerticalSlash", config.system)
 
 
@@ -225,23 +232,15 @@ LastQueriesOfConfig = Callable[[ResolvedConfig], LastQueries]
 
 
 @dataclass(frozen=True, eq=False)
-class SparsePrefillBudgets:
-    """Numbers of entries that the prompt's last query attends to, per configuration and kept set."""
-
-    kept_entries: Int[Tensor, "config kept_head"]
-    stage1_entries: Int[Tensor, "config kept_head"]
-
-
-@dataclass(frozen=True, eq=False)
 class SparsePrefillGroup:
-    """Configurations with equally many kept sets that are measured at the same queries of a prompt.
+    """Configurations with a sparse prefill, equally many kept sets, and the same measured queries.
 
     The entries that the prompt's last query attends to are stored as their kept sets.
 
     Attributes:
         config_indices: indices of the configurations in the run.
-        kept_heads: number of kept sets of each.
-        chosen: lines of each.
+        kept_heads: number of kept sets of each configuration.
+        chosen: lines of each configuration.
         measured_positions: positions of the queries at which isolated quantities are measured.
         window: w, at most the prompt's length.
     """
@@ -253,34 +252,34 @@ class SparsePrefillGroup:
     window: int
 
     def attention_masks(self, positions: Int[Tensor, " query"]) -> KeptSets:
-        """Return the masks of the entries that queries attend to (config, kept_head, query, key)."""
+        """Return masks (config, kept_head, query, key) of the entries to which queries at these positions attend."""
         return KeptSets(
             torch.stack([each.lines.attention_mask(positions) for each in self.chosen]),
             torch.stack([each.stage1.attention_mask(positions) for each in self.chosen]),
         )
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the masks of the last query for some of the group's configurations, all by default."""
+        """Return the entries that the last query attends to, for some of the group's configurations, by default all."""
         slashes = self.chosen[0].lines.slash
         masks = self.attention_masks(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
         return KeptSets(masks.kept[rows].squeeze(2), masks.stage1[rows].squeeze(2))
 
     def decoding_mask(self, heads: int) -> Bool[Tensor, "config head key"]:
-        """Return the mask of the entries that decoding attends to: all."""
+        """Return a mask of the entries that decoding attends to, which are all."""
         slashes = self.chosen[0].lines.slash
         return slashes.new_ones(len(self.config_indices), heads, slashes.shape[1])
 
     @property
-    def budgets(self) -> SparsePrefillBudgets:
-        """Numbers of entries in `kept_sets`, and in its stage 1 without the window."""
+    def budgets(self) -> EntryCounts:
+        """Numbers of entries in the kept sets, and in their stage 1 without the window."""
         sets = self.kept_sets()
-        return SparsePrefillBudgets(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
+        return EntryCounts(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
 
 
 def sparse_prefill_groups(
     configs: Sequence[ResolvedConfig], layer: LastQueriesOfConfig, prompt_tokens: int, sample: str
 ) -> list[SparsePrefillGroup]:
-    """Return the groups of the configurations with a sparse prefill, in the order of the configurations."""
+    """Return one layer's groups of the configurations with a sparse prefill; `layer` is called per configuration."""
     groups: dict[tuple[int, int, Positions], dict[int, ChosenLines]] = {}
     for index, config in enumerate(configs):
         if config.has_sparse_prefill:
@@ -294,6 +293,6 @@ def sparse_prefill_groups(
 
 
 def lines_for_budget(config: ResolvedConfig, queries: LastQueries, prompt_tokens: int) -> ChosenLines:
-    """Return the lines of a configuration, all where its budget covers the prompt."""
+    """Return the lines of a configuration; all lines where its budget covers the prompt."""
     covered = config.kept_entries(prompt_tokens) >= prompt_tokens
     return all_lines(config, queries) if covered else choose_lines(config, queries)

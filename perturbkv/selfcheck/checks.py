@@ -28,7 +28,7 @@ from perturbkv.trace import SampleTrace
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison with a reference.
+    """A comparison of a measurement with a reference.
 
     Attributes:
         name: the check's name.
@@ -48,18 +48,18 @@ class Check:
 
     @property
     def equal(self) -> bool:
-        """Return whether the distance was measured and is within the bound; NaN is not."""
+        """Whether the distance was measured and is within the bound; False for NaN."""
         return self.distance is not None and self.distance <= self.bound
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the check as JSON; a distance that is not finite is text."""
+        """Return the check as a JSON object; a distance that is not finite is text."""
         distance = self.distance
         finite = distance is None or abs(distance) < float("inf")
         return {**asdict(self), "distance": distance if finite else str(distance), "equal": self.equal}
 
 
 def run_check(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
-    """Return the checks of `work`; where it fails, one check that was not measured, so that the others run."""
+    """Return the checks of `work`; where it fails, one check that was not measured, so that later checks run."""
     try:
         return work()
     except (PerturbkvError, RuntimeError) as error:  # torch raises RuntimeErrors: no memory, no such kernel
@@ -75,7 +75,7 @@ _RULE = "relative error of every norm; sums are in float32, and half precision's
 
 
 def check_kernel(device: torch.device) -> list[Check]:
-    """Return the worst norm of every head size and dtype.
+    """Return a check of the Triton kernel's value norms for every head size and dtype, by their worst relative error.
 
     Raises ConfigError where the device does not run the kernel.
     """
@@ -94,6 +94,7 @@ def check_kernel(device: torch.device) -> list[Check]:
 def _worst_error(
     heads: int, kv_heads: int, entries: int, d_model: int, d_head: int, dtype: torch.dtype, device: torch.device
 ) -> float:
+    """Return the largest relative error of the Triton kernel's value norms of one shape."""
     generator = torch.Generator().manual_seed(d_head + entries)
     value = torch.randn(kv_heads, entries, d_head, generator=generator).to(device, dtype)
     w_o = torch.randn(d_model, heads * d_head, generator=generator).to(device, dtype)
@@ -103,7 +104,7 @@ def _worst_error(
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return METHOD's ν (Notation) in float64 on the CPU: the L1 norm of each row of V times W_O^h."""
+    """Return value norms ν (METHOD: Notation) in float64 on the CPU: the L1 norm of each row of V times W_O^h."""
     d_head, value, w_o = value.shape[-1], value.double().cpu(), w_o.double().cpu()
     heads = w_o.shape[1] // d_head
     slices = [w_o[:, head * d_head : (head + 1) * d_head].T for head in range(heads)]
@@ -116,21 +117,21 @@ _PLACEMENT_RULE = "largest difference over the largest value, in float32"
 
 
 def check_placement(model: str, device: torch.device, tokens: int) -> list[Check]:
-    """Compare a prompt of random tokens with --device-map auto and without; `model` is `random:<alias>`."""
+    """Return checks of a model spread by `--device-map auto` against one device; `model` is `random:<alias>`."""
     distributed = load_model(model, "float32", device_map="auto")
     plain = load_model(model, "float32", "cpu")  # random weights with a device map are drawn on the CPU too
     single = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
-    arrays, expected = (_trace(adapter, tokens).arrays for adapter in (distributed, single))
+    arrays, expected = (_trace_random_prompt(adapter, tokens).arrays for adapter in (distributed, single))
     devices = len({parameter.device for parameter in distributed.model.parameters()})
+    distances = {name: _relative_distance(arrays[name], expected[name]) for name in _VARIABLES}
     return [
-        Check(
-            f"--device-map auto over {devices}: {name}", _distance(arrays[name], expected[name]), 1e-4, _PLACEMENT_RULE
-        )
-        for name in _VARIABLES
+        Check(f"--device-map auto over {devices}: {name}", distance, 1e-4, _PLACEMENT_RULE)
+        for name, distance in distances.items()
     ]
 
 
-def _trace(adapter: Adapter, tokens: int) -> SampleTrace:
+def _trace_random_prompt(adapter: Adapter, tokens: int) -> SampleTrace:
+    """Return the measurements of a prompt of random tokens."""
     ids = np.random.default_rng(0).integers(0, 256, tokens).tolist()
     prompt = Prompt("selfcheck", tuple(ids), 0)
     configs = tuple(EvictionConfig(tokens // 4, selection=name) for name in ("attention", "two-stage"))
@@ -138,6 +139,7 @@ def _trace(adapter: Adapter, tokens: int) -> SampleTrace:
     return trace_sample(adapter, prompt, ResolvedRun.from_run(run))
 
 
-def _distance(measured: np.ndarray, expected: np.ndarray) -> float:
+def _relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest expected value."""
     first, second = measured.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(first - second).max() / np.abs(second).max())

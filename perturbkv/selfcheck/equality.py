@@ -34,7 +34,7 @@ HEADS, KV_HEADS, D_HEAD, LAYERS, VOCAB = 8, 2, 64, 3, 260
 
 
 def small_model(dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Return a Llama of three layers; the same weights on every device, rounded to `dtype`."""
+    """Return a Llama of three layers with random weights, the same on every device, rounded to `dtype`."""
     config = AutoConfig.for_model(
         "llama", num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=D_HEAD,
         hidden_size=HEADS * D_HEAD, intermediate_size=2 * HEADS * D_HEAD, vocab_size=VOCAB,
@@ -48,22 +48,22 @@ def small_model(dtype: torch.dtype, device: torch.device) -> Adapter:
     return Adapter(model.eval().to(device), ByteTokenizer(), "small", "seed 0", True)
 
 
-def tokens(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Return random token ids, the same on every device."""
+def random_tokens(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Return `count` random token ids, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (count,), generator=generator).to(device)
 
 
 def full_cache(adapter: Adapter, count: int) -> DynamicCache:
-    """Return the cache of a random prompt of `count` tokens."""
+    """Return the full cache of a random prompt of `count` tokens."""
     cache = DynamicCache()
     with torch.inference_mode():
-        adapter.model(input_ids=tokens(count, 0, adapter.device)[None], past_key_values=cache, logits_to_keep=1)
+        adapter.model(input_ids=random_tokens(count, 0, adapter.device)[None], past_key_values=cache, logits_to_keep=1)
     return cache
 
 
 FLOORS = 4
-"""Distances up to this many noise floors are no difference (METHOD: Audit)."""
+"""Most noise floors that are no difference (METHOD: Audit)."""
 LAYOUTS = ("padded", "packed", "rectangular")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 4
@@ -75,7 +75,7 @@ _AGAINST_FLOAT32 = (
 )
 
 Sets = list[list[list[Tensor]]]
-"""Kept positions: layer, row, kept set."""
+"""Kept positions by layer, row and kept set."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Sizes:
     steps: int = 8
 
 
-def check(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
-    """Check one layout at every dtype that the device supports, per query head and per kv head."""
+def check_layout(device: torch.device, sizes: Sizes, layout: str) -> list[Check]:
+    """Return the checks of one cache layout at every dtype that the device supports, per query head and kv head."""
     models = {dtype: small_model(dtype, device) for dtype in DTYPES if supports(layout, dtype, device)}
     if not models:
         return [
@@ -110,7 +110,7 @@ def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """Compare one layout at one dtype with the references of this dtype and of float32."""
+    """Return the checks of one layout at one dtype: attention with the same queries, and the whole decoding."""
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
     cache = compact_cache(adapter, kept, sizes, layout)
@@ -118,18 +118,19 @@ def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: 
     checks = [_compare_to_floor(f"{name}: attention", compact, masked, adapter.dtype, _SAME_QUERIES)]
     if adapter.dtype == torch.float32:
         return [*checks, _compare_to_floor(f"{name}: decoding", decoded, masked, adapter.dtype, _DECODING)]
-    bound = _WORSE * distance(masked[1:], reference[1:])
-    return [*checks, Check(f"{name}: decoding", distance(decoded[1:], reference[1:]), bound, _AGAINST_FLOAT32)]
+    bound = _WORSE * worst_head_distance(masked[1:], reference[1:])
+    distance = worst_head_distance(decoded[1:], reference[1:])
+    return [*checks, Check(f"{name}: decoding", distance, bound, _AGAINST_FLOAT32)]
 
 
 def _compare_to_floor(name: str, outputs: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
-    """Return a check of all rows but the first, which sets the noise floor."""
-    bound = max(FLOORS * distance(outputs[:1], expected[:1]), float(torch.finfo(dtype).eps))
-    return Check(name, distance(outputs[1:], expected[1:]), bound, rule)
+    """Return the check of all rows but the first, whose distance is the noise floor."""
+    bound = max(FLOORS * worst_head_distance(outputs[:1], expected[:1]), float(torch.finfo(dtype).eps))
+    return Check(name, worst_head_distance(outputs[1:], expected[1:]), bound, rule)
 
 
 def kept_sets(sets: int, entries: int, even: bool) -> Sets:
-    """Return random kept sets: all entries in row 0; in the others 1 to all, or with `even` as many in every head."""
+    """Return random kept sets: everything in row 0, then 1 to all entries; with `even`, as many in every head."""
     generator = torch.Generator().manual_seed(sets)
     layers = []
     for _ in range(LAYERS):
@@ -143,12 +144,12 @@ def kept_sets(sets: int, entries: int, even: bool) -> Sets:
 
 
 def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
-    """Return the cache of the prompt with its kept entries alone."""
+    """Return the compact cache of the random prompt with its kept entries alone, in a layout."""
     full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
     with _without_kernel(layout):
         for layer, rows in zip(full.layers, kept, strict=True):
-            entries = [_entries(layer.keys[0], layer.values[0], row) for row in rows]
+            entries = [_kept_entries(layer.keys[0], layer.values[0], row) for row in rows]
             layers.append(CompactLayer(entries, adapter.heads, sizes.entries, kind))
     return CompactCache(layers)
 
@@ -158,7 +159,8 @@ def _without_kernel(layout: str) -> AbstractContextManager[Any]:
     return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
 
 
-def _entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
+def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
+    """Return the kept keys and values of one row; several sets of a layer may share a key/value head."""
     sharing = len(sets) // len(keys)
     kept = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
     return KeptEntries.of(
@@ -175,12 +177,12 @@ def decode_masked(
     """
     cache: DynamicCache = full_cache(adapter, sizes.entries)
     cache.batch_repeat_interleave(_ROWS)
-    masks = [_mask(rows, adapter.heads, sizes.entries).to(adapter.device) for rows in kept]
+    masks = [_kept_mask(rows, adapter.heads, sizes.entries).to(adapter.device) for rows in kept]
     compact_outputs: list[Tensor] = []
 
     def attend(stock: Any, module: Any, args: Any, kwargs: Any) -> tuple[Tensor, None]:
         query, key, value = args[:3]
-        output = attention(query, key, value, masks[module.layer_idx], kwargs["scaling"])
+        output = masked_attention(query, key, value, masks[module.layer_idx], kwargs["scaling"])
         if compact is not None:
             layer = compact.layers[module.layer_idx]
             layer.update(key[:, :, -1:], value[:, :, -1:])
@@ -190,10 +192,10 @@ def decode_masked(
     if compact is not None:
         compact.attach(True)
     outputs = _decode(adapter, cache, sizes, lambda: intercept_attention(adapter, attend))
-    return outputs, _stack(compact_outputs, sizes) if compact_outputs else outputs
+    return outputs, _stack_outputs(compact_outputs, sizes) if compact_outputs else outputs
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return float32 softmax attention over the entries that each row's head keeps, and over all later ones."""
     group = query.shape[1] // key.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
@@ -203,7 +205,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
     return (weights @ values).transpose(1, 2).to(query.dtype)
 
 
-def _mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
+def _kept_mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
     """Return (row, head, key) True where a head keeps the entry."""
     mask = torch.zeros(len(rows), heads, entries, dtype=torch.bool)
     for row, sets in enumerate(rows):
@@ -215,24 +217,24 @@ def _mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
 def _decode(
     adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
-    """Decode the same random tokens in every row, one by one; return the head outputs."""
+    """Return the head outputs of decoding the same random tokens in every row, one by one, under `attention`."""
     outputs: list[Tensor] = []
 
     def record(layer: int, mixed: Tensor) -> None:
         outputs.append(mixed[:, -1].float().view(_ROWS, adapter.heads, adapter.d_head))
 
     with torch.inference_mode(), attention(), capture(adapter, Observer(head_output=record)):
-        for token in tokens(sizes.steps, 1, adapter.device):
+        for token in random_tokens(sizes.steps, 1, adapter.device):
             adapter.model(input_ids=token.expand(_ROWS, 1), past_key_values=cache, logits_to_keep=1)
-    return _stack(outputs, sizes)
+    return _stack_outputs(outputs, sizes)
 
 
-def _stack(outputs: list[Tensor], sizes: Sizes) -> Tensor:
-    """Return (row, head, d_head) of every step and layer as (row, layer, head, step, d_head)."""
+def _stack_outputs(outputs: list[Tensor], sizes: Sizes) -> Tensor:
+    """Return outputs (row, head, d_head) per step and layer as one tensor (row, layer, head, step, d_head)."""
     return torch.stack(outputs).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 
-def distance(outputs: Tensor, expected: Tensor) -> float:
-    """Return the root mean square difference of the worst head over that of its reference."""
+def worst_head_distance(outputs: Tensor, expected: Tensor) -> float:
+    """Return the root mean square difference of the worst head over the expected root mean square."""
     error, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (outputs - expected, expected))
     return float((error / size).max())

@@ -91,19 +91,19 @@ def check_answers(answers: Any) -> None:
 
 
 def is_row(document: Mapping[str, Any]) -> bool:
-    """Return whether a line is a sample's answers."""
+    """Return whether the object of a line has every field of a sample's answers, each of its type."""
     return _has_fields(document, _ROW_FIELDS) and all(
         _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())
     )
 
 
 def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
-    """Return the run of a file's first line. Raises ConfigError for an invalid one."""
+    """Return the run's configuration from a file's first line. Raises ConfigError where that line is invalid."""
     limit = header.get("compress_every")
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
     try:
-        run = RunConfig.from_json(json.dumps(header.get("run")))
+        run = RunConfig.from_json(json.dumps(header["run"]))
     except ConfigError as error:
         raise _KIND.refusal(path, f"a first line whose run cannot be read ({error})") from None
     if not (limit is None or (isinstance(limit, int) and not isinstance(limit, bool))):
@@ -112,7 +112,7 @@ def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
 
 
 def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
-    """Return whether a line has no divergence, or one with a value for each token of the full cache's answer."""
+    """Return whether a sample's line has no divergence, or one value for each token of the full cache's answer."""
     divergence = row.get("divergence")
     if divergence is None:
         return True
@@ -139,4 +139,5 @@ def _is_divergence(value: Any) -> bool:
 
 
 def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:
+    """Return whether a value is a JSON object that has these fields, each of its type."""
     return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())

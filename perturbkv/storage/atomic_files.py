@@ -20,7 +20,7 @@ from perturbkv.storage.output import (
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:
-    """Write a file atomically: `write` gets the open file; otherwise as `atomic_path`."""
+    """Write a file atomically: `write` gets the open temporary file. Folders and errors are those of `atomic_path`."""
     with atomic_path(path, folders) as temporary, temporary.open("wb") as stream:
         write(stream)
 

@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 def read(path: Path, kind: FileKind) -> list[Document]:
-    """Return the objects of all lines; a last one that a killed process left unfinished is left out.
+    """Return the JSON object of each line of a file; a last line that a killed process left unfinished is left out.
 
     Raises the error of `kind` where another line is no JSON object.
     """
@@ -31,7 +31,7 @@ def read(path: Path, kind: FileKind) -> list[Document]:
 
 
 def parse(path: Path, text: str, kind: FileKind) -> list[Document]:
-    """Return the objects of a file's text, as `read` does for the file. Raises as `read`."""
+    """Return the JSON object of each line of a file's text, as `read`; `path` is only for messages."""
     documents = [parse_line(line) for line in text.split("\n") if line.strip()]
     if len(documents) > 1 and documents[-1] is None:
         documents.pop()
@@ -41,14 +41,14 @@ def parse(path: Path, text: str, kind: FileKind) -> list[Document]:
 
 
 def write(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of these objects atomically."""
+    """Write a file atomically, one JSON object per line."""
     text = "".join(map(format_line, documents))
     clear_leftovers(path)
     write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def append(path: Path, document: Mapping[str, Any]) -> None:
-    """Add a line to a file; it is on the disk when this returns."""
+    """Append a JSON object as a line of a file; it is on the disk when this returns."""
     with path.open("a", encoding="utf-8") as stream:
         stream.write(format_line(document))
         stream.flush()
@@ -56,12 +56,12 @@ def append(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def format_line(document: Mapping[str, Any]) -> str:
-    """Format an object as a line of a file."""
+    """Format an object as a line of JSON, with its newline."""
     return escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def parse_line(text: str) -> Document | None:
-    """Parse the object of a line; None for a line that is no JSON object, as a killed run may leave one."""
+    """Return the JSON object of a line; None for any other line, such as one that a killed run left unfinished."""
     try:
         document = parse_json(text)
     except ValueError:
@@ -91,7 +91,7 @@ class SampleLines:
         return {row[SAMPLE] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a sample; where there is a file, it is on the disk when this returns."""
+        """Add a sample's row; where there is a file, it is on the disk when this returns."""
         if self._lock is not None:
             self._lock.check()
             append(self._lock.path, row)
@@ -107,7 +107,9 @@ class SampleLines:
 def open_sample_lines(
     path: Path | None, header: Mapping[str, Any], overwrite: bool = False, wait: bool = False
 ) -> Iterator[SampleLines]:
-    """Open a file of results, locked against other writers; without a path they are kept in memory alone.
+    """Open a file of results, a line per sample, locked against other writers.
+
+    Without a path the results are kept in memory alone. `wait` waits for another writer.
 
     Raises ConfigError for a file whose first line is not `header`, unless `overwrite` replaces it; OutputError where
     nothing can be written.
@@ -122,7 +124,10 @@ def open_sample_lines(
 
 
 def _finished_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the finished samples of an existing file. Raises ConfigError where its first line is not `header`."""
+    """Return the lines of finished samples; none where no file exists.
+
+    Raises ConfigError where the first line is not `header`.
+    """
     if not os.path.lexists(path):
         return []
     first, *rows = read(path, _KIND) or [{}]

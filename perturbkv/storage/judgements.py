@@ -41,7 +41,7 @@ class Question:
 
     @property
     def id(self) -> str:
-        """The key of the judge's answer: a digest of sample and configuration that reveals neither."""
+        """The key of the judge's reply: a digest of sample and configuration that reveals neither."""
         return _digest([self.sample, self.label, bool(self.full_is)])
 
     @property
@@ -66,7 +66,10 @@ class Question:
 
 
 def single_questions(answers: WrittenAnswers) -> Iterator[Question]:
-    """Yield a question per answer, which also shows the full cache's; the full cache's own is each sample's first."""
+    """Yield a question per answer, which shows the full cache's answer too.
+
+    The first question of each sample is about the full cache's own answer.
+    """
     for row in answers.rows:
         full = row["full"]["text"]
         texts = [(None, full), *((label, row["evicted"][label]["text"]) for label in answers.run.labels())]
@@ -75,9 +78,9 @@ def single_questions(answers: WrittenAnswers) -> Iterator[Question]:
 
 
 def pair_questions(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
-    """Yield a question per evicted answer, paired with the full cache's.
+    """Yield a question per answer from an evicted cache, which pairs it with the full cache's answer.
 
-    `seed` draws which of the two is a, for each pair independently of the other pairs.
+    `seed` draws which of the two is `a`, for each pair independently of the other pairs.
     """
     for row in answers.rows:
         for label in answers.run.labels():
@@ -88,18 +91,18 @@ def pair_questions(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
 
 
 def _prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt, the question and the accepted answers; None where an older file did not keep them."""
+    """Return the fields that every question of a sample has; prompt and question are None where they are not stored."""
     fields = {"sample": row["sample"], "prompt": row.get("prompt"), "question": row.get("question")}
     return {**fields, "answers": row["answers"]}
 
 
 def _digest(value: Any) -> str:
+    """Return a short digest of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 TIE = "tie"
-_HINT = "give --overwrite or another --output"
-_KIND = FileKind("a file of judgements", ConfigError, 2**30, _HINT)
+_KIND = FileKind("a file of judgements", ConfigError, 2**30, "give --overwrite or another --output")
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Judge:
     scale: tuple[float, float] | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the first line of a file of judgements."""
+        """Return the JSON object of the first line of this judge's file of judgements."""
         return {"judge": json.loads(json.dumps(asdict(self)))}
 
 
@@ -146,7 +149,7 @@ class Judgement:
 
     @property
     def first(self) -> bool | None:
-        """Whether the answer that was shown first won; None for a tie."""
+        """Whether the answer that was shown first, as a, won against the other; None for a tie."""
         return None if self.outcome == TIE else (self.outcome == "loss") == (self.full_is == "a")
 
 
@@ -171,6 +174,7 @@ def tie_judgement(question: Question) -> Judgement:
 
 
 def _parse_score(question: Question, reply: Mapping[str, Any], judge: Judge) -> float:
+    """Return the score of a judge's reply. Raises PluginError for anything but a number on the judge's scale."""
     score = reply.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not _is_finite(score):
         raise refusal(question, "a `score` that is a number", score)
@@ -180,6 +184,7 @@ def _parse_score(question: Question, reply: Mapping[str, Any], judge: Judge) -> 
 
 
 def _is_finite(score: float) -> bool:
+    """Return whether a number is finite as a float, which a large whole number is not."""
     try:
         return isfinite(score)
     except OverflowError:
@@ -187,7 +192,7 @@ def _is_finite(score: float) -> bool:
 
 
 def refusal(question: Question, wanted: str, got: object) -> PluginError:
-    """Return the error for an invalid answer of the judge."""
+    """Return the PluginError for a judge's invalid reply to a question."""
     return PluginError(
         f"expected from the judge, of {question.description}, {wanted}, got {escape_line(repr(got))[:100]}"
     )
@@ -219,13 +224,15 @@ class JudgementFile:
 
 
 def _parse_document(path: Path, document: Mapping[str, Any]) -> Judgement:
+    """Return the judgement that a line of the file holds. Raises ConfigError for any other line."""
     invalid = _KIND.refusal(path, f"a line that is no judgement of ours, {str(document)[:40]}")
     try:
         result = Judgement(**document)
     except TypeError:
         raise invalid from None
-    score = result.score is None or (isinstance(result.score, int | float) and not isinstance(result.score, bool))
-    texts = all(isinstance(text, str) for text in (result.sample, result.label or "", result.content, result.comment))
-    if not (score and texts and result.outcome in (None, "win", TIE, "loss") and result.full_is in ("", *SIDES)):
+    valid_score = result.score is None or (isinstance(result.score, int | float) and not isinstance(result.score, bool))
+    texts = (result.sample, result.label or "", result.content, result.comment)
+    valid_pair = result.outcome in (None, "win", TIE, "loss") and result.full_is in ("", *SIDES)
+    if not (valid_score and valid_pair and all(isinstance(text, str) for text in texts)):
         raise invalid
     return result

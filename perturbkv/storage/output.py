@@ -76,7 +76,7 @@ def _write_probe(path: Path, target: Path) -> None:
 
 
 def retry_missing_folder(work: Callable[[], _Result]) -> _Result:
-    """Return the result of `work`, retried where a folder vanished: processes that start together remove theirs."""
+    """Return the result of `work`, repeated where a folder vanished, as processes that start together remove theirs."""
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             return work()
@@ -106,7 +106,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the empty ones of these folders, given the innermost first."""
+    """Remove those folders that are empty; `folders` lists the innermost first."""
     for folder in folders:
         with suppress(OSError):  # another process may have put something there
             folder.rmdir()
@@ -141,7 +141,7 @@ def _concerns(error: OSError, path: Path) -> bool:
 
 SILENCE_S = 300.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead."""
-_SAME_START = 2.0
+_START_TOLERANCE = 2.0
 """Largest difference of two readings of one process's start."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -171,7 +171,10 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse a lock's text; None for an empty one, as a killed process leaves it. Raises ValueError for others."""
+        """Return the holder that a lock's text describes; None for an empty text, as a killed process leaves it.
+
+        Raises ValueError for any other text.
+        """
         if not text.strip("\0 \n"):
             return None
         try:
@@ -187,7 +190,7 @@ class Holder:
         if self.host != _host_id():
             return silence_s > SILENCE_S
         try:
-            is_same = abs(_process_start(self.pid) - self.started) < _SAME_START
+            is_same = abs(_process_start(self.pid) - self.started) < _START_TOLERANCE
             return not is_same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
@@ -263,7 +266,7 @@ class Lock:
             if _read_holder(self._file) == self._holder:
                 return
             self._check_folder()
-            other = retry_missing_folder(self._claim)
+            other = retry_missing_folder(self._try_to_take)
         if other is not None:
             raise LockedOutputError(_locked_message(self.path, other, self.advice))
 
@@ -276,8 +279,9 @@ class Lock:
             raise OutputError(msg)
 
     def _acquire(self) -> None:
+        """Take the lock, with `wait` as soon as its holder releases it. Raises LockedOutputError without `wait`."""
         logged = False
-        while (other := retry_missing_folder(self._claim)) is not None:
+        while (other := retry_missing_folder(self._try_to_take)) is not None:
             if not self.wait:
                 raise LockedOutputError(_locked_message(self.path, other, self.advice))
             if not logged:
@@ -285,8 +289,8 @@ class Lock:
                 logged = True
             time.sleep(_POLL_S)
 
-    def _claim(self) -> Holder | None:
-        """Take the lock, or return the process that holds it."""
+    def _try_to_take(self) -> Holder | None:
+        """Take the lock and return None, or return the other process that holds it."""
         self._new_folders += make_folders(self._file.parent)
         with _open_exclusively(self._file) as descriptor:
             other = _parse_holder(descriptor, self._file)
@@ -308,6 +312,7 @@ class Lock:
         remove_empty(self._new_folders)
 
     def _send_heartbeats(self) -> None:
+        """Touch the lock's file regularly until the lock is released, as a sign that this process lives."""
         while not self._released.wait(HEARTBEAT_S):
             with suppress(OSError, OutputError):
                 if _read_holder(self._file) == self._holder:
@@ -330,11 +335,11 @@ def lock_path(path: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def check_free(path: Path, wait: bool = False, advice: str = WAIT) -> None:
-    """Raise LockedOutputError where a living process writes `path`, unless `wait`; the lock is not taken."""
+def check_free(path: Path, advice: str = WAIT) -> None:
+    """Raise LockedOutputError where a living process writes `path`; the lock is not taken."""
     file = lock_path(path)
     with translate_os_errors(path):
-        holder = None if wait else _read_holder(file)
+        holder = _read_holder(file)
         if holder is not None and not holder.is_gone(_seconds_since_heartbeat(file)):
             raise LockedOutputError(_locked_message(path, holder, advice))
 
@@ -400,27 +405,27 @@ class OutputFolder:
         be written or another process writes `writer`, ConfigError for a file that may not be replaced. The checks
         leave nothing behind.
         """
-        claim = Claim(self, files, writer)
-        claim.check()
-        return claim
+        return Claim(self, files, writer)
 
 
 class Claim:
-    """The right to write some files of a folder, checked when it is made and again when the block begins."""
+    """The right to write some files of a folder, checked when it is made and again when its `with` block begins.
+
+    Raises as `OutputFolder.claim`.
+    """
 
     def __init__(self, folder: OutputFolder, files: Iterable[OutputFile], writer: Path | None) -> None:
         self.folder, self.files, self.writer = folder, tuple(files), writer
         self._advice = WAIT_ALONE if folder.wait is None else WAIT
         self._lock: Lock | None = None
-
-    def check(self) -> None:
-        """Raise what `OutputFolder.claim` raises."""
         if self.writer is not None:
             check_writable(self.writer)
-            check_free(self.writer, bool(self.folder.wait), self._advice)
+            if not folder.wait:
+                check_free(self.writer, self._advice)
         self._check_files()
 
     def _check_files(self) -> None:
+        """Raise OutputError where a file cannot be written, ConfigError where one exists that may not be replaced."""
         for file in self.files:
             check_writable(file.path)
             if not self.folder.overwrite:
@@ -448,6 +453,7 @@ class Claim:
 
 
 def _locked_message(path: Path, holder: Holder, advice: str) -> str:
+    """Return the message of the error for a path that another process holds."""
     return f"expected {path} for this command alone, got it held by {holder}; {advice}, or choose another place"
 
 
@@ -471,6 +477,7 @@ def _open_exclusively(file: Path) -> Iterator[int]:
 
 
 def _is_same_file(descriptor: int, file: Path) -> bool:
+    """Return whether an open descriptor is that of the file which exists at a path now."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:

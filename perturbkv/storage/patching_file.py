@@ -65,7 +65,7 @@ class PatchingBatch:
     head_norms: Heads | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the batch as a line's object: NaN is null, numbers are unrounded."""
+        """Return the batch as the JSON object of a line: NaN becomes null, numbers are unrounded."""
         rows = [
             {"mixture": str(row.mixture), **_json_fields(row, "held", "values", "score", "heads")} for row in self.rows
         ]
@@ -77,13 +77,16 @@ class PatchingBatch:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], kept_heads: int) -> Self:
-        """Return the batch that `record` wrote. Raises KeyError, TypeError or ValueError for any other object."""
+        """Return the batch of an object that `PatchingBatch.record` returned.
+
+        Raises KeyError, TypeError or ValueError for any other object.
+        """
         rows = tuple(
             PatchingRow(
-                Mixture.parse(one["mixture"], kept_heads), float(one["held"]), _parse_values(one["values"]),
-                _parse_score(one["score"]), one["heads"],
+                Mixture.parse(row["mixture"], kept_heads), float(row["held"]), _parse_values(row["values"]),
+                _parse_score(row["score"]), row["heads"],
             )
-            for one in record["rows"]
+            for row in record["rows"]
         )  # fmt: skip
         heads = (record["head_floors"], record["head_norms"])
         return cls(
@@ -92,21 +95,23 @@ class PatchingBatch:
 
 
 def _json_fields(instance: Any, *names: str) -> dict[str, Any]:
+    """Return the named attributes of an object for JSON, with None for NaN."""
     values = {name: getattr(instance, name) for name in names}
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def _parse_score(value: Any) -> float:
+    """Return a score as a float, NaN for null."""
     return math.nan if value is None else float(value)
 
 
 def _parse_values(document: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Return each quantity of `PER_STEP` as a tuple of one number per step."""
     return {name: tuple(map(float, document[name])) for name in PER_STEP}
 
 
 FILE = "swap.jsonl"
-_HINT = "give --overwrite or another --output"
-_KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, _HINT)
+_KIND = FileKind("a file of swapped kept sets", ConfigError, 8 * 2**30, "give --overwrite or another --output")
 
 
 class PatchingStore:
@@ -118,6 +123,12 @@ class PatchingStore:
         path: the file; None: measurements are kept in memory alone.
         overwrite: whether measurements of another run in the file are replaced.
         made_with: versions, which the file's first line holds.
+
+    Attributes:
+        rows: sample -> mixture -> its measurements.
+        batches: sample -> its batches, in order.
+        same: sample -> (layer, kept_head) True where both configurations keep the same entries.
+        failed: sample -> why it cannot be measured.
 
     Raises ConfigError for a file of another run or another program; OutputError for a path that cannot be written.
     """
@@ -136,17 +147,20 @@ class PatchingStore:
             self._open(path, overwrite)
 
     def add(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
-        """Write a batch to the file; `same` (layer, kept_head): where both configurations keep the same entries."""
+        """Add a batch and write it to the file; `same` (layer, kept_head): where both configurations keep the same."""
         self._append({**batch.record(), "same": same.tolist()})
         self._add_batch(batch, same)
 
     def add_failure(self, sample: str, reason: str) -> None:
-        """Write to the file that a prompt cannot be measured, and why."""
+        """Record, in the file too, that a prompt cannot be measured, and why."""
         self._append({"sample": sample, "failed": reason})
         self.failed[sample] = reason
 
     def missing(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
-        """Return the mixtures that are not measured yet, each once, in their order; none for a prompt that failed."""
+        """Return the mixtures that are not measured yet for a prompt, each once, in order; none where it failed.
+
+        Those in `by_head` also count as missing where they were measured without values per head.
+        """
         if sample in self.failed:
             return []
         rows = self.rows.get(sample, {})
@@ -157,25 +171,28 @@ class PatchingStore:
         ]
 
     def head_floors(self, sample: str, name: str) -> Heads:
-        """Return a prompt's `head_floors` or `head_norms`: the maximum over its batches."""
+        """Return the `head_floors` or the `head_norms` of a prompt, as `name` says: the maximum over its batches."""
         measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
         largest: Heads = np.max(measured, axis=0).tolist()
         return largest
 
     def _header(self) -> dict[str, Any]:
+        """Return the part of the file's first line that identifies the run."""
         return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
 
     def _open(self, path: Path, overwrite: bool) -> None:
+        """Read the measurements of an existing file, and write the file anew without an unfinished last line."""
         lines = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
-        first, *others = lines or [{}]
+        first, *documents = lines or [{}]
         if {"swap": first.get("swap")} != self._header():
             raise _KIND.refusal(path, "one of another run")
-        for document in others:
+        for document in documents:
             self._add_line(path, document)
         self.made_with = first.get("made_with", self.made_with)
-        json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *others])
+        json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *documents])
 
     def _add_line(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Add the batch or the failure that a line of the file holds. Raises ConfigError for any other line."""
         try:
             if "failed" in document:
                 self.failed[str(document["sample"])] = str(document["failed"])
@@ -187,11 +204,13 @@ class PatchingStore:
             raise _KIND.refusal(path, f"a line that is no measurement of ours, {str(document)[:40]}") from None
 
     def _add_batch(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
+        """Add a batch in memory; a mixture's row with values per head replaces one without."""
         self.same[batch.sample] = same
         self.batches.setdefault(batch.sample, []).append(batch)
         rows = self.rows.setdefault(batch.sample, {})
         rows |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in rows}
 
     def _append(self, document: Mapping[str, Any]) -> None:
+        """Append a line to the file, where there is one."""
         if self.path is not None:
             json_lines.append(self.path, document)

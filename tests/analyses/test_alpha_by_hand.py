@@ -152,7 +152,7 @@ def test_heads_that_share_a_kept_set_choose_together() -> None:
     moved[:, 1, :, 0], moved[:, 4, :, 1], moved[:, 2, :, 2] = 4.0, 2.0, 1.0
     offset = np.tile(3 * np.repeat(np.arange(2), 2), (4, 5, 2, 1)) + 6 * np.arange(2)[:, None]
     result = alpha(trace_of(moved, kv, kept_offset=offset))
-    assert result.sweep.group == 2
+    assert result.sweep.heads_per_set == 2
     assert result.shares["head"].shares == ((1.0, 1.0, 0.25, 0.25),) * 2
     layer = [config(one.selection, 128, granularity="layer") for one in kv]
     assert [*alpha(trace_of(moved, layer)).chosen] == ["global", "layer"]

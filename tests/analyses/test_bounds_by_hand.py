@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from perturbkv.analyses.bounds import bound_tightness, rank_agreement
+from perturbkv.analyses.bounds import bound_tightness
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness as summarise
-from perturbkv.analyses.bounds.ratios import LEVELS
+from perturbkv.analyses.bounds.rank_agreement import RankAgreement, compare_orders
+from perturbkv.analyses.bounds.ratios import LEVELS, read_bounds
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.display import Table
@@ -34,6 +36,10 @@ def one_config(**changes: Any) -> Trace:
         "retained_mass": [[[[0.91, 0.93]]], [[[0.72, 0.52]]]],
     }
     return hand_made([config("two-stage")], arrays | changes, heads=2)
+
+
+def rank_agreements(trace: Trace) -> tuple[RankAgreement, ...]:
+    return compare_orders(read_bounds(Measurements(trace, "bound-tightness")), trace.run)
 
 
 def test_ratios_are_those_of_each_sample_and_head() -> None:
@@ -108,7 +114,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ConfigError, match="a step from 0 to 0"):
         summarise(trace, step=1)
     with pytest.raises(TraceError, match="of 'value', got a trace of snapkv:two-stage"):
-        summarise(trace).with_selection("value")
+        bound_tightness.bound_tightness(trace, "value")
     lacking = Trace(trace.run, trace.sample_ids, {k: v for k, v in trace.arrays.items() if k != "theta_hat"})
     with pytest.raises(TraceError, match="bound-tightness needs the variable 'theta_hat'"):
         summarise(lacking)
@@ -144,7 +150,7 @@ def test_rank_correlation_is_spearmans() -> None:
 def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_two() -> None:
     # s0: θ orders L exactly (ρ = 1, all three pairs agree); s1: exactly the other way (ρ = −1, none agrees)
     trace = ranked([[1, 2, 3], [3, 2, 1]], [[10, 20, 30], [10, 20, 30]])
-    (found,) = rank_agreement.summarise(trace)
+    (found,) = rank_agreements(trace)
     (theta,) = [correlation for correlation in found.correlations if correlation.bound == "θ"]
     assert (theta.mean, theta.mean_interval, theta.values) == (0, Interval(-1.0, 1.0, "range"), 2)
     assert theta.selections == ("attention", "two-stage-uniform", "two-stage")
@@ -155,7 +161,7 @@ def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_tw
 
 def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
     trace = ranked([[1, 2, 3], [1, 2, 3]], [[10, 20, 30], [10, 20, 30]], sigma=[[0.9, 0.9, 0.9], [0.9, 0.5, 0.9]])
-    (found,) = rank_agreement.summarise(trace)
+    (found,) = rank_agreements(trace)
     by_bound = {correlation.bound: correlation for correlation in found.correlations}
     assert (by_bound["θ"].values, by_bound["θ"].flagged) == (2, 0)
     assert (by_bound["θ̂"].values, by_bound["θ̂"].flagged) == (1, 1)
@@ -170,7 +176,7 @@ def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
 def test_a_number_where_sigma_is_evidence_says_of_how_many_heads_and_samples_it_is() -> None:
     """Four samples, σ > 0.5 in all selections of one alone; of the first pair in two."""
     sigma = [[0.9, 0.9, 0.9], [0.9, 0.9, 0.5], [0.9, 0.5, 0.9], [0.5, 0.5, 0.5]]
-    (found,) = rank_agreement.summarise(ranked([[1, 2, 3]] * 4, [[10, 20, 30]] * 4, sigma=sigma))
+    (found,) = rank_agreements(ranked([[1, 2, 3]] * 4, [[10, 20, 30]] * 4, sigma=sigma))
     for one in found.to_dict()["rank_correlations"]:
         assert (one["evidence_values"], one["evidence_samples"]) == (1, 1), one["bound"]
     counts = {(one["first"], one["second"]): (one["evidence_values"], one["evidence_samples"])
@@ -180,7 +186,7 @@ def test_a_number_where_sigma_is_evidence_says_of_how_many_heads_and_samples_it_
 
 
 def test_equal_sides_are_no_evidence_of_order() -> None:
-    (found,) = rank_agreement.summarise(ranked([[1, 1, 2]], [[5, 6, 6]]))
+    (found,) = rank_agreements(ranked([[1, 1, 2]], [[5, 6, 6]]))
     values = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ"}
     assert values[("attention", "two-stage-uniform")] == 0  # L is equal
     assert values[("two-stage-uniform", "two-stage")] == 0  # θ is equal
@@ -188,7 +194,7 @@ def test_equal_sides_are_no_evidence_of_order() -> None:
 
 
 def test_two_selections_have_pairs_but_no_ranks() -> None:
-    (found,) = rank_agreement.summarise(ranked([[1, 2]], [[5, 6]], configs=THREE[:2]))
+    (found,) = rank_agreements(ranked([[1, 2]], [[5, 6]], configs=THREE[:2]))
     assert found.correlations == ()
     assert [pair.share for pair in found.pairs if pair.bound == "θ"] == [1]
     json.dumps(found.to_dict(), allow_nan=False)
@@ -196,7 +202,7 @@ def test_two_selections_have_pairs_but_no_ranks() -> None:
 
 def test_controls_are_ranked_apart_from_contenders() -> None:
     four = [*THREE, config("random")]
-    (found,) = rank_agreement.summarise(ranked([[1, 2, 3, 9]], [[30, 20, 10, 90]], configs=four))
+    (found,) = rank_agreements(ranked([[1, 2, 3, 9]], [[30, 20, 10, 90]], configs=four))
     means = {len(c.selections): c.mean for c in found.correlations if c.bound == "θ"}
     assert means == pytest.approx({3: -1, 4: spearmanr([1, 2, 3, 9], [30, 20, 10, 90]).statistic})
 
@@ -204,7 +210,7 @@ def test_controls_are_ranked_apart_from_contenders() -> None:
 def test_a_measured_trace_holds_every_inequality() -> None:
     result = bound_tightness.bound_tightness(read_trace(MEASURED))
     assert result.inequalities_checked["L ≤ θ"] == 3 * 15 * 2 * 4
-    assert len(result.with_selection("two-stage").shown) == 3
+    assert len(result.shown) == 3
 
 
 def test_settings_that_differ_in_the_groups_product_alone_are_told_apart() -> None:
@@ -228,13 +234,12 @@ def test_the_table_shows_the_ratios_where_sigma_is_evidence_and_the_details_wher
 def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
     for flagged, values in ((1, 5), (2, 4)):
         sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
-        (found,) = rank_agreement.summarise(ranked([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
+        (found,) = rank_agreements(ranked([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
         theta, theta_hat, lost = found.correlations
         pairs = [pair for pair in found.pairs if (pair.first, pair.second) == ("attention", "two-stage")]
         for one in (*found.correlations, *pairs):
             assert (one.evidence_values, one.evidence_samples) == (values, values)
         assert np.isnan(theta.evidence_rho) == (values < 5)
-        assert (theta.evidence_rho_interval is None) == (values < 5)
         assert [np.isnan(pair.evidence_agreement) for pair in pairs] == [values < 5] * 3
         assert np.isnan(theta_hat.rho)  # θ̂ has no ρ of all heads
         assert (theta.rho, lost.rho) == (theta.mean, lost.mean)

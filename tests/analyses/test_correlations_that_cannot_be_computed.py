@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no trace": (lambda: correlation([]), "needs at least one trace"),
     "no answers": (
         lambda: correlation(trace(sample_trace())),
-        "correlation needs graded answers, made.h5 holds none; make a trace that does: perturbkv quality --model m",
+        "correlation needs graded answers, made.h5 has none; make a trace that has them: perturbkv quality --model m",
     ),
     "no grades": (lambda: correlation(ungraded()), "correlation needs graded answers, got none in 2 of 6 samples"),
     "two methods": (

@@ -15,7 +15,7 @@ from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import TraceError, UnknownNameError
 from perturbkv.trace import Trace
-from tests.support.measured import config, hand_made
+from tests.support.measured import config, hand_made, last_layer
 from tests.support.traces import rekept
 
 CONFIGS = [config("attention", 0.1), config("two-stage", 0.1), config("attention", 0.4), config("two-stage", 0.4)]
@@ -55,7 +55,7 @@ def test_means_reductions_and_verdicts_per_layer() -> None:
 def test_what_the_caches_hold_and_the_noise_floor_are_told() -> None:
     trace = made()
     trace.arrays["held_share"] = np.tile([0.1, 0.12, 0.4, 0.4], (2, 1))  # type: ignore[index]
-    drifts, samples = drift.summarise(trace, *PAIR).to_dict(), drift.summarise_last_layer(trace, *PAIR).to_dict()
+    drifts, samples = drift.summarise(trace, *PAIR).to_dict(), last_layer(trace, *PAIR).to_dict()
     for told in (drifts, samples):
         assert (told["held_over_full_baseline"], told["held_over_full_treatment"]) == pytest.approx((0.1, 0.12))
     assert drifts["noise_floor"] == pytest.approx([0.1, 0.5, 0.1])
@@ -89,7 +89,7 @@ def test_each_distance_is_judged_by_its_own_floor(distance: str, each: list[int]
     assert found.noise_floor_known
     assert found.verdict.tolist() == [1, 0, 0]  # differences of 0.5, 0.1 and 1.5; of roots 0.19, 0.04 and 0.33
     assert (found.baseline_relative_drift is None) == (distance == "cosine")
-    drifts = drift.summarise_last_layer(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
+    drifts = last_layer(made(hidden_drift_cosine=DRIFT / 10, **floor), *PAIR, distance=distance)
     assert drifts.verdict.tolist() == each  # s1: 8 to 4, roots 0.83 apart; s0: 4 to 5; two floors of 1
 
 
@@ -109,7 +109,7 @@ def test_a_stream_that_does_not_drift_has_no_reduction() -> None:
 
 
 def test_samples_are_sorted_by_the_baselines_drift() -> None:
-    found = drift.summarise_last_layer(made(), *PAIR)
+    found = last_layer(made(), *PAIR)
     assert found.sample_ids == ("s1", "s0")
     assert found.baseline_drift.tolist() == [80, 40]
     assert found.treatment_drift.tolist() == [40, 50]
@@ -154,7 +154,7 @@ def test_the_cliff_is_where_kl_rises_most_per_halving() -> None:
 
 def test_one_sample_has_no_intervals() -> None:
     assert drift.summarise(made(1), *PAIR).ratio_interval is None
-    assert drift.summarise_last_layer(made(1), *PAIR).improved_share_interval is None
+    assert last_layer(made(1), *PAIR).improved_share_interval is None
     assert budget_curves.summarise(made(1), ["attention"])[0].intervals.kl is None
 
 

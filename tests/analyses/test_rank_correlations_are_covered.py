@@ -41,8 +41,8 @@ def ends_of(interval: OptionalInterval) -> tuple[float, float]:
 @pytest.mark.parametrize("noise", [0.5, pytest.param(2.0, marks=pytest.mark.chaos)])
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
-    found = [reliability(RankedHeads.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
-    many = between_samples(RankedHeads.of(noisy(source, profile, 60, noise)).ranks)
+    found = [reliability(RankedHeads.from_values(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
+    many = between_samples(RankedHeads.from_values(noisy(source, profile, 60, noise)).ranks)
     pairs = float(many[np.triu_indices(60, 1)].mean())
     whole = float(np.mean([one.split_half.value for one in found]))  # of so many samples, over many traces
     assert np.mean([holds(one.pairwise.interval, pairs) for one in found]) >= LEAST
@@ -62,7 +62,7 @@ def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> 
     source, sides = np.random.default_rng(2), profiles()
     found: list[RankAgreement] = []
     for _ in range(DRAWS):
-        first, second = (RankedHeads.of(noisy(source, one, SAMPLES, noise)) for one in sides)
+        first, second = (RankedHeads.from_values(noisy(source, one, SAMPLES, noise)) for one in sides)
         found.append(agreement(first, second, paired))
     measured = float(np.mean([one.rho.value for one in found]))
     ranks = [np.argsort(np.argsort(one)) for one in sides]

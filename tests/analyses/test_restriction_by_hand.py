@@ -37,7 +37,7 @@ def test_every_restriction_is_held_against_single_entries_per_key_value_head() -
     assert [row.drift_ratio for row in found.rows] == pytest.approx([ratio**2 for ratio in expected])
     assert [row.kl_median for row in found.rows] == pytest.approx([0.35 * ratio for ratio in expected])
     assert found.kl_median == pytest.approx(0.35)
-    assert [row.held[1] for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.25, 0.2, 0.5])
+    assert [row.cache_shares[1] for row in found.rows] == pytest.approx([0.2, 0.2, 0.2, 0.25, 0.2, 0.5])
     json.dumps(found.to_dict(), allow_nan=False)
 
 

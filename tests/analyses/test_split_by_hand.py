@@ -113,7 +113,7 @@ def test_what_corrections_leave() -> None:
         assert row.kl_ratio == pytest.approx(left) and row.drift_ratio == pytest.approx(left)
         assert row.kl_falls == (5 / 6), "of the first sample it differs by less than two floors"
         assert row.kl_median == pytest.approx(left * 3.5 / 100)
-        assert row.oracle == (row.prediction is None)
+        assert (row.name == "corrected-oracle") == (row.prediction is None)
         if row.prediction is not None:
             assert row.prediction.isolated_cost == pytest.approx(left / 0.25, rel=1e-6)
             assert row.prediction.propagated_cost == pytest.approx(left / 0.25, rel=1e-6)

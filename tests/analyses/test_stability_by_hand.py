@@ -73,9 +73,9 @@ def naive_reliability(values: np.ndarray) -> float:
 
 def test_two_samples_of_two_heads() -> None:
     """Two heads have but one order: the samples agree fully, or not at all."""
-    same = reliability(RankedHeads.of(np.array([[1.0, 2.0], [3.0, 9.0]])))
+    same = reliability(RankedHeads.from_values(np.array([[1.0, 2.0], [3.0, 9.0]])))
     assert (same.split_half.value, same.pairwise.value, same.splits) == (1.0, 1.0, 1)
-    other = reliability(RankedHeads.of(np.array([[1.0, 2.0], [9.0, 3.0]])))
+    other = reliability(RankedHeads.from_values(np.array([[1.0, 2.0], [9.0, 3.0]])))
     assert (other.split_half.value, other.pairwise.value) == (-1.0, -1.0)
     assert other.split_half.interval is not None
     assert other.split_half.interval.kind == "range"
@@ -89,7 +89,7 @@ def test_spearman_brown_by_hand() -> None:
 @pytest.mark.parametrize("samples", [2, 3, 5, 6])
 def test_reliability_is_the_oracles(samples: int) -> None:
     values = np.random.default_rng(samples).lognormal(size=(samples, 7)).round(1)  # some ties
-    found = reliability(RankedHeads.of(values))
+    found = reliability(RankedHeads.from_values(values))
     assert found.split_half.value == pytest.approx(naive_reliability(values))
     pairs = [naive_rho(one, other) for one, other in combinations(values.tolist(), 2)]
     assert found.pairwise.value == pytest.approx(sum(pairs) / len(pairs))
@@ -109,7 +109,7 @@ ORDER = np.arange(1.0, 21.0)
 
 @pytest.mark.parametrize(("other", "rho", "shared"), [(ORDER, 1.0, 1.0), (ORDER[::-1], -1.0, 0.0)])
 def test_the_same_and_the_reversed_order(other: np.ndarray, rho: float, shared: float) -> None:
-    found = agreement(*(RankedHeads.of(np.tile(one, (5, 1))) for one in (ORDER, other)), paired=False)
+    found = agreement(*(RankedHeads.from_values(np.tile(one, (5, 1))) for one in (ORDER, other)), paired=False)
     assert found.rho.value == pytest.approx(rho)
     assert found.corrected.value == pytest.approx(rho)
     assert found.shared == shared  # 2 of 20 heads
@@ -119,7 +119,9 @@ def test_the_same_and_the_reversed_order(other: np.ndarray, rho: float, shared: 
 def test_unrelated_orders_agree_by_chance() -> None:
     source = np.random.default_rng(4)
     found = [
-        agreement(*(RankedHeads.of(np.tile(source.permutation(200) + 0.0, (5, 1))) for _ in range(2)), paired=False)
+        agreement(
+            *(RankedHeads.from_values(np.tile(source.permutation(200) + 0.0, (5, 1))) for _ in range(2)), paired=False
+        )
         for _ in range(60)
     ]
     assert abs(np.mean([one.rho.value for one in found])) < 0.03
@@ -138,7 +140,7 @@ def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
     for _ in range(30):
         profile = source.normal(size=300)
         other = 0.8 * profile + 0.6 * source.normal(size=300)
-        sides = [RankedHeads.of(noisy(source, one, 6, 2.5)) for one in (profile, other)]
+        sides = [RankedHeads.from_values(noisy(source, one, 6, 2.5)) for one in (profile, other)]
         found = agreement(*sides, paired=False)
         measured.append(found.rho.value)
         corrected.append(found.corrected.value)
@@ -150,8 +152,8 @@ def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
 def test_without_reliability_nothing_is_corrected() -> None:
     opposed = np.array([ORDER, ORDER[::-1]] * 3)[:5]
     opposed = np.concatenate([opposed, ORDER[::-1][None]])
-    found = agreement(RankedHeads.of(opposed), RankedHeads.of(np.tile(ORDER, (6, 1))), paired=False)
-    assert math.isnan(found.corrected.value) == (reliability(RankedHeads.of(opposed)).split_half.value <= 0)
+    found = agreement(RankedHeads.from_values(opposed), RankedHeads.from_values(np.tile(ORDER, (6, 1))), paired=False)
+    assert math.isnan(found.corrected.value) == (reliability(RankedHeads.from_values(opposed)).split_half.value <= 0)
     assert math.isnan(found.corrected.value)
     assert found.corrected.interval is None
 

@@ -41,8 +41,9 @@ def turned(keys: Tensor, by: Tensor) -> Tensor:
 )
 def test_a_rotation_is_named_by_what_it_turns_by(by: Tensor, words: str) -> None:
     keys = entries()
-    assert kept_entries.rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
-    assert kept_entries.rotation(turned(keys, by).bfloat16(), keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
+    assert kept_entries.describe_rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
+    few_digits = turned(keys, by).bfloat16()
+    assert kept_entries.describe_rotation(few_digits, keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
 
 
 def test_the_hand_made_rotation_is_the_models() -> None:
@@ -58,9 +59,9 @@ def test_noise_is_no_rotation_and_no_quantisation() -> None:
     keys, whole = entries(), entries(1, 60)
     for size in (1e-3, 1e-2, 0.3):
         noisy = keys + size * entries(2)
-        assert kept_entries.quantisation(noisy, keys, whole) == ""
+        assert kept_entries.describe_quantisation(noisy, keys, whole) == ""
         if size > 0.1:
-            assert kept_entries.rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
+            assert kept_entries.describe_rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
 
 
 def symmetric(values: Tensor, bits: int, dim: int | None) -> Tensor:
@@ -85,7 +86,7 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
     }
     for words, kinds in made.items():
         for kind in kinds:
-            assert kept_entries.quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
+            assert kept_entries.describe_quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
 
 
 def test_another_heads_entries_are_found_to_the_bit() -> None:

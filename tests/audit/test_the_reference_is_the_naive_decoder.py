@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from perturbkv.auditing import reference, situations
-from perturbkv.auditing.reference import visible
+from perturbkv.auditing.reference import boolean_mask
 from tests.oracle.decoder import Decoder
 from tests.support.models import exact_adapter, tiny_adapter, token_ids
 
@@ -63,7 +65,7 @@ def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> Non
     assert batch.padding == [0, 3]
     assert batch.prompt_positions()[1].tolist() == [0, 0, 0, *range(21)]
     assert [batch.positions(chunk).tolist() for chunk in range(3)] == [[[24], [21]], [[25], [22]], [[26], [23]]]
-    counted = reference.with_padding_counted(batch)
+    counted = replace(batch, counts_padding=True)
     assert counted.positions(1).tolist() == [[25], [25]]
     block = situations.situation("block", ids, torch.arange(10), 3)
     assert [len(chunk) for chunk in block.chunks] == [8, 1, 1]
@@ -72,8 +74,8 @@ def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> Non
 
 def test_masks_are_read_whether_they_are_truths_or_summands() -> None:
     truths = torch.tensor([[[[True, False, True]]]])
-    assert visible(None, 3, 1) is None
+    assert boolean_mask(None, 3, 1) is None
     for mask in (truths, torch.where(truths, 0.0, torch.finfo(torch.float32).min)):
-        read = visible(mask, 3, 1)
+        read = boolean_mask(mask, 3, 1)
         assert read is not None
         assert torch.equal(read, truths)

@@ -82,10 +82,10 @@ def test_a_browser_that_fails_makes_the_command_fail(
 
 
 def test_only_what_is_asked_for_is_measured(little: None) -> None:
-    report = report_pages.measure(report_pages.Settings(tokens=200), rows.check_names(["report-small"], rows.REPORT))
+    report = report_pages.measure(report_pages.Settings(tokens=200), rows.find_targets(["report-small"], rows.REPORT))
     assert [row.target.name for row in report.rows] == ["report-small"]
     with pytest.raises(UnknownNameError, match="report-small"):
-        rows.check_names(["small"], rows.REPORT)
+        rows.find_targets(["small"], rows.REPORT)
 
 
 @pytest.mark.parametrize("asked", [{"tokens": 99}, {"tokens": 100_001}, {"repeats": 0}])

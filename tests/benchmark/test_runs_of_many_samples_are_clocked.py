@@ -17,7 +17,7 @@ from perturbkv.benchmark import many_samples, many_workers, rows
 from perturbkv.benchmark.subprocesses import without_network
 from perturbkv.cli.main import app
 from perturbkv.engines.scheduler import Scheduler
-from perturbkv.engines.worker import Do, Models, Reply
+from perturbkv.engines.worker import Do, Reply, WorkerModel
 from perturbkv.errors import ConfigError, PerturbkvError, WorkerError
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.crews import FakeCrew
@@ -81,7 +81,7 @@ def test_only_what_is_rays_runs_without_a_network_and_says_so(asked: list[tuple[
 
 @pytest.mark.parametrize("name", [one for one in EXPECTED if one != "two-workers"])
 def test_the_sample_that_sleepers_answer_with_is_there_before_them(asked: list[tuple[str, Any]], name: str) -> None:
-    many_samples.measure(many_samples.Settings(samples=20), rows.check_names([name], rows.SCALE))
+    many_samples.measure(many_samples.Settings(samples=20), rows.find_targets([name], rows.SCALE))
     assert asked[0] == ("one_sample", ())
 
 
@@ -145,7 +145,7 @@ class _Here(FakeCrew):
     """A crew that does what it is asked in this process."""
 
     def begin(self, place: int, task: Any) -> None:
-        self.do_ = task.prepare(Models(many_workers._CPU))
+        self.do_ = task.prepare(WorkerModel(many_workers._CPU))
         super().begin(place, task)
 
     def do(self, place: int, item: Any) -> None:
@@ -160,7 +160,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(engine: str, sizes: list[int]) -> Iterator[list[_Here]]:
         yield [_Here(count=size) for size in sizes]
 
-    monkeypatch.setattr(many_workers, "crews", made)
+    monkeypatch.setattr(many_workers, "open_crews", made)
     monkeypatch.setattr(many_workers, "getpid", itertools.count().__next__)
 
 
@@ -194,7 +194,7 @@ def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
 
 def test_merging_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PerturbkvError, match="merging failed: .*nothing.h5"):
-        many_workers._time_merge(tmp_path / "nothing.h5")
+        many_workers.run_json([*many_workers._MERGING, str(tmp_path / "nothing.h5")], "merging")
 
 
 def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from perturbkv.benchmark import rows, suite, work
 from perturbkv.benchmark import work as norms
-from perturbkv.benchmark.rows import compare, other_settings
+from perturbkv.benchmark.rows import compare, setting_differences
 from perturbkv.benchmark.subprocesses import _EXACT_PEAK, in_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.cli.main import app
@@ -190,7 +190,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suite, "in_process", answer)
     spent = {"help": {"command": [0.2, 0.6], "import": [0.1, 0.3]}, "figure": {"command": [3.0], "import": [1.0]}}
-    monkeypatch.setattr(suite.startup, "seconds", lambda model, repeats: spent)
+    monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
 
 @pytest.mark.usefixtures("answered")
@@ -262,9 +262,9 @@ def test_a_row_regresses_where_it_is_worse_by_more_than_the_tolerance() -> None:
 
 def test_other_machines_and_settings_are_said() -> None:
     first = report(growth=4.0)
-    assert other_settings(first, first) == []
+    assert setting_differences(first, first) == []
     other = replace(first, machine={"device": "b"}, settings={"tokens": 512})
-    assert other_settings(first, other) == ["device: a and b", "tokens: 4096 and 512"]
+    assert setting_differences(first, other) == ["device: a and b", "tokens: 4096 and 512"]
 
 
 def test_comparing_leaves_with_1_only_where_something_regressed(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_comparing_leaves_with_1_only_where_something_regressed(tmp_path: Path) 
 
 def test_what_cannot_be_measured_or_read_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="unknown benchmark row 'sweep'; known: sweep-24"):
-        rows.check_names(["sweep"])
+        rows.find_targets(["sweep"])
     for settings in ({"repeats": 0}, {"tokens": 1024}):
         with pytest.raises(ConfigError, match="--repeats must|--tokens must"):
             suite.Settings(**settings)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
-from perturbkv.configs.patching import PatchingConfig, format_layers, parse_layers
+from perturbkv.configs.layer_types import format_layers
+from perturbkv.configs.patching import PatchingConfig, parse_layers
 from perturbkv.errors import ConfigError
 from tests.support.folders import model_folder
 
@@ -73,10 +74,10 @@ def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, d
 def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> None:
     names = ("attention", "two-stage")
     sides = [pk.grid(24, selection=name, window=8, correction="corrected-oracle")[0] for name in names]
-    with pytest.raises(ConfigError, match="no correction of what goes, got corrected-oracle; leave it out"):
+    with pytest.raises(ConfigError, match="with no correction, got corrected-oracle; leave it out"):
         pk.patching(None, [], *sides)  # type: ignore[arg-type]
     alone = pk.grid(24, selection="attention", window=8)[0]
-    with pytest.raises(ConfigError, match="no correction of what goes"):
+    with pytest.raises(ConfigError, match="with no correction"):
         pk.patching(None, [], alone, sides[1])  # type: ignore[arg-type]
 
 
@@ -108,7 +109,7 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
         (["--step", 2], "expected a step from 0 to 0, got 2; --steps 3 records it"),
         (["--engine", "workers"], "has no effect on question patching: each choice waits for all samples"),
         (["--save", "outputs"], "has no effect on question patching: it measures no outputs"),
-        (["--correction", "corrected"], "no correction of what goes, got corrected(mass=stored); leave it out"),
+        (["--correction", "corrected"], "with no correction, got corrected(mass=stored); leave it out"),
         (["--answers"], "expected accepted answers in every sample"),
     ],
 )

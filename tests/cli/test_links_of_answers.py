@@ -119,5 +119,5 @@ def test_answers_that_nothing_graded_are_refused(perturbkv: Run, tiny: list[obje
     perturbkv("trace", *tiny, "-o", "t.h5")
     ran = perturbkv("correlation", "t.h5", "-o", "out")
     assert ran.code == 2
-    assert "correlation needs graded answers, t.h5 holds none" in ran.err
+    assert "correlation needs graded answers, t.h5 has none" in ran.err
     assert not Path("out").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perturbkv.engines.scheduler import ItemQueue, Scheduler, WorkerExit
-from perturbkv.engines.worker import LogBuffer, Models, Reply, Worker
+from perturbkv.engines.worker import LogBuffer, Reply, Worker, WorkerModel
 from perturbkv.errors import ActivationError, NoMemoryError, WorkerError
 from tests.support.crews import HANGING, FakeCrew, Nothing, Told
 
@@ -84,7 +84,7 @@ def test_a_machine_on_which_everything_dies_is_not_tried_for_ever() -> None:
 
 def test_an_error_of_ours_travels_as_itself_and_names_the_worker() -> None:
     class Refusing(Nothing):
-        def prepare(self, models: object) -> None:
+        def prepare(self, model: object) -> None:
             where = "logits"
             raise ActivationError(where, "p7")
 
@@ -97,7 +97,7 @@ def test_an_error_of_ours_travels_as_itself_and_names_the_worker() -> None:
 
 def test_a_fault_that_nobody_foresaw_comes_with_its_traceback() -> None:
     class Broken(Nothing):
-        def prepare(self, models: object) -> None:
+        def prepare(self, model: object) -> None:
             raise ZeroDivisionError
 
     reply = Worker(FakeCrew().devices[0], LogBuffer()).begin(Broken())  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def test_a_model_is_loaded_once_for_several_tasks() -> None:
             loaded.append(self.name)
             return object()
 
-    models = Models(torch.device("cpu"))
-    one = models.get(Spec("a"))  # type: ignore[arg-type]
-    assert models.get(Spec("a")) is one  # type: ignore[arg-type]
-    assert models.get(Spec("b")) is not one  # type: ignore[arg-type]
+    model = WorkerModel(torch.device("cpu"))
+    one = model.get(Spec("a"))  # type: ignore[arg-type]
+    assert model.get(Spec("a")) is one  # type: ignore[arg-type]
+    assert model.get(Spec("b")) is not one  # type: ignore[arg-type]
     assert loaded == ["a", "b"]

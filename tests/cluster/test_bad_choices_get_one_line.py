@@ -93,7 +93,7 @@ def test_a_port_at_which_somebody_else_answers_is_no_cluster() -> None:
             threading.Thread(target=_answer, args=(server, reply), daemon=True).start()
             began = time.monotonic()
             with pytest.raises(ConfigError, match="expected a Ray cluster at 127.0.0.1:"):
-                joining.check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+                joining.check_address(f"127.0.0.1:{server.getsockname()[1]}")
             assert time.monotonic() - began < 15
 
 
@@ -135,7 +135,7 @@ def test_a_model_that_was_given_loaded_is_refused(folder: Path, data: Path) -> N
 def test_one_gpu_by_its_number_is_no_place_for_workers(plan: Plan) -> None:
     placed = dataclasses.replace(plan.placement, device=torch.device("cuda:1"))
     with pytest.raises(ConfigError, match="cuda:1 is one GPU, and workers take one each; say --device cuda"):
-        processes.check_device(Workers("workers"), dataclasses.replace(plan, placement=placed))
+        processes.check_device(dataclasses.replace(plan, placement=placed))
 
 
 def test_more_workers_than_gpus_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from perturbkv.configs.choice import Choice, parse
-from perturbkv.display import Table, as_html, as_text, show
+from perturbkv.display import Table, as_html, as_text, print_part
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_control_characters, escape_line
 
@@ -49,15 +49,15 @@ def test_tables_and_lines_show_foreign_words_as_they_are_written() -> None:
 
 def test_colours_are_ours_alone() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    show(console, "\x1b[31mred")
+    print_part(console, "\x1b[31mred")
     assert console.file.getvalue() == "\\x1b[31mred\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("text", ["a\x1b[2J", "a(b=\u202e)", "a(b='x\x07')", "a(b\u2066=1)"])
 def test_a_name_with_unseen_characters_is_no_choice(text: str) -> None:
-    with pytest.raises(ConfigError, match="of characters that are seen, got"):
+    with pytest.raises(ConfigError, match="of visible characters, got"):
         parse(text)
-    with pytest.raises(ConfigError, match="of characters that are seen, got"):
+    with pytest.raises(ConfigError, match="of visible characters, got"):
         Choice("a", {"b": "line\nbreak"})
 
 

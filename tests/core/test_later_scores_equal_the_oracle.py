@@ -219,7 +219,7 @@ def test_layers_share_by_entropy() -> None:
 def test_one_order_serves_every_budget_and_protected_entries_are_not_in_it() -> None:
     """What is made of all layers is made once; other ends make another."""
     given_scores = statistics(config("kvzip", 14), 4, 2, 30, seed=1)
-    made = given_scores.made
+    made = given_scores.model_results
     for budget in (12, 14, 20):
         found(config("kvzip", budget), given_scores)
     assert sum(key[0] == "order" for key in made) == 1

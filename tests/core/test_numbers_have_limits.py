@@ -82,7 +82,7 @@ def test_a_sweep_of_more_than_ten_thousand_configurations_is_refused_with_their_
 
 
 def test_as_many_samples_as_nobody_measures_are_refused() -> None:
-    DatasetOptions(numbers.MOST_SAMPLES, lengths=(numbers.LONGEST_NUMBER,))
-    for options in ({"samples": numbers.MOST_SAMPLES + 1}, {"samples": 1, "lengths": (numbers.LONGEST_NUMBER + 1,)}):
+    DatasetOptions(numbers.MOST_SAMPLES, lengths=(numbers.LONGEST_PROMPT,))
+    for options in ({"samples": numbers.MOST_SAMPLES + 1}, {"samples": 1, "lengths": (numbers.LONGEST_PROMPT + 1,)}):
         with pytest.raises(ConfigError, match="at most"):
             DatasetOptions(**options)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perturbkv.datasets.external_code import NoEnd, run_file
-from perturbkv.datasets.ruler.ruler_rows import Pairs
+from perturbkv.datasets.ruler.ruler_rows import WordPairs
 
 
 def test_imports_are_chosen_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ words = st.lists(st.text("ab-", min_size=0, max_size=3), max_size=12)
 
 @given(words, words)
 def test_pairs_are_every_pair_sorted_and_once(firsts: list[str], seconds: list[str]) -> None:
-    pairs, wanted = Pairs(firsts, seconds), sorted({f"{first}-{second}" for first in firsts for second in seconds})
+    pairs, wanted = WordPairs(firsts, seconds), sorted({f"{first}-{second}" for first in firsts for second in seconds})
     assert len(pairs) == len(wanted)
     assert list(pairs) == wanted
     assert pairs[1:-1:2] == wanted[1:-1:2]

@@ -189,12 +189,12 @@ def test_what_the_hub_holds_is_what_files_hold(tmp_path: Path, monkeypatch: pyte
     parquet.write_table(pa.table({"text": [text[:half], text[half:]]}), tmp_path / "essays.parquet")
     asked = []
 
-    def given(task: str, local: str, repo: str, file: str, revision: str = "") -> str:
+    def given(task: str, local: str, repo: str, file: str, revision: str = "") -> Path:
         asked.append(repo)
-        return str(tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json"))
+        return tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json")
 
     monkeypatch.setattr("perturbkv.datasets.ruler.ruler_rows.hub_file", given)
-    monkeypatch.setattr(ruler_rows, "sentences", lambda text: re.split(r"(?<=\.) ", text))
+    monkeypatch.setattr(ruler_rows, "split_sentences", lambda text: re.split(r"(?<=\.) ", text))
     for task in ("niah_multivalue", "qa_hotpot"):
         fetched, local = made(task, data_dir=tmp_path / "none"), made(task, data_dir=tmp_path)
         assert fetched.samples == local.samples
@@ -233,7 +233,7 @@ def test_without_nltks_own_data_its_command_is_told(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("package", ["lm_eval", "wonderwords"])
 def test_a_package_that_is_missing_is_told_with_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    ruler_rows._words.cache_clear()
+    ruler_rows._needle_keys.cache_clear()
     with pytest.raises(DatasetError, match=f"not installed; {INSTALL}"):
         made("cwe")
 

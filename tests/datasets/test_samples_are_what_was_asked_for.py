@@ -331,7 +331,7 @@ def test_a_cut_leaves_the_question_whole_or_is_refused_with_the_least_that_does(
         return
     cut = encoded(most)
     assert cut.question_tokens == sum(token == ord("q") for token in cut.token_ids) == question
-    assert cut.cut_place == (None if context + question <= most else (most + 1) // 2)
+    assert cut.cut_index == (None if context + question <= most else (most + 1) // 2)
 
 
 def test_a_prompt_without_a_question_is_cut_wherever_it_must_be() -> None:

@@ -17,7 +17,6 @@ from perturbkv.analyses.bounds.assumption import READINGS
 from perturbkv.analyses.bounds.ratios import LEVELS, MASS_EDGES, RATIOS
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.layers import budget_curves
-from perturbkv.analyses.layers import drift as last_layer
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
 from perturbkv.analyses.pairing import series
@@ -140,7 +139,7 @@ def test_budgets_stand_in_order_of_what_they_hold() -> None:
     assert [axes.get_title(loc="left").split()[0].strip(",") for axes in shown[:2]] == ["b=128", "b=0.2"]
     (together,) = series(trace.run, "attention", "two-stage")
     figure = samples_figure.draw_last_layer(
-        SampleSeries(tuple(last_layer.summarise_last_layer(trace, *pair) for pair in together), SHOWN)
+        SampleSeries(tuple(measured.last_layer(trace, *pair) for pair in together), SHOWN)
     )
     assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["b=128", "b=0.2"]
 
@@ -221,7 +220,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
 
 @WIDTHS
 def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: int) -> None:
-    results = [last_layer.summarise_last_layer(TRACE, *pair) for pair in PAIRS]
+    results = [measured.last_layer(TRACE, *pair) for pair in PAIRS]
     results[0] = replace(results[0], verdict=np.array([1, 0, -1]))
     figure = samples_figure.draw_last_layer(SampleSeries(tuple(results), SHOWN), width)
     for panel, result in enumerate(results):
@@ -323,7 +322,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     ),
     "samples": (
         lambda: samples_figure.draw_last_layer(
-            SampleSeries(tuple(last_layer.summarise_last_layer(TRACE, *pair) for pair in PAIRS), SHOWN)
+            SampleSeries(tuple(measured.last_layer(TRACE, *pair) for pair in PAIRS), SHOWN)
         ),
         ["sample, by attention", "last layer's drift (L1)"],
     ),

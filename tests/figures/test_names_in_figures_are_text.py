@@ -11,7 +11,7 @@ from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.tokens.tokens import tokens
 from perturbkv.cli.saving import save_figure
 from perturbkv.figures import style
-from perturbkv.figures.style import symbols, typeset
+from perturbkv.figures.style import symbols_to_tex, typeset
 from tests.support import prompts
 
 WORDS = [r"$\frac{1", "$x_1^2$ $", r"a_b^c\d{e}~#%", "\x1b]0;owned\x07", "<b>&]]>--", "a\nb", "\ud800", "_hidden"]
@@ -34,7 +34,7 @@ def test_every_format_holds_a_foreign_name_as_text(tmp_path: Path, word: str) ->
 def test_only_symbols_of_ours_are_typeset() -> None:
     with style.use():
         axes = style.figure(84, 60).subplots()
-        ours, theirs = axes.set_title(symbols("θ̂ / L")), axes.set_xlabel(symbols("θ̂ of $5"))
+        ours, theirs = axes.set_title(symbols_to_tex("θ̂ / L")), axes.set_xlabel(symbols_to_tex("θ̂ of $5"))
         plain = axes.set_ylabel("$5 and $6")
     assert not any(text.get_parse_math() for text in (ours, theirs, plain))
     typeset([ours, theirs])

@@ -24,7 +24,7 @@ from perturbkv.figures import layers as layers_figure
 from perturbkv.figures import layers as samples_figure
 from perturbkv.trace import Trace
 from tests.support.artists import render, words
-from tests.support.measured import config, hand_made
+from tests.support.measured import config, hand_made, last_layer
 
 NAMES = ("attention", "two-stage-uniform", "two-stage")
 CONFIGS = [config(name, budget) for budget in (64, 128) for name in NAMES]
@@ -69,9 +69,7 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     yield bounds_figure.draw_heads(bounds, width)
     yield assumption_figure.draw_assumption(assumption.assumption(trace), width)
     yield layers_figure.draw_layers(DriftSeries(tuple(drift.summarise(trace, *pair) for pair in pairs), shown), width)
-    yield samples_figure.draw_last_layer(
-        SampleSeries(tuple(drift.summarise_last_layer(trace, *pair) for pair in pairs), shown), width
-    )
+    yield samples_figure.draw_last_layer(SampleSeries(tuple(last_layer(trace, *pair) for pair in pairs), shown), width)
     yield budgets_figure.draw_budget_curves(budget_curves.summarise(trace, list(NAMES)), width)
     yield ablation_figure.draw_ablation(Ablation(ingredients.settings(trace), 0, shown, ()), width)
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality.quality import Quality, quality
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.figures.quality import panels
+from perturbkv.figures.quality import drawn_columns
 from tests.support.artists import overlapping, render, words
 from tests.support.graded import graded
 from tests.support.measured import config
@@ -38,7 +38,7 @@ def panel_of(figure: Figure, name: str) -> Axes:
 def test_every_score_and_its_interval_is_drawn_where_its_cache_is(width: int) -> None:
     result = made("qasper", "multi_news")
     figure = result.plot(width)
-    for column in panels(result):
+    for column in drawn_columns(result):
         panel = panel_of(figure, column.name)
         for side, name in enumerate(("attention", "two-stage")):
             (drawn,) = [one for one in panel.containers if one[0].get_gid() == name]
@@ -57,9 +57,9 @@ def test_every_score_and_its_interval_is_drawn_where_its_cache_is(width: int) ->
 
 def test_many_data_sets_are_drawn_by_kind_with_the_average_last() -> None:
     result = made(*MANY)
-    assert [one.name for one in panels(result)] == ["single-document QA", "multi-document QA", "few-shot", "code",
-                                                    "average"]  # fmt: skip
-    assert [one.name for one in panels(made("needle"))] == ["needle"]
+    names = [one.name for one in drawn_columns(result)]
+    assert names == ["single-document QA", "multi-document QA", "few-shot", "code", "average"]
+    assert [one.name for one in drawn_columns(made("needle"))] == ["needle"]
     figure = result.plot()
     assert sum(panel.axison for panel in figure.axes) == 5
 

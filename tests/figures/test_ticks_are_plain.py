@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
-from perturbkv.figures.style import symbols
+from perturbkv.figures.style import symbols_to_tex
 
 
 def shown(low: float, high: float) -> list[str]:
@@ -44,8 +44,8 @@ def test_large_and_small_numbers_are_powers() -> None:
 
 
 def test_symbols_have_no_underscore_of_their_own() -> None:
-    assert symbols("θ̂/θ̂_relax") == r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$"
-    assert symbols("Σ L / Σ ‖o_h‖₁") == r"Σ L / Σ $\Vert o_h\Vert_1$"
+    assert symbols_to_tex("θ̂/θ̂_relax") == r"$\hat{\mathrm{θ}}$/$\hat{\mathrm{θ}}_{\mathrm{relax}}$"
+    assert symbols_to_tex("Σ L / Σ ‖o_h‖₁") == r"Σ L / Σ $\Vert o_h\Vert_1$"
 
 
 def test_what_holds_least_comes_first_and_nothing_moves_where_it_is_not_told() -> None:

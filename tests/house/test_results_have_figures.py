@@ -52,7 +52,7 @@ def test_what_is_planted_is_found() -> None:
         "Needle.plot_digits"
     }
     assert astray({**FIGURES, "Former": "patching"}) == {"Former"}
-    assert astray({**FIGURES, "Patching": "swapped", "Split": "split:draws", "Link": "style:plain_ticks"}) == {
+    assert astray({**FIGURES, "Patching": "swapped", "Split": "split:draws", "Link": "style:set_plain_ticks"}) == {
         "Patching",
         "Split",
         "Link",

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 import perturbkv as pk
-from perturbkv.datasets.hub_data import hub_file
+from perturbkv.datasets.data_files import hub_file
 from perturbkv.errors import DatasetError, ModelError
 from perturbkv.models import hub as ours
 from tests.support.folders import model_folder
@@ -179,5 +179,5 @@ def test_a_data_sets_file_goes_the_same_way(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="the hub did not give owner/data/data.zip .*was cut at 700 bytes"):
         hub_file("qasper", "qasper.jsonl", "owner/data", "data.zip")
     hub.troubles.clear()
-    assert Path(hub_file("qasper", "qasper.jsonl", "owner/data", "data.zip")).read_bytes() == b"zip" * 1000
+    assert hub_file("qasper", "qasper.jsonl", "owner/data", "data.zip").read_bytes() == b"zip" * 1000
     assert hub.downloads("data.zip") == ["", "bytes=700-", "bytes=700-"]

@@ -244,4 +244,4 @@ def test_a_quantiser_that_is_not_installed_is_named(
     ],
 )  # fmt: skip
 def test_a_quantised_model_says_how(about: dict[str, Any], kind: str) -> None:
-    assert quantisers.kind(AutoConfig.for_model("llama", quantization_config=about).quantization_config) == kind
+    assert quantisers.describe(AutoConfig.for_model("llama", quantization_config=about).quantization_config) == kind

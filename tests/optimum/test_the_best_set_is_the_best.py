@@ -98,7 +98,7 @@ def test_an_unfinished_program_proves_a_bound_and_no_more(monkeypatch: pytest.Mo
         ratio = entries.perturbation(start)
         masses = {kept: sum(float(entries.attention[place]) for place in kept) for kept in least}
         proven = min((value - ratio) * masses[kept] for kept, value in least.items())
-        monkeypatch.setattr(exact, "_solve", lambda *asked, F=proven: exact._Solution(None, F))
+        monkeypatch.setattr(exact, "_solve", lambda *asked, F=proven: (None, F))
         found = best_set(entries, start, 30)
         assert found.lower == pytest.approx(max(0.0, ratio + proven / min(masses.values())), rel=1e-9)
         assert found.lower <= min(least.values())

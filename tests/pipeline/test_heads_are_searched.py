@@ -67,8 +67,8 @@ def test_no_set_of_a_method_is_below_the_best_and_the_same_call_finds_the_same()
 
 
 def test_a_prefix_is_the_first_token_and_the_prompts_own_middle() -> None:
-    assert list(searching.prefix(range(101), 5)) == [0, 48, 49, 50, 51]
-    assert list(searching.prefix(range(3), 64)) == [0, 1, 2]
+    assert list(searching.short_probe(range(101), 5)) == [0, 48, 49, 50, 51]
+    assert list(searching.short_probe(range(3), 64)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

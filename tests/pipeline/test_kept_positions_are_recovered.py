@@ -32,6 +32,12 @@ def taken(full: Pairs, places: list[list[list[int]]]) -> Pairs:
     ]  # type: ignore[return-value]
 
 
+def exact(layer: LayerKept) -> bool:
+    """Return whether every entry is bitwise equal to an entry of the full cache, each at a position of its own."""
+    differs = any(bool(distance.any()) for distance in (*layer.key_distance, *layer.value_distance))
+    return not differs and not any(layer.duplicates) and not any(layer.strangers)
+
+
 def listed(found: list[LayerKept]) -> list[list[list[int]]]:
     return [[one.tolist() for one in layer.positions] for layer in found]
 
@@ -44,7 +50,7 @@ def test_entries_equal_to_the_bit_are_found_in_their_order(dtype: torch.dtype) -
     full = whole(dtype=dtype)
     found = recover(taken(full, PLACES), full)
     assert listed(found) == PLACES
-    assert all(layer.exact for layer in found)
+    assert all(exact(layer) for layer in found)
     assert [layer.ascending for layer in found] == [[True, True], [False, True], [True, True]]
     kept = found[0].mask(N)
     assert kept.shape == (HEADS, N) and kept[1].nonzero().squeeze(-1).tolist() == [1, 2, 39]
@@ -69,7 +75,7 @@ def test_an_entry_keeps_its_place_by_what_is_left_of_it(which: int) -> None:
     other = torch.randn(3, D, generator=torch.Generator().manual_seed(9))
     cut[1][which][0, 0] = other
     found = recover(cut, full)
-    assert listed(found) == PLACES and not found[1].exact and found[0].exact
+    assert listed(found) == PLACES and not exact(found[1]) and exact(found[0])
     unit = full[1][which][0, 0].square().sum(dim=-1).mean().sqrt()
     wanted = (other - full[1][which][0, 0, PLACES[1][0]]).norm(dim=-1) / unit
     far, near = (found[1].key_distance, found[1].value_distance)[:: 1 if which == 0 else -1]
@@ -103,7 +109,7 @@ def test_other_precision_is_found_and_is_not_exact() -> None:
     full = whole()
     half = [tuple(kind.to(torch.bfloat16) for kind in layer) for layer in taken(full, PLACES)]
     found = recover(half, full)  # type: ignore[arg-type]
-    assert listed(found) == PLACES and not any(layer.exact for layer in found)
+    assert listed(found) == PLACES and not any(exact(layer) for layer in found)
 
 
 def test_equal_entries_take_a_place_each() -> None:
@@ -121,7 +127,7 @@ def test_equal_entries_take_a_place_each() -> None:
 def test_an_entry_that_is_there_twice_is_said() -> None:
     full = whole()
     (found, *_) = recover(taken(full, [[[3, 3, 9], [1, 2, 2]], *PLACES[1:]]), full)
-    assert found.duplicates == [1, 1] and not found.exact
+    assert found.duplicates == [1, 1] and not exact(found)
     assert found.positions[0].tolist() == [3, 3, 9]
     (found, *_) = recover(
         [tuple(kind * 1.001 for kind in layer) for layer in taken(full, [[[3, 3], [1, 2]]] * 3)], full
@@ -134,7 +140,7 @@ def test_an_entry_that_is_like_none_has_no_position() -> None:
     cut = taken(full, PLACES)
     cut[2][0][0, 1, 1], cut[2][1][0, 1, 1] = 9.0, -9.0
     found = recover(cut, full)[2]
-    assert found.positions[1].tolist() == [0, NOWHERE, 2] and found.strangers == [0, 1] and not found.exact
+    assert found.positions[1].tolist() == [0, NOWHERE, 2] and found.strangers == [0, 1] and not exact(found)
     assert found.mask(N)[1].sum() == 2
 
 
@@ -149,7 +155,7 @@ def test_a_row_of_a_padded_batch_counts_from_behind_its_padding() -> None:
 def test_nothing_kept_is_read_as_nothing() -> None:
     full = whole()
     found = recover(taken(full, [[[], []]] * 3), full)
-    assert listed(found) == [[[], []]] * 3 and not found[0].mask(N).any() and found[0].exact
+    assert listed(found) == [[[], []]] * 3 and not found[0].mask(N).any() and exact(found[0])
 
 
 class OneLength(DynamicCache):

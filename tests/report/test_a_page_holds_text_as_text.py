@@ -121,9 +121,9 @@ def test_blocks_arrive_as_they_were() -> None:
 
 def test_the_styles_of_plot_are_those_that_it_writes() -> None:
     """Each with the name of a class in place of the variable; a browser's test holds that there are no others."""
-    from perturbkv.reporting.html import _library
+    from perturbkv.reporting.html import _library_source
 
-    written = re.sub(r"\$\{[a-z]+\}", "${}", _library("plot.min.js"))
+    written = re.sub(r"\$\{[a-z]+\}", "${}", _library_source("plot.min.js"))
     for style in PLOT_STYLES:
         for rule in re.findall(r"[^}]+\}", style.replace(PLOT_CLASS, "${}")):
             assert rule.strip().replace("\n", "\\n") in written or rule.strip() in written

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perturbkv.reporting.html import page
-from perturbkv.reporting.payload import name_of, payload, portable
+from perturbkv.reporting.payload import payload, trace_name, without_folders
 from perturbkv.trace import Trace
 from tests.report.test_pages_of_traces_that_lack_parts import OPTIONAL, small, with_failures, without
 from tests.support.decoded import trace_of
@@ -52,15 +52,15 @@ def test_sentences_name_the_file_that_a_reader_is_told_of() -> None:
     ],
 )
 def test_a_trace_of_the_usual_name_has_its_folder_before_it(source: str, name: str) -> None:
-    assert name_of(of(source)) == name
-    assert name_of(of(portable(of(source)).source)) == name or source == "/trace.h5"
+    assert trace_name(of(source)) == name
+    assert trace_name(of(without_folders(of(source)).source)) == name or source == "/trace.h5"
 
 
 def test_a_trace_in_the_working_folder_has_that_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needle").mkdir()
     monkeypatch.chdir(tmp_path / "needle")
-    assert name_of(of("trace.h5")) == "needle/trace.h5"
-    assert name_of(of("../trace.h5")) == f"{tmp_path.name}/trace.h5"
+    assert trace_name(of("trace.h5")) == "needle/trace.h5"
+    assert trace_name(of("../trace.h5")) == f"{tmp_path.name}/trace.h5"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_trace_in_the_working_folder_has_that_before_it(tmp_path: Path, monkey
     ],
 )  # fmt: skip
 def test_models_and_data_that_are_files_are_told_by_their_names(given: str, shown: str) -> None:
-    found = portable(of(model=given, dataset=given)).run
+    found = without_folders(of(model=given, dataset=given)).run
     assert (found.model, found.dataset) == (shown, shown)
 
 
@@ -90,4 +90,4 @@ def test_models_and_data_that_are_files_are_told_by_their_names(given: str, show
     ],
 )
 def test_reasons_of_failures_name_files_alone(reason: str, shown: str) -> None:
-    assert portable(of(reason=reason)).failures == {"p1": shown}
+    assert without_folders(of(reason=reason)).failures == {"p1": shown}

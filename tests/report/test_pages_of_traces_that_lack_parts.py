@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.reporting.facts import answers
+from perturbkv.reporting.facts import answers_part
 from perturbkv.reporting.page_blocks import Payload
 from perturbkv.reporting.payload import payload
 from perturbkv.schema import MEASURED_LAYERS, TEXT, VARIABLES
@@ -247,10 +247,10 @@ def test_answers_are_scores_texts_or_both() -> None:
         "answer": np.array([[f"{config} {n}" for config in range(4)] for n in range(5)], dtype=object),
         "expected_answers": np.array(['["7", "seven"]', "", "[]", '["x"]', '["y"]'], dtype=object),
     }
-    both = answers(having(without(trace, "digits", "digits_full"), **scores, **texts))
+    both = answers_part(having(without(trace, "digits", "digits_full"), **scores, **texts))
     assert both and both["full"]["texts"][1] == "full 1\\x1b" and both["configs"][2]["texts"][4] == "2 4"
     assert both["expected"][:2] == [["7", "seven"], []]
-    alone = answers(having(without(trace, "digits", "digits_full", "score", "score_full"), **texts))
+    alone = answers_part(having(without(trace, "digits", "digits_full", "score", "score_full"), **texts))
     assert alone and alone["full"]["scores"] is None and alone["full"]["texts"] == both["full"]["texts"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from perturbkv.reporting import page_blocks
-from perturbkv.reporting.page_blocks import LIBRARIES, Blocks, Payload, limit
+from perturbkv.reporting.page_blocks import LIBRARIES, Blocks, Payload, blocks_limit
 from perturbkv.reporting.payload import payload
 from tests.support.decoded import array, bundle, inflated, numbers, trace_of
 from tests.support.paged import configs, paged
@@ -55,7 +55,7 @@ def test_answers_take_of_the_room_for_heads() -> None:
 
 def test_a_bound_that_four_bytes_cannot_hold_is_infinite(recwarn: pytest.WarningsRecorder) -> None:
     blocks = Blocks("t")
-    blocks.floats("mean", np.array([1e300, 1.0]))
+    blocks.put_floats("mean", np.array([1e300, 1.0]))
     assert inflated(Payload("", (), {}, blocks.blocks), "t-mean") == bytes([0, 0, 0, 0, 128, 128, 127, 63])
     assert not recwarn.list
 
@@ -105,7 +105,7 @@ def test_many_sides_leave_out_pairs_of_the_last_ones() -> None:
 @pytest.mark.parametrize("values", [0, 51_840, 400_000, 786_432])
 def test_room_grows_with_the_values_of_a_trace(values: int) -> None:
     expected = np.interp(values, [51_840, 786_432], [SMALL, LARGE]) - LIBRARIES
-    assert limit(values) == pytest.approx(expected, abs=1)
+    assert blocks_limit(values) == pytest.approx(expected, abs=1)
 
 
 LOGARITHMIC = np.array([0.0, 1e-30, 3e-12, 0.7, 1.0, 1234.5, 1e20, np.inf, np.nan])

@@ -32,7 +32,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("layout", equality.LAYOUTS)
 def test_every_layout_equals_the_masked_reference(layout: str) -> None:
-    checks = equality.check(CPU, SIZES, layout)
+    checks = equality.check_layout(CPU, SIZES, layout)
     assert len(checks) == 2 * 2 * (2 if layout == "packed" else 3)
     assert [check for check in checks if not check.equal] == []
     assert all(check.rule for check in checks)
@@ -41,13 +41,13 @@ def test_every_layout_equals_the_masked_reference(layout: str) -> None:
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("layout", equality.LAYOUTS)
 def test_keys_that_lie_one_place_off_are_found_in_every_dtype(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = equality._entries
+    entries = equality._kept_entries
 
     def shifted(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Any:
         return entries(keys.roll(1, dims=1), values, sets)
 
-    monkeypatch.setattr(equality, "_entries", shifted)
-    checks = equality.check(CPU, SIZES, layout)
+    monkeypatch.setattr(equality, "_kept_entries", shifted)
+    checks = equality.check_layout(CPU, SIZES, layout)
     everything = [check for check in checks if check.name.endswith("attention")]
     assert len(everything) >= 4
     # Row 0 is off too and lifts the floor, but never by the whole size of an output.
@@ -55,19 +55,19 @@ def test_keys_that_lie_one_place_off_are_found_in_every_dtype(layout: str, monke
 
 
 def test_one_entry_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = equality._entries
+    entries = equality._kept_entries
 
     def short(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> Any:
         everything = all(len(one) == SIZES.entries for one in sets)
         return entries(keys, values, sets if everything else [one[1:] if len(one) > 1 else one for one in sets])
 
-    monkeypatch.setattr(equality, "_entries", short)
-    checks = equality.check(CPU, SIZES, "padded")
+    monkeypatch.setattr(equality, "_kept_entries", short)
+    checks = equality.check_layout(CPU, SIZES, "padded")
     assert [check.name for check in checks if check.equal and check.name.endswith("attention")] == []
 
 
 def test_where_nothing_can_be_packed_that_is_said_and_is_no_failure() -> None:
-    (check,) = equality.check(CPU, SIZES, "packed")
+    (check,) = equality.check_layout(CPU, SIZES, "packed")
     assert (check.equal, check.needed) == (False, False)
     assert "variable-length" in check.reason
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perturbkv.engines.scheduler import Work, WorkerExit
-from perturbkv.engines.worker import Do, Models, Reply, Task, WorkerDevice
+from perturbkv.engines.worker import Do, Reply, Task, WorkerDevice, WorkerModel
 
 
 @dataclass(frozen=True)
 class Nothing:
     """A task of no work."""
 
-    def prepare(self, models: Models) -> Do:
+    def prepare(self, model: WorkerModel) -> Do:
         return str
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from perturbkv.analyses.identity import identity
+from perturbkv.analyses.layers.drift import LastLayer, compare_samples
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.schema import VARIABLES
@@ -23,6 +26,11 @@ product."""
 
 def config(selection: Choice | str, budget: float = 64, **more: Any) -> EvictionConfig:
     return configuration(budget, selection=selection, **more)
+
+
+def last_layer(trace: Trace, baseline: EvictionConfig, treatment: EvictionConfig, distance: str = "l1") -> LastLayer:
+    """The drift of every sample of a trace after the last layer, of two configurations."""
+    return compare_samples(Measurements(trace, "layers"), identity(trace, (baseline, treatment)), distance)
 
 
 def hand_made(

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from perturbkv.reporting.page_blocks import Head, Payload
+from perturbkv.reporting.page_blocks import Payload, TraceHeader
 from perturbkv.reporting.payload import payload
 from perturbkv.trace import FailedSample, Trace
 from tests.support.traces import run_config, sample_trace
@@ -29,7 +29,7 @@ _STRUCTURE = {"format", "arrays", "prompts", "distances", "interval", "key", "ki
 
 def small_payload(text: str = "m", **more: Any) -> Payload:
     """The least that makes a page: every text is this one, and what else the document says."""
-    head = Head("a.h5", text, (("model", text), (text, "1")), (text,))
+    head = TraceHeader("a.h5", text, (("model", text), (text, "1")), (text,))
     document = {"format": 1, "made_with": "perturbkv 0.1.0", "traces": [{"name": text, "title": text, **more}]}
     return Payload("m · d", (head,), document, {"b0": b"\x4b\x04\x00"})
 
@@ -57,7 +57,7 @@ def everywhere(text: str) -> Payload:
         for side in (answers["full"], *answers["configs"]):
             side["texts"] = [text] * len(trace["samples"])
         trace["lacks"].pop("answers_text", None)
-    heads = tuple(Head(text, text, ((text, text),), (text, text)) for _ in one.heads)
+    heads = tuple(TraceHeader(text, text, ((text, text),), (text, text)) for _ in one.heads)
     blocks = {name: _said(block, text) if "-text" in name else block for name, block in one.blocks.items()}
     return replace(one, document=document, heads=heads, blocks=blocks)
 

@@ -47,15 +47,15 @@ from perturbkv.trace import Trace
 
 @record
 class Alpha(Result):
-    """Choices of α, made on some samples and judged on others.
+    """Choices of stage 1's share α, made on some samples and judged on others.
 
-    `folds[…].distinct` are the configurations with which a fold's samples are run, `shares["head"]` is the table that
-    heads choose on all samples.
+    `folds[…].distinct` are the configurations with which a fold's samples are run, `shares["head"]` is the table of the
+    α that each head chooses on all samples.
 
     Attributes:
         identity: of the run.
         sweep: the loss of every head at each α.
-        chosen: on all samples: (layer, head) index of an α of the sweep, by `global`, `layer`, `head`.
+        chosen: choices on all samples: level (`global`, `layer`, `head`) -> (layer, head) index along the sweep's α.
         shares: the same choices as tables, which files hold.
     """
 
@@ -91,7 +91,7 @@ class Alpha(Result):
     @derived()
     def heads_per_kept_set(self) -> int:
         """Query heads that have one α, as they share a kept set."""
-        return self.sweep.group
+        return self.sweep.heads_per_set
 
     @derived(key="chosen")
     def chosen_shares(self) -> dict[str, ChosenShares]:
@@ -103,17 +103,17 @@ class Alpha(Result):
         """The finest level at which α was chosen: `head`, or `layer` where all its heads share a kept set."""
         return HEAD if HEAD in self.chosen else LAYER
 
-    def row(self, by: str, chosen_on: str = OTHERS) -> Row:
-        """Return the row of a level."""
-        return next(row for row in self.rows if (row.name, row.chosen_on) == (NAMES[by], chosen_on))
+    def row(self, level: str, chosen_on: str = OTHERS) -> Row:
+        """Return the row of the α chosen at a level, by default on other samples than it is judged on."""
+        return next(row for row in self.rows if (row.name, row.chosen_on) == (NAMES[level], chosen_on))
 
     def conclusion(self) -> str:
-        """Return what the finest choice is worth against one α for all, that one against the paper's, and KL."""
+        """Return the gain of the finest choice over one α for all, of that over the paper's, and the effect on KL."""
         finest, name = self.row(self.finest), f"α chosen {NAMES[self.finest]}"
         fixed = comparison("that one", f"α = {PAPER}", [self.row(GLOBAL).over_paper.case()])
         clauses = f"{comparison(name, 'one for all heads', [finest.over_fixed.case()])}, and {fixed}"
         note = f"isolated, on other samples; {sample_note(self.identity.samples)}"
-        return sentence(f"{clauses} ({note}){self._in_kl()}", "α")
+        return sentence(f"{clauses} ({note}){self._kl_clause()}", "α")
 
     def title(self) -> str:
         """Return what is compared, and the choices that all configurations share."""
@@ -121,15 +121,15 @@ class Alpha(Result):
         return f"isolated L1 of all heads, {len(self.folds)} folds: {setting}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per way to set α; last those that are judged on the samples that they were chosen on."""
+        """Return a line per way to choose α: judged on other samples, then judged on the samples of the choice."""
         judged, same = ([Line(row.name, (row,)) for row in self.rows if (row.chosen_on == SAME) == on] for on in (0, 1))
         return [*judged, Line("chosen on the same:", ()), *same]
 
     def caveats(self) -> Sequence[str]:
-        """Return how α is chosen, and how far folds agree."""
-        what = {LAYER: "of the layers", HEAD: "of the kept sets"}
+        """Return that choices are judged on other samples, and how far the folds' choices differ."""
+        units = {LAYER: "of the layers", HEAD: "of the kept sets"}
         shares = " and ".join(
-            f"{percent(self.unstable[by])} {words}" for by, words in what.items() if by in self.unstable
+            f"{percent(self.unstable[level])} {unit}" for level, unit in units.items() if level in self.unstable
         )
         return [
             "Chosen on all folds but one, judged on that one; on the same it flatters.",
@@ -137,7 +137,7 @@ class Alpha(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the curve over α, the outcomes where folds were run, and how to read the numbers."""
+        """Return the best α for all heads, the curve over α, outcomes of the folds' runs, and notes."""
         alphas = sorted({float(self.sweep.alphas[fold.chosen[GLOBAL][0, 0]]) for fold in self.folds})
         points = [Line(f"{point.alpha:g}", (point,)) for point in self.curve]
         return [
@@ -145,7 +145,7 @@ class Alpha(Result):
             table(
                 "one α for all heads; who chooses it, on all samples", points, ("ratio", "layers", "heads"), self.FIRST
             ),
-            *self._measured_parts(),
+            *self._outcome_table(),
             "α is chosen from those of the trace by the least sum of isolated L1; intervals hold the choices fixed. "
             "The files that are written hold a choice made on all samples, for others. Ties go to the α nearest the "
             "paper's.",
@@ -153,7 +153,7 @@ class Alpha(Result):
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per α, layer and head: mean isolated L1 over samples; 1 where the head chose it on all."""
+        """Return a row per α, layer and head: mean isolated L1 over samples, and 1 in `chosen` where it is chosen."""
         mean, finest = self.sweep.loss.mean(axis=0), self.chosen[self.finest]
         return [
             {
@@ -165,7 +165,8 @@ class Alpha(Result):
             for head in range(mean.shape[-1])
         ]  # fmt: skip
 
-    def _in_kl(self) -> str:
+    def _kl_clause(self) -> str:
+        """Return in how many samples the finest choice has a lower KL than the paper's α; empty where not measured."""
         if self.measured is None:
             return ""
         (outcome,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
@@ -173,8 +174,8 @@ class Alpha(Result):
         chosen = f"α chosen {NAMES[self.finest]}"
         return f"; the KL of {chosen} is lower than that of α = {PAPER} in {share} of the samples"
 
-    def _measured_parts(self) -> list[Part]:
-        """Return the table of outcomes, and how exactly isolated L1 was composed."""
+    def _outcome_table(self) -> list[Part]:
+        """Return the table of outcomes and the error of composed isolated L1; nothing where the folds were not run."""
         if self.measured is None:
             return []
         lines = [Line(outcome.name, (outcome,)) for outcome in self.measured.outcomes]
@@ -189,16 +190,15 @@ class Alpha(Result):
 def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()) -> Alpha:
     """Choose α for all heads, per layer and per head on some samples, and judge it on others (METHOD: Select).
 
-    Chosen is what has the least Σ isolated L1 over the samples of all folds but one, from the α of the trace; judged
-    are that one's. Isolated, a head's kept set depends on its own α alone, so that every choice is composed exactly.
+    The choice is the trace's α with the least Σ isolated L1 over the samples of all folds but one; it is judged on that
+    one. A head's isolated L1 depends on its own α alone, so that the L1 of every choice is composed exactly.
 
     Args:
         trace: `attention` and `two-stage` at several α, 0.25 among them, of one policy, budget and granularity.
         folds: K; None: 4, and of fewer than eight samples leave-one-out.
-        of_folds: a trace per fold of its samples at `Alpha.folds[…].distinct`, for KL and drift; none: these are left
-            out.
+        of_folds: a trace per fold of its samples at `Alpha.folds[…].distinct`, for KL and drift; empty: without these.
 
-    Raises TraceError where the trace lacks something of that or has fewer than four complete samples, budgets change
+    Raises TraceError where the trace lacks these configurations or has fewer than four complete samples, budgets change
     with α, or the folds' traces are not of these folds; ConfigError for fewer folds than two, or more than samples.
 
     Example, of a `trace` of 2 layers and 2 heads:
@@ -207,7 +207,7 @@ def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()
         (2, 2)
     """
     swept = sweep(trace)
-    parts, traces = split_folds(swept, folds), list(of_folds)
+    split, traces = split_folds(swept, folds), list(of_folds)
     if any(not isinstance(one, Trace) for one in traces):
         msg = "expected traces of folds, as pk.read_trace or pk.measure give them"
         raise TraceError(msg)
@@ -215,11 +215,11 @@ def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()
     return Alpha(
         identity=swept.identity,
         sweep=swept,
-        folds=parts,
-        rows=rows(swept, parts, whole),
+        folds=split,
+        rows=rows(swept, split, whole),
         curve=curve(swept, whole),
         chosen=whole,
         shares=tables(swept, whole),
-        unstable={by: unstable_share(swept, parts, by) for by in whole},
-        measured=summarise_folds(swept, parts, traces) if traces else None,
+        unstable={level: unstable_share(swept, split, level) for level in whole},
+        measured=summarise_folds(swept, split, traces) if traces else None,
     )

@@ -1,6 +1,7 @@
 """Choices of α that perturb least: for all heads, per layer or per head; made on some samples, judged on others.
 
-One selection is measured at many α: isolated, a head's loss depends on its own α alone, so that any choice is composed.
+One selection is measured at many α. A head's isolated loss depends on its own α alone, so the loss of any choice is put
+together from these measurements.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Sweep:
         loss: (sample, α, layer, head) isolated L1.
         baseline_loss: (sample, layer, head) the baseline's.
         floor, norm: (sample, layer, head) noise floor of L1, and ‖o_h‖₁.
-        group: query heads that share a kept set, so that they have one α.
+        heads_per_set: query heads that share a kept set, so that they have one α.
         layers: the decoder layers that were measured.
         identity: of the run.
     """
@@ -52,53 +53,55 @@ class Sweep:
     baseline_loss: Floats
     floor: Floats
     norm: Floats
-    group: int
+    heads_per_set: int
     layers: tuple[int, ...]
     identity: RunIdentity
 
     @property
     def alphas(self) -> Floats:
-        """(α,) ascending."""
+        """(α,) the values of α, ascending."""
         return np.array([config.mean_alpha for config in self.configs])
 
     @property
-    def paper(self) -> int:
-        """The index of the paper's α."""
+    def paper_index(self) -> int:
+        """The index of the paper's α along the axis `α`."""
         return int(np.argmin(np.abs(self.alphas - PAPER)))
 
 
 def sweep(trace: Trace) -> Sweep:
-    """Return the sweep of a trace, at its first decode step.
+    """Return the sweep over α of a trace, at its first decode step.
 
     Raises TraceError where it holds no baseline, fewer than two α, not the paper's, or several settings; fewer than
     four complete samples; budgets that change with α, as then a head's set does not depend on its own α alone.
     """
     measured = Measurements(trace, ANALYSIS)
     run = measured.trace
-    baseline, configs = _configs(run)
+    baseline, configs = _swept_configs(run)
     indices = [measured.index(config) for config in configs]
     loss, floor = perturbation_and_floor(measured, "isolated", "l1")
-    samples = tuple(name for name, whole in zip(run.sample_ids, run.ok, strict=True) if whole)
-    if len(samples) < LEAST_SAMPLES:
-        msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {len(samples)}"
+    if measured.samples < LEAST_SAMPLES:
+        msg = (
+            f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {measured.samples}"
+        )
         raise TraceError(msg)
     _check_budgets(measured["kept_count"][:, indices], configs[0])
     named = identity(run, [baseline, *configs])
     return Sweep(
         baseline=baseline,
         configs=tuple(configs),
-        samples=samples,
+        samples=measured.sample_ids,
         loss=loss[:, indices],
         baseline_loss=loss[:, measured.index(baseline)],
         floor=floor,
         norm=measured["output_norm"],
-        group=_heads_per_set(run, configs[0], loss.shape[-1]),
+        heads_per_set=_heads_per_set(run, configs[0], loss.shape[-1]),
         layers=tuple(map(named.layer, range(loss.shape[2]))),
         identity=named,
     )
 
 
-def _configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
+def _swept_configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
+    """Return the baseline, and the selection at every α. Raises TraceError for one α alone, or several settings."""
     chosen = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
     if len(chosen) > 1:
         labels = "; ".join(paper.label() for _, paper in chosen)
@@ -142,21 +145,16 @@ def _heads_per_set(trace: Trace, config: EvictionConfig, heads: int) -> int:
     return heads // sets_per_layer(trace, trace.config_index(config.label()))
 
 
-def set_sums(loss: Floats, group: int) -> Floats:
-    """Return (…, set) sums over the heads that share a kept set, of (…, head)."""
-    return np.asarray(loss.reshape(*loss.shape[:-1], -1, group).sum(axis=-1))
-
-
 PAPER_ROLE = "paper"
 USUAL_FOLDS, _LEAVE_ONE_OUT_BELOW = 4, 8
 Indices = NDArray[np.intp]
 Chosen = Mapping[str, Indices]
-"""`global`, `layer` or `head` -> (layer, head) index of the α of the sweep that each query head takes."""
+"""Level of choice (`global`, `layer`, `head`) -> (layer, head) index along α that each query head takes."""
 
 
 @record
 class ChosenShares(Record):
-    """A choice of α as JSON holds it."""
+    """A choice of α at one level, as JSON holds it."""
 
     SECTION = "alpha table"
 
@@ -166,20 +164,20 @@ class ChosenShares(Record):
 
 
 def shares_for_json(shares: Mapping[str, AlphaTable]) -> dict[str, ChosenShares]:
-    """Return the tables of a choice as JSON has them."""
+    """Return the chosen α per level, as records for JSON."""
     return {by: ChosenShares(by, table.to_document()["alpha"], table.layers) for by, table in shares.items()}
 
 
 @record
 class Fold(Record):
-    """Samples on which the choices of all other samples are judged.
+    """Samples on which choices of α are judged that were made on all other samples.
 
     Attributes:
         number: from 1.
-        judged: (sample,) True for those that are judged.
-        chosen: on the others.
-        shares: the same as files hold it.
-        configs: role -> the configuration of the judged ones: `attention`, `paper`, then each choice.
+        judged: (sample,) True for the fold's samples, which are judged.
+        chosen: the choices made on the other samples.
+        shares: these choices as tables, which files hold.
+        configs: role -> configuration of the judged samples: `attention`, `paper`, then each choice.
     """
 
     SECTION = "alpha fold"
@@ -198,18 +196,18 @@ class Fold(Record):
 
     @property
     def distinct(self) -> tuple[EvictionConfig, ...]:
-        """The configurations without duplicates: the choice for all heads may be the paper's α."""
+        """The fold's configurations without duplicates: the choice for all heads may be the paper's α."""
         return tuple(dict.fromkeys(self.configs.values()))
 
-    def is_in(self, trace: Trace) -> bool:
-        """Return whether a trace is of these samples alone, and holds all of the configurations."""
+    def fits(self, trace: Trace) -> bool:
+        """Return whether a trace has exactly the fold's samples, and all of its configurations."""
         return set(trace.sample_ids) == set(self.samples) and {*self.distinct} <= {*trace.run.configs}
 
 
 def choice_levels(sweep: Sweep) -> tuple[str, ...]:
     """Return the levels of choice: one α for all, per layer, and per head where a layer has several kept sets."""
-    alone = sweep.group == sweep.loss.shape[-1]
-    return (GLOBAL, LAYER) if alone else (GLOBAL, LAYER, HEAD)
+    one_set = sweep.heads_per_set == sweep.loss.shape[-1]
+    return (GLOBAL, LAYER) if one_set else (GLOBAL, LAYER, HEAD)
 
 
 def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
@@ -226,7 +224,7 @@ def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
 
 
 def check_folds(count: int | None, samples: int) -> None:
-    """Raise ConfigError where there are too few samples to choose and judge, or for that many folds."""
+    """Raise ConfigError for fewer than four samples, and for a number of folds that so many samples do not allow."""
     if samples < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 of them, got {samples}"
         raise ConfigError(msg)
@@ -236,73 +234,75 @@ def check_folds(count: int | None, samples: int) -> None:
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """Return the choices of least Σ isolated L1 over the `trained` samples; ties go to the α nearest the paper's."""
-    loss = set_sums(sweep.loss[trained].sum(axis=0), sweep.group)
+    """Return, per level, the α of least Σ isolated L1 over the `trained` samples; of ties the nearest the paper's."""
+    by_head = sweep.loss[trained].sum(axis=0)
+    loss = by_head.reshape(*by_head.shape[:-1], -1, sweep.heads_per_set).sum(axis=-1)  # (α, layer, kept set)
     summed = {GLOBAL: loss.sum(axis=(1, 2), keepdims=True), LAYER: loss.sum(axis=2, keepdims=True), HEAD: loss}
-    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - sweep.alphas[sweep.paper])))
+    near = np.lexsort((sweep.alphas, np.abs(sweep.alphas - sweep.alphas[sweep.paper_index])))
     shape = sweep.loss.shape[2:]
     return {
-        by: np.broadcast_to(
-            np.repeat(near[summed[by][near].argmin(axis=0)], _heads_per_choice(by, sweep), axis=1), shape
+        level: np.broadcast_to(
+            np.repeat(near[summed[level][near].argmin(axis=0)], _heads_per_choice(level, sweep), axis=1), shape
         )
-        for by in choice_levels(sweep)
+        for level in choice_levels(sweep)
     }
 
 
-def _heads_per_choice(by: str, sweep: Sweep) -> int:
-    """Return the number of neighbouring heads that one choice of a row stands for."""
-    return sweep.group if by == HEAD else sweep.loss.shape[-1]
+def _heads_per_choice(level: str, sweep: Sweep) -> int:
+    """Return the number of heads of a layer that share one choice of α: a kept set's at level `head`, else all."""
+    return sweep.heads_per_set if level == HEAD else sweep.loss.shape[-1]
 
 
 def compose(sweep: Sweep, indices: Indices) -> Floats:
-    """Return (sample, layer, head) isolated L1 of the α at `indices`: a head's set depends on its own α alone."""
+    """Return (sample, layer, head) isolated L1 where each head takes the α at its (layer, head) index."""
     return np.asarray(np.take_along_axis(sweep.loss, indices[None, None], axis=1)[:, 0])
 
 
-def judged_loss(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> Floats:
-    """Return (sample, layer, head) isolated L1 of what was chosen on other samples."""
+def judged_loss(sweep: Sweep, folds: tuple[Fold, ...], level: str) -> Floats:
+    """Return (sample, layer, head) isolated L1 of each sample at the α chosen, at this level, on other folds."""
     every = np.empty_like(sweep.baseline_loss)
     for fold in folds:
-        every[fold.judged] = compose(sweep, fold.chosen[by])[fold.judged]
+        every[fold.judged] = compose(sweep, fold.chosen[level])[fold.judged]
     return every
 
 
 def tables(sweep: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, AlphaTable]:
-    """Return the tables of a choice by its level, as files hold them."""
-    each = {}
-    for by, indices in chosen.items():
+    """Return level -> the table of its chosen α, named `{stem}-{level}.json`, as files hold it."""
+    result = {}
+    for level, indices in chosen.items():
         shares = sweep.alphas[indices]
-        rows = {GLOBAL: shares[:1, :1], LAYER: shares[:, :1], HEAD: shares}[by]
-        each[by] = AlphaTable(f"{stem}-{by}.json", by, tuple(map(tuple, rows.tolist())), sweep.layers)
-    return each
+        rows = {GLOBAL: shares[:1, :1], LAYER: shares[:, :1], HEAD: shares}[level]
+        result[level] = AlphaTable(f"{stem}-{level}.json", level, tuple(map(tuple, rows.tolist())), sweep.layers)
+    return result
 
 
-def _fold(sweep: Sweep, index: int, own: NDArray[np.bool_]) -> Fold:
-    chosen, paper = choose(sweep, ~own), sweep.configs[sweep.paper]
+def _fold(sweep: Sweep, index: int, judged: NDArray[np.bool_]) -> Fold:
+    """Return the fold of the `judged` samples, with the choices made on all others."""
+    chosen, paper = choose(sweep, ~judged), sweep.configs[sweep.paper_index]
     shares = tables(sweep, chosen, f"alpha-fold-{index + 1}")
     return Fold(
         number=index + 1,
-        judged=own,
-        samples=tuple(name for name, one in zip(sweep.samples, own, strict=True) if one),
+        judged=judged,
+        samples=tuple(name for name, inside in zip(sweep.samples, judged, strict=True) if inside),
         chosen=chosen,
         shares=shares,
         configs={
             BASELINE: sweep.baseline,
             PAPER_ROLE: paper,
             GLOBAL: sweep.configs[int(chosen[GLOBAL][0, 0])],
-            **{by: with_alpha(paper, table) for by, table in shares.items() if by != GLOBAL},
+            **{level: _with_alpha_table(paper, table) for level, table in shares.items() if level != GLOBAL},
         },
     )
 
 
-def with_alpha(config: EvictionConfig, alpha: AlphaTable) -> EvictionConfig:
+def _with_alpha_table(config: EvictionConfig, alpha: AlphaTable) -> EvictionConfig:
     """Return the configuration with a table in place of its α."""
     selection = config.selection
     usual = frozenset(selection.defaults or ()) - {"alpha"}
     return replace(config, selection=replace(selection, options={**selection.options, "alpha": alpha}, defaults=usual))
 
 
-def unstable_share(sweep: Sweep, folds: tuple[Fold, ...], by: str) -> float:
-    """Return the share of layers, or of kept sets, whose choice differs between folds."""
-    each = np.stack([fold.chosen[by] for fold in folds])[..., :: _heads_per_choice(by, sweep)]
-    return float((each != each[:1]).any(axis=0).mean())
+def unstable_share(sweep: Sweep, folds: tuple[Fold, ...], level: str) -> float:
+    """Return the share of layers, or of kept sets at level `head`, whose chosen α differs between folds."""
+    chosen = np.stack([fold.chosen[level] for fold in folds])[..., :: _heads_per_choice(level, sweep)]
+    return float((chosen != chosen[:1]).any(axis=0).mean())

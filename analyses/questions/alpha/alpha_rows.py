@@ -1,8 +1,9 @@
-"""Rows of choices of α: isolated against the paper's α and one α for all, and as run with the folds' choices."""
+"""Each way to choose α compared with the paper's α and one α for all: isolated L1, and outcomes of runs of folds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,30 +32,26 @@ from perturbkv.trace import Trace
 
 NAMES = {GLOBAL: "one for all heads", LAYER: "per layer", HEAD: "per head"}
 OTHERS, SAME = "others", "same"
-"""Whether α was chosen on other samples than those that it is judged on, or on the same ones."""
-
-
+"""Whether α was chosen on other samples than those that it is judged on, or on the same samples."""
 _SHOWN = ("sum_ratio", "median_ratio", "better_share")
 """Numbers of a `HeadKind` that a row shows."""
 
 
-def _format_ratio(value: float, interval: OptionalInterval = None) -> str:
-    """Return a ratio with its interval; '1' where something is compared with itself."""
-    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval)
+def _format_ratio(value: float, interval: OptionalInterval = None, digits: int = 2) -> str:
+    """Return a ratio with its interval; '1' where both sides are equal in every sample."""
+    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval, digits)
 
 
-def _format_fine_ratio(value: float, interval: OptionalInterval = None) -> str:
-    """Return a ratio with three decimals and its interval; '1' where something is compared with itself."""
-    return "1" if equal_in_every_sample(value, interval) else text.decimal(value, interval, digits=3)
+_format_fine_ratio = partial(_format_ratio, digits=3)
 
 
 @record
 class Row(Record):
-    """One way to set α, over all samples.
+    """One way to choose α, over all samples.
 
     Attributes:
-        over_paper: against α = 0.25.
-        over_fixed: against one α for all heads, chosen on other samples.
+        over_paper: comparison with α = 0.25.
+        over_fixed: comparison with one α for all heads, chosen on other samples.
     """
 
     SECTION = "alpha row"
@@ -91,6 +88,7 @@ class Row(Record):
 
 
 def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) -> Row:
+    """Return the row of one way to choose α from its comparisons with α = 0.25 and with one α for all heads."""
     numbers: dict[str, Any] = {"over_paper": over_paper, "over_fixed": over_fixed}
     numbers |= {
         f"{against}_{number}{part}": getattr(kind, f"{number}{part}")
@@ -128,18 +126,21 @@ class Point(Record):
 
 
 def rows(sweep: Sweep, folds: tuple[Fold, ...], whole: Chosen) -> tuple[Row, ...]:
-    """Return attention, the paper's α, every choice on other samples, and the same on all samples."""
-    paper, fixed = sweep.loss[:, sweep.paper], judged_loss(sweep, folds, GLOBAL)
-    each = [(BASELINE, "", sweep.baseline_loss), (f"α = {PAPER}", "", paper)]
-    each += [(NAMES[by], OTHERS, judged_loss(sweep, folds, by)) for by in whole]
-    each += [(NAMES[by], SAME, compose(sweep, indices)) for by, indices in whole.items()]
-    return tuple(_row(name, on, _compare(sweep, paper, loss), _compare(sweep, fixed, loss)) for name, on, loss in each)
+    """Return the rows of attention, the paper's α, each choice made on other samples, and each choice made on all."""
+    paper, fixed = sweep.loss[:, sweep.paper_index], judged_loss(sweep, folds, GLOBAL)
+    losses = [(BASELINE, "", sweep.baseline_loss), (f"α = {PAPER}", "", paper)]
+    losses += [(NAMES[level], OTHERS, judged_loss(sweep, folds, level)) for level in whole]
+    losses += [(NAMES[level], SAME, compose(sweep, indices)) for level, indices in whole.items()]
+    return tuple(
+        _row(name, chosen_on, _compare_heads(sweep, paper, loss), _compare_heads(sweep, fixed, loss))
+        for name, chosen_on, loss in losses
+    )
 
 
 def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
-    """Return the isolated L1 of each α for all heads, and how often layers and heads choose it."""
-    paper = sweep.loss[:, sweep.paper]
-    each = [_compare(sweep, paper, sweep.loss[:, index]) for index in range(len(sweep.alphas))]
+    """Return a point per α: isolated L1 with that α for all heads, and the share of layers and heads that choose it."""
+    paper = sweep.loss[:, sweep.paper_index]
+    kinds = [_compare_heads(sweep, paper, sweep.loss[:, index]) for index in range(len(sweep.alphas))]
     return tuple(
         Point(
             alpha=float(alpha),
@@ -148,11 +149,12 @@ def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
             layers=float((whole[LAYER] == index).mean()),
             heads=float((whole[HEAD] == index).mean()) if HEAD in whole else None,
         )
-        for index, (alpha, kind) in enumerate(zip(sweep.alphas, each, strict=True))
+        for index, (alpha, kind) in enumerate(zip(sweep.alphas, kinds, strict=True))
     )
 
 
-def _compare(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
+def _compare_heads(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
+    """Return the comparison, head by head, of two (sample, layer, head) isolated L1 of a sweep."""
     flagged = np.zeros(sweep.floor.shape[1:], dtype=bool)
     return compare_kind(baseline, treatment, sweep.floor, sweep.norm, flagged)
 
@@ -162,7 +164,7 @@ _VARIABLES = ("logit_kl", "hidden_drift_l1", "perturbation_propagated", "perturb
 
 @record
 class Outcome(Record):
-    """One way to set α, measured on samples that it was not chosen on."""
+    """One way to choose α, measured by runs of samples on which it was not chosen."""
 
     SECTION = "alpha outcome"
 
@@ -195,7 +197,7 @@ class Outcome(Record):
 
 @record
 class FoldOutcomes(Record):
-    """The outcomes of all folds together, each run with the choices of the others."""
+    """The outcomes of all folds together, each run with the α chosen on the other folds."""
 
     SECTION = "alpha measured"
 
@@ -207,60 +209,63 @@ class FoldOutcomes(Record):
 
 
 def summarise_folds(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[Trace]) -> FoldOutcomes:
-    """Return the outcomes in the folds' traces, each of one fold's samples at its configurations, in any order.
+    """Return the outcomes of all folds from their traces, given in any order.
 
-    Raises TraceError where a fold has no such trace, or two.
+    Each trace holds one fold's samples at the fold's configurations. Raises TraceError where a fold has none, or two.
     """
     measured = [_measurements(fold, traces) for fold in folds]
-    each = [_fold_arrays(fold, one) for fold, one in zip(folds, measured, strict=True)]
-    arrays = {name: np.concatenate([one[name] for one in each]) for name in _VARIABLES}
+    parts = [_fold_arrays(fold, one) for fold, one in zip(folds, measured, strict=True)]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in _VARIABLES}
     roles = list(folds[0].configs)
     paper, fixed = roles.index(PAPER_ROLE), roles.index(GLOBAL)
     return FoldOutcomes(
-        outcomes=tuple(_outcome(_name(role), arrays, index, paper, fixed) for index, role in enumerate(roles)),
+        outcomes=tuple(_outcome(_role_name(role), arrays, index, paper, fixed) for index, role in enumerate(roles)),
         samples=len(arrays["logit_kl"]),
         composition_error=max(_composition_error(sweep, fold, one) for fold, one in zip(folds, measured, strict=True)),
     )
 
 
-def _name(role: str) -> str:
+def _role_name(role: str) -> str:
+    """Return the name that a row of tables has for a configuration's role in a fold."""
     return f"α = {PAPER}" if role == PAPER_ROLE else NAMES.get(role, role)
 
 
 def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
-    fits = [trace for trace in traces if fold.is_in(trace)]
-    if len(fits) != 1:
+    """Return the measurements of a fold's trace. Raises TraceError where none of the traces fits, or several do."""
+    fitting = [trace for trace in traces if fold.fits(trace)]
+    if len(fitting) != 1:
         msg = (
             f"expected one trace of fold {fold.number}: the samples {', '.join(fold.samples)} at what was chosen on "
-            f"the others; got {len(fits)} among {len(traces)}"
+            f"the others; got {len(fitting)} among {len(traces)}"
         )
         raise TraceError(msg)
-    return Measurements(fits[0], ANALYSIS)
+    return Measurements(fitting[0], ANALYSIS)
 
 
-def _fold_arrays(fold: Fold, own: Measurements) -> dict[str, Floats]:
-    """Return variable -> (sample, role, …) of a fold."""
-    indices = [own.index(config) for config in fold.configs.values()]
-    return {name: own[name][:, indices] for name in _VARIABLES}
+def _fold_arrays(fold: Fold, measured: Measurements) -> dict[str, Floats]:
+    """Return variable -> (sample, role, …) values of a fold's samples."""
+    indices = [measured.index(config) for config in fold.configs.values()]
+    return {name: measured[name][:, indices] for name in _VARIABLES}
 
 
-def _composition_error(sweep: Sweep, fold: Fold, own: Measurements) -> float:
-    whole = [name for name, ok in zip(own.trace.sample_ids, own.trace.ok, strict=True) if ok]
-    rows = [sweep.samples.index(name) for name in whole]
-    loss = own["perturbation_isolated"]
+def _composition_error(sweep: Sweep, fold: Fold, measured: Measurements) -> float:
+    """Return the largest difference of composed and measured isolated L1, over the head's largest L1."""
+    rows = [sweep.samples.index(name) for name in measured.sample_ids]
+    loss = measured["perturbation_isolated"]
     largest = np.maximum(sweep.loss.max(axis=(0, 1)), np.finfo(float).tiny)
-    off = [
-        np.abs(loss[:, own.index(fold.configs[by])] - compose(sweep, indices)[rows]) / largest
-        for by, indices in fold.chosen.items()
+    errors = [
+        np.abs(loss[:, measured.index(fold.configs[level])] - compose(sweep, indices)[rows]) / largest
+        for level, indices in fold.chosen.items()
     ]
-    return float(np.max(off))
+    return float(np.max(errors))
 
 
 def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed: int) -> Outcome:
+    """Return the outcome of the role at `index`, compared with those at `paper` (α = 0.25) and `fixed` (one α)."""
     kl, drift = arrays["logit_kl"], arrays["hidden_drift_l1"][:, :, -1]
-    over_paper, over_fixed = (_ratio(kl[:, other], kl[:, index]) for other in (paper, fixed))
-    drifted, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
-    propagated = sum_ratio(*(arrays["perturbation_propagated"][:, one] for one in (paper, index)))
+    over_paper, over_fixed = (_ratio(kl[:, base], kl[:, index]) for base in (paper, fixed))
+    drift_over_paper, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
+    propagated = sum_ratio(*(arrays["perturbation_propagated"][:, role] for role in (paper, index)))
     return Outcome(
         name=name,
         kl_median=float(np.median(kl[:, index])),
@@ -271,13 +276,13 @@ def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed
         kl_lower_interval=intervals.of_share(lower),
         kl_over_fixed=over_fixed[0],
         kl_over_fixed_interval=over_fixed[1],
-        drift=drifted[0],
-        drift_interval=drifted[1],
+        drift=drift_over_paper[0],
+        drift_interval=drift_over_paper[1],
         propagated=propagated[0],
         propagated_interval=propagated[1],
     )
 
 
 def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
-    """Return mean treatment over mean baseline of (sample,) values, with its interval."""
+    """Return the mean of (sample,) treatment values over the mean of the baseline's, with its interval."""
     return sum_ratio(baseline[:, None, None], treatment[:, None, None])

@@ -1,7 +1,8 @@
-"""Configurations in every distance: pairs head by head, methods by rank, and correlations with what is lost.
+"""Configurations in every distance: pairs head by head, methods by rank, and correlations with losses.
 
 Correlations are within each prompt, between its configurations of one setting. KL is of the very step whose heads are
-measured, so that it nearly is what they are (METHOD: the protocol, 7); answers are compared with the first step alone.
+measured, so that the correlation with it is circular (METHOD: the protocol, 7); answers are compared with the first
+step alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from perturbkv.trace import Trace
 ANALYSIS = "measures"
 KINDS = ("isolated", "propagated")
 FIRST, *OTHERS = DISTANCES
-"""The paper's distance, and those that are compared with it."""
+"""The paper's distance, L1, and the distances that are compared with it."""
 _NUMBERS = ("sum_ratio", "sum_ratio_interval", "median_ratio", "median_ratio_interval", "better_share",
             "better_share_interval", "improved", "tied", "worsened")  # fmt: skip
 """Numbers of a `HeadKind` that a `KindInDistance` shows."""
@@ -46,7 +47,7 @@ _NUMBERS = ("sum_ratio", "sum_ratio_interval", "median_ratio", "median_ratio_int
 
 @record
 class VerdictChange(Record):
-    """Heads whose verdict in another distance is not that in L1."""
+    """The shares of heads whose verdict in another distance differs from that in L1."""
 
     SECTION = "measures verdicts"
 
@@ -69,7 +70,7 @@ class VerdictChange(Record):
 
 @record
 class DriftRatio(Record):
-    """Drift after the last layer, treatment over baseline; NaN where the baseline does not drift."""
+    """The ratio of drift after the last layer, treatment over baseline; NaN where the baseline does not drift."""
 
     SECTION = "measures of drift"
 
@@ -107,7 +108,7 @@ class KindInDistance(Record):
 
 @record
 class KindRatios(Record):
-    """One kind of perturbation of a pair in all distances beside each other: a line of the table."""
+    """One kind of perturbation of a pair in all distances: a line of the table."""
 
     l1: float = column("L1 over the baseline's, summed over heads and samples", heading="#L1")
     l1_interval: OptionalInterval = interval()
@@ -128,10 +129,10 @@ class KindRatios(Record):
 
 @record
 class Row(PairRecord, Record):
-    """A treatment against its baseline in every distance.
+    """A treatment compared with its baseline in every distance.
 
     Attributes:
-        heads: distance -> the pair head by head.
+        heads: distance -> the comparison head by head.
     """
 
     SECTION = "measures comparison"
@@ -143,24 +144,26 @@ class Row(PairRecord, Record):
     against: tuple[VerdictChange, ...] = column("isolated and propagated, in l2 and cosine", key="against_l1")
 
     def kind(self, name: str, distance: str) -> HeadKind:
-        """Return isolated or propagated perturbation in one distance."""
+        """Return the comparison of the perturbation `name`, isolated or propagated, in one distance."""
         kind: HeadKind = getattr(self.heads[distance], name)
         return kind
 
     @derived(key="held_over_full_baseline")
     def cache_share_baseline(self) -> float:
         """Entries that the baseline's cache holds over those of the full cache."""
-        return self.heads[FIRST].held[0]
+        return self.heads[FIRST].cache_shares[0]
 
     @derived(key="held_over_full_treatment", heading="#cache\nshare")
     def cache_share(self) -> float:
         """Entries that the treatment's cache holds over those of the full cache."""
-        return self.heads[FIRST].held[1]
+        return self.heads[FIRST].cache_shares[1]
 
     @derived()
     def measured(self) -> list[KindInDistance]:
-        """Isolated and propagated, in l1, l2 and cosine."""
-        return [_in_distance(kind, distance, self.kind(kind, distance)) for kind in KINDS for distance in DISTANCES]
+        """Isolated and propagated perturbation, in l1, l2 and cosine."""
+        return [
+            _kind_in_distance(kind, distance, self.kind(kind, distance)) for kind in KINDS for distance in DISTANCES
+        ]
 
     def ratios(self, kind: str) -> KindRatios:
         """Return one kind of perturbation in all distances, with the heads whose verdict is the opposite of L1's."""
@@ -175,21 +178,22 @@ class Row(PairRecord, Record):
         return KindRatios(**numbers)  # type: ignore[arg-type]  # names and types are those of the columns
 
 
-def _in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
+def _kind_in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
+    """Return the summary of one kind of perturbation in one distance."""
     numbers = {name: getattr(heads, name) for name in _NUMBERS}
     return KindInDistance(
         kind=kind, distance=distance, **numbers, noise_floor_relative_median=heads.floor_relative_median
     )
 
 
-def row(trace: Trace, pair: Pair, step: int) -> Row:
+def compare_in_distances(trace: Trace, pair: Pair, step: int) -> Row:
     """Compare a pair in every distance. Raises as `head_comparison.summarise` and `drift.summarise`."""
     heads = {distance: head_comparison.summarise(trace, *pair, step, distance) for distance in DISTANCES}
     return Row(
         baseline=pair[0],
         treatment=pair[1],
         heads=heads,
-        drift=tuple(_drift(trace, pair, distance, step) for distance in DISTANCES),
+        drift=tuple(_drift_ratio(trace, pair, distance, step) for distance in DISTANCES),
         against=tuple(
             verdict_change(kind, distance, getattr(heads[FIRST], kind), getattr(heads[distance], kind))
             for kind in KINDS
@@ -199,11 +203,11 @@ def row(trace: Trace, pair: Pair, step: int) -> Row:
 
 
 def verdict_change(kind: str, distance: str, first: HeadKind, second: HeadKind) -> VerdictChange:
-    """Return the share of each sample's heads that are decided otherwise in the second distance."""
-    sides = [np.sign(heads.differences).reshape(len(heads.differences), -1) for heads in (first, second)]
-    opposite = (sides[0] * sides[1] < 0).mean(axis=1)
-    alone = ((sides[0] == 0) != (sides[1] == 0)).mean(axis=1)
-    share = rare_share_kind(sides[0].shape[1])
+    """Return the shares of heads whose verdict in the second distance differs from that in the first."""
+    signs = [np.sign(heads.differences).reshape(len(heads.differences), -1) for heads in (first, second)]
+    opposite = (signs[0] * signs[1] < 0).mean(axis=1)
+    alone = ((signs[0] == 0) != (signs[1] == 0)).mean(axis=1)
+    share = rare_share_kind(signs[0].shape[1])
     return VerdictChange(
         kind=kind,
         distance=distance,
@@ -214,19 +218,20 @@ def verdict_change(kind: str, distance: str, first: HeadKind, second: HeadKind) 
     )
 
 
-def _drift(trace: Trace, pair: Pair, distance: str, step: int) -> DriftRatio:
+def _drift_ratio(trace: Trace, pair: Pair, distance: str, step: int) -> DriftRatio:
+    """Return the ratio of drift after the last layer in one distance."""
     drift = layers.summarise(trace, *pair, distance, step)
     return DriftRatio(distance, float(drift.ratio[-1]), text.interval_at(drift.ratio_interval, -1))
 
 
 Measure = tuple[str, str]
-"""A kind of perturbation and a distance."""
+"""A kind of perturbation and a distance: ('isolated', 'l2')."""
 MEASURES: tuple[Measure, ...] = tuple((kind, distance) for kind in KINDS for distance in DISTANCES)
 
 
 @record
 class Exchange(Record):
-    """Two methods that stand in another order than by L1."""
+    """Two methods that another distance ranks in the other order than L1."""
 
     SECTION = "measures swap"
 
@@ -238,7 +243,7 @@ class Exchange(Record):
 
 @record
 class MethodRanks(Record):
-    """A method's rank by each distance; 1 perturbs least, equal sums share theirs."""
+    """A method's rank by each distance; 1 perturbs least, equal sums share their mean rank."""
 
     SECTION = "measures place"
 
@@ -263,12 +268,12 @@ class MethodRanks(Record):
 
 @record
 class Order(Record):
-    """Methods of one setting by one kind of perturbation.
+    """The ranks of one setting's methods by one kind of perturbation, in every distance.
 
     Attributes:
         configs: the methods.
         ranks: distance -> (method,) rank by Σ over heads and samples.
-        each: of `rho` the value of every prompt, (sample,).
+        each: other distance -> (sample,) each prompt's value of `rho`.
     """
 
     SECTION = "measures order"
@@ -289,19 +294,19 @@ class Order(Record):
 
     @derived()
     def methods(self) -> list[MethodRanks]:
-        """One per configuration."""
+        """Ranks of each configuration."""
         return [
             MethodRanks(config, {name: float(ranks[index]) for name, ranks in self.ranks.items()})
             for index, config in enumerate(self.configs)
         ]
 
     def exchanges(self, distance: str) -> list[Exchange]:
-        """Return the pairs that stand in another order by one distance."""
+        """Return the pairs of methods that one distance ranks in the other order than L1."""
         return [swap for swap in self.swaps if swap.distance == distance]
 
 
 def head_sums(measured: Measurements) -> dict[Measure, Floats]:
-    """Return (sample, config) Σ over heads of each measure, equal where all kept sets are.
+    """Return measure -> (sample, config) Σ over heads, equal for configurations whose kept sets are all equal.
 
     Raises as `head_comparison.perturbation_and_floor`.
     """
@@ -313,7 +318,10 @@ def head_sums(measured: Measurements) -> dict[Measure, Floats]:
 
 
 def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
-    """Return (kind, other distance) -> (sample,) ρ with L1; NaN where a prompt's methods are all equal."""
+    """Return (kind, other distance) -> (sample,) Spearman's ρ with L1 between the configurations at `indices`.
+
+    NaN where all of a prompt's configurations are equal.
+    """
     return {
         (kind, other): spearman(sums[kind, other][:, indices].T, sums[kind, FIRST][:, indices].T)
         for kind in KINDS
@@ -324,7 +332,7 @@ def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Me
 def orders(
     sums: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
 ) -> tuple[Order, ...]:
-    """Return the methods' order by each kind of perturbation, of `configs` at these indices."""
+    """Return an order per kind of perturbation of the methods `configs`, which are at `indices` of the sums."""
     rho = agreement(sums, indices)
     return tuple(
         Order(
@@ -332,27 +340,30 @@ def orders(
             configs=tuple(configs),
             ranks={name: mean_ranks(sums[kind, name][:, indices].mean(axis=0)) for name in DISTANCES},
             rho={other: estimate_mean(rho[kind, other], CORRELATION) for other in OTHERS},
-            swaps=_swaps({name: sums[kind, name][:, indices] for name in DISTANCES}, configs),
+            swaps=_exchanges({name: sums[kind, name][:, indices] for name in DISTANCES}, configs),
             each={other: rho[kind, other] for other in OTHERS},
         )
         for kind in KINDS
     )
 
 
-def _swaps(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
+def _exchanges(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
+    """Return the pairs of methods in another order than by L1, from distance -> (sample, config) sums."""
     swaps = []
     for pair in combinations(np.argsort(sums[FIRST].mean(axis=0), kind="stable").tolist(), 2):
-        sides = {name: _side(array, pair) for name, array in sums.items()}
+        signs = {name: _order_signs(array, pair) for name, array in sums.items()}
         for other in OTHERS:
-            if sides[FIRST][0] * sides[other][0] < 0:
-                both = sides[FIRST][1], sides[other][1]
-                certain = None not in both and both[0] != 0 and both[1] != 0
-                swaps.append(Exchange(other, configs[pair[0]], configs[pair[1]], certain))
+            if signs[FIRST][0] * signs[other][0] < 0:
+                decided = bool(signs[FIRST][1]) and bool(signs[other][1])
+                swaps.append(Exchange(other, configs[pair[0]], configs[pair[1]], decided))
     return tuple(swaps)
 
 
-def _side(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
-    """Return 1 where the second perturbs more, −1 less, 0 equal, by the sums and by their ratio's interval."""
+def _order_signs(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
+    """Return 1 where the second of a pair perturbs more, −1 less, 0 equal: by the sums, and by their ratio's interval.
+
+    None for the interval where there are too few samples for one.
+    """
     first, second = (sums[:, index, None, None] for index in pair)
     _, band = sum_ratio(first, second)
     return int(np.sign(second.sum() - first.sum())), interval_verdict(band, 1)
@@ -361,14 +372,15 @@ def _side(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
 RULE = Rule()
 KL, SCORE, LOST = "kl", "score", "lost"
 TARGETS = (KL, SCORE, LOST)
-"""Losses: KL of the same step in nat; the answer's score; a lost answer among kept ones."""
-_KINDS = {KL: (CORRELATION, DIFFERENCES), SCORE: (CORRELATION, DIFFERENCES), LOST: (AREA, AREAS)}
+"""Losses that measures are correlated with: KL of the same step in nat, the answer's score, lost or kept answer."""
+_STATISTIC_KINDS = {KL: (CORRELATION, DIFFERENCES), SCORE: (CORRELATION, DIFFERENCES), LOST: (AREA, AREAS)}
 EachPrompt = Mapping[tuple[str, Measure], Floats]
-"""Target and measure -> (prompt,), NaN where the prompt does not decide."""
+"""(Loss, measure) -> (prompt,) correlation; NaN where the prompt does not decide."""
 
 
-def _format_estimate(estimate: Estimate | None) -> str:
-    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval)
+def format_estimate(estimate: Estimate) -> str:
+    """Return an estimate with its interval: '0.71 [0.65, 0.78]'."""
+    return text.decimal(estimate.value, estimate.interval)
 
 
 @record
@@ -384,14 +396,14 @@ class LossCorrelation(Record):
     )
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
-    value: Estimate = column("over prompts", heading="#ρ, or share", text=_format_estimate)
+    value: Estimate = column("over prompts", heading="#ρ, or share", text=format_estimate)
     less_l1: Estimate | None = column(
-        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=_format_estimate
+        "the same less that of L1 on the same prompts; null of L1", heading="#less L1", text=format_estimate
     )
 
     @derived(json=False, heading="#n")
     def prompts(self) -> int:
-        """Prompts whose configurations differ in both."""
+        """Prompts whose configurations differ in both measure and loss."""
         return self.value.prompts
 
 
@@ -406,13 +418,13 @@ def has_scores(trace: Trace) -> bool:
 def correlate_each_prompt(
     trace: Trace, measured: Measurements, sums: Mapping[Measure, Floats], indices: Sequence[int]
 ) -> EachPrompt:
-    """Return each prompt's correlations between these configurations.
+    """Return each prompt's correlation of every measure with every loss, between some configurations.
 
     Args:
         trace: with all complete samples, whose answers are compared with the first step.
         measured: the trace at the step.
         sums: `head_sums` at that step.
-        indices: the configurations.
+        indices: of the configurations.
     """
     lost = measurements.equalise_identical_runs(measured.trace, {KL: measured["logit_kl"]})[KL][:, indices]
     each: dict[tuple[str, Measure], Floats] = {
@@ -422,13 +434,18 @@ def correlate_each_prompt(
 
 
 def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
-    """Return the correlations with scores of the prompts that the full cache answers, by the first step."""
+    """Return the correlations of the first step's measures with scores and lost answers.
+
+    Only prompts that the full cache answers have one.
+    """
     measured = Measurements(trace, ANALYSIS)
     graded, sums = scores(measured.trace, ANALYSIS), head_sums(measured)
-    right = graded.full > RULE.right
-    scored = graded.evicted[right][:, indices]
-    lost = RULE.lost_of(graded.full[right], scored)
-    ranks = {measure: correlate_within_prompts(sums[measure][right][:, indices], scored, lost) for measure in MEASURES}
+    answered = graded.full > RULE.right
+    scored = graded.evicted[answered][:, indices]
+    lost = RULE.lost_of(graded.full[answered], scored)
+    ranks = {
+        measure: correlate_within_prompts(sums[measure][answered][:, indices], scored, lost) for measure in MEASURES
+    }
     return {
         **{(SCORE, measure): one.rho for measure, one in ranks.items()},
         **{(LOST, measure): one.area for measure, one in ranks.items()},
@@ -441,14 +458,15 @@ def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
 
 
 def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
-    """Return the correlation of every target with every measure, where there is one."""
+    """Return the correlation of every measure with every loss that was correlated, mean over prompts."""
     return tuple(
         _correlation(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
     )
 
 
 def _correlation(each: EachPrompt, target: str, measure: Measure) -> LossCorrelation:
-    (kind, distance), (own, between) = measure, _KINDS[target]
+    """Return the correlation of one measure with one loss, and its difference from that of L1."""
+    (kind, distance), (own, between) = measure, _STATISTIC_KINDS[target]
     value, first = each[target, measure], each[target, (kind, FIRST)]
     less = None if distance == FIRST else estimate_mean(value - first, between)
     return LossCorrelation(target, kind, distance, estimate_mean(value, own), less)

@@ -1,4 +1,4 @@
-"""Kept-set patching: one side's kept sets in some layers or heads, the other's elsewhere, and which of them matter."""
+"""Kept-set patching: the effect of replacing a baseline's kept sets by a treatment's in some layers or heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.patching_file import PatchingStore
 
 MOST = 36
-"""Most players that a table shows: of more the largest."""
+"""Largest number of players in a table; of more players those with the largest values are shown."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
 _ROUNDING = 1e-9
 _PLAYERS = ("value", "alone", "last", "order_error")
@@ -44,12 +44,12 @@ _CURVES = ("first", "second", "chosen", "judged")
 
 @record
 class Patching(Result):
-    """The effect of switching kept sets from a baseline's to a treatment's, player by player.
+    """The effect of switching kept sets from a baseline's to a treatment's, per player: a layer or a head.
 
     Attributes:
         settings: of the question.
         game: its players, and the mixtures by name.
-        sample_ids: of the samples behind all numbers.
+        sample_ids: names of the samples that all numbers are of.
         identity: of the run.
     """
 
@@ -99,7 +99,7 @@ class Patching(Result):
 
     @derived()
     def samples(self) -> int:
-        """Samples behind all numbers."""
+        """Samples that all numbers are of."""
         return len(self.sample_ids)
 
     @derived()
@@ -113,18 +113,18 @@ class Patching(Result):
         return list(map(str, self.game.players))
 
     def conclusion(self) -> str:
-        """Return the players that change the outcome most, and all of them together."""
+        """Return the layers or heads that change the outcome most, and the change with all of them switched."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         step = f", step {self.step}" if self.step else ""
         where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
         if self.same == 1:
             return f"{treatment} and {baseline} keep the same entries in every head {where}."
         if self.shapley is None:
-            each = "; ".join(
+            ratios = "; ".join(
                 f"{one.name} {text.decimal(one.heads.sum_ratio, one.heads.sum_ratio_interval)}" for one in self.named
             )
-            return f"The propagated sum over {baseline}'s: {each} {where}."
-        return sentence(f"{self._largest(self.shapley, baseline, treatment)} {where}", treatment)
+            return f"The propagated sum over {baseline}'s: {ratios} {where}."
+        return sentence(f"{self._largest_values(self.shapley, baseline, treatment)} {where}", treatment)
 
     def title(self) -> str:
         """Return the quantity that the table shows, and both sides."""
@@ -138,7 +138,7 @@ class Patching(Result):
         return _MIXTURES if self.shapley is None else _PLAYERS
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per player, of very many the largest; per mixture where there are no Shapley values."""
+        """Return a line per player, or of more than 36 the largest; a line per mixture without Shapley values."""
         if self.shapley is None:
             return self._mixture_lines()
         largest = np.argsort(-np.abs(self.shapley.value), kind="stable")[:MOST]
@@ -149,7 +149,7 @@ class Patching(Result):
         return text.intervals_note(self.samples, medians=self.shapley is None)
 
     def caveats(self) -> Sequence[str]:
-        """Return which sign is good, and what the error of drawing orders leaves out."""
+        """Return which sign is better, and that the error of drawn orders leaves out interaction in pairs."""
         if self.shapley is None:
             return ["Below 1 the treatment is better."]
         side = "Above" if sign_of_better(self.outcome) > 0 else "Below"
@@ -157,15 +157,15 @@ class Patching(Result):
         return [f"{side} 0 the treatment's kept sets are better.", *(drawn if self.shapley.permutations else [])]
 
     def details(self) -> Sequence[Part]:
-        """Return the sum of the values, the greedy path, and the mixtures by name."""
+        """Return the note on the sum of values, the tables of the greedy path and of mixtures, and notes."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []
         floor = text.noise_floor_note(self.named[0].heads.floor_relative_median)
-        return [*self._sums(), *self._greedy_path(), *mixtures, f"{text.TIES_NOTE} {floor}"]
+        return [*self._sum_note(), *self._greedy_table(), *mixtures, f"{text.TIES_NOTE} {floor}"]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per player and sample: its Shapley value, alone and last, in the outcome's own unit."""
+        """Return a row per player and sample: Shapley value, alone and last, in the outcome's own unit."""
         if self.shapley is None:
             return []
         values = self.shapley
@@ -184,27 +184,31 @@ class Patching(Result):
             for number, sample in enumerate(self.sample_ids)
         ]
 
-    def _largest(self, values: Shapley, baseline: str, treatment: str) -> str:
+    def _largest_values(self, values: Shapley, baseline: str, treatment: str) -> str:
         """Return the three largest values beyond rounding, and the change with all players switched."""
-        word, players = WORDS[self.outcome], values.players
+        outcome, players = WORDS[self.outcome], values.players
         whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
         if self.samples < MIN_SAMPLES:
-            return f"too few samples to decide which {self.by} change {word}: {whole}"
+            return f"too few samples to decide which {self.by} change {outcome}: {whole}"
         order = np.argsort(-np.abs(values.value), kind="stable")[:3]
         largest = [players[index] for index in order if abs(players[index].value) > _ROUNDING]
-        each = ", ".join(
+        named = ", ".join(
             f"{self.by[:-1]} {one.player} {text.percent(one.value, one.value_interval)}" for one in largest
         )
         sure = sum(bool(interval_verdict(player.value_interval, 0.0)) for player in players)
         chance = text.decimal((1 - COVERED) * len(players), digits=1)
         known = f"of {len(players)} intervals {sure} leave out 0, by chance alone up to {chance} would"
-        return f"with {treatment}'s kept sets instead of {baseline}'s {word} changes most by {each}; {known}; {whole}"
+        return (
+            f"with {treatment}'s kept sets instead of {baseline}'s {outcome} changes most by {named}; {known}; {whole}"
+        )
 
     def _mixture_lines(self) -> list[Line]:
+        """Return a line for the baseline everywhere, then one per mixture."""
         baseline, _ = side_names(self.baseline, self.treatment)
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
-    def _sums(self) -> list[Part]:
+    def _sum_note(self) -> list[Part]:
+        """Return the note that compares the sum of values with the change of all players; nothing without values."""
         if self.shapley is None:
             return []
         values = self.shapley
@@ -217,7 +221,8 @@ class Patching(Result):
             "where players do not interact."
         ]
 
-    def _greedy_path(self) -> list[Part]:
+    def _greedy_table(self) -> list[Part]:
+        """Return the table of the greedy path with its note; nothing without a path."""
         if self.greedy is None:
             return []
         lines = [Line(str(count), (step,)) for count, step in enumerate(self.greedy.steps())]
@@ -236,14 +241,14 @@ def patching_result(
     paths: Sequence[GreedyPath],
     digest: str = "",
 ) -> Patching:
-    """Return the result of a question from its measurements.
+    """Return the result of a patching question from its measurements.
 
     Args:
         store: every mixture that the question needs.
         game: its players.
         settings: of the question.
-        orders: drawn for Shapley values; None: all subsets were measured; of no rows: there are none.
-        paths: of both halves of the samples; empty: there are none.
+        orders: drawn for Shapley values; None: all subsets were measured; without rows: there are no values.
+        paths: the greedy paths of both halves of the samples; empty: there are none.
         digest: of the file of measurements.
 
     Raises FailedRunError where no sample is complete, ConfigError where none has the step.
@@ -270,6 +275,7 @@ def patching_result(
 
 
 def _identity(store: PatchingStore, measured: MixtureOutcomes, digest: str) -> RunIdentity:
+    """Return the identity of the run that made the measurements."""
     run, made = store.run, store.made_with
     return RunIdentity(
         model=run.model,

@@ -1,4 +1,7 @@
-"""Outcomes of measured mixtures of kept sets: Shapley values, greedy curves, and mixtures by name."""
+"""Outcomes of measured mixtures of kept sets: Shapley values, greedy curves, and mixtures by name.
+
+A player is a layer or a head; switching it replaces the baseline's kept sets there by the treatment's.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ _COUNTS = ("count",)
 
 
 class MixtureOutcomes:
-    """The outcomes of measured mixtures, of complete samples at one decode step.
+    """The outcomes of measured mixtures in the complete samples at one decode step.
 
     Args:
-        store: of measurements.
-        game: whose mixtures they are.
-        step: decode step looked at.
+        store: the measurements.
+        game: the game whose mixtures were measured.
+        step: the decode step.
 
     Raises FailedRunError where no sample is complete, ConfigError where none has the step.
     """
@@ -55,10 +58,10 @@ class MixtureOutcomes:
             raise ConfigError(msg)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
-        """Return the outcomes of some of the samples, by their indices."""
-        some = copy.copy(self)
-        some.samples = [self.samples[index] for index in indices]
-        return some
+        """Return the outcomes in the samples at some indices."""
+        selected = copy.copy(self)
+        selected.samples = [self.samples[index] for index in indices]
+        return selected
 
     def rows(self, mixture: Mixture) -> list[PatchingRow]:
         """Return each sample's measurement of a mixture."""
@@ -70,28 +73,28 @@ class MixtureOutcomes:
         return np.array([row.score if name == "score" else row.values[name][self.step] for row in rows])
 
     def coalition(self, coalition: Coalition, name: str) -> Floats:
-        """Return (sample,) values of an outcome, of the mixture that a coalition of players makes."""
+        """Return (sample,) values of an outcome where the players of a coalition are switched."""
         return self.outcome(self.game.mixture(coalition), name)
 
     def cache_share(self, mixture: Mixture) -> float:
-        """Return entries of a mixture's cache over those of the full one, mean over samples."""
+        """Return the entries of a mixture's cache over those of the full cache, mean over samples."""
         return float(np.mean([row.held for row in self.rows(mixture)]))
 
     def heads(self, mixture: Mixture) -> Floats:
-        """Return (sample, layer, head) propagated L1 perturbation of a mixture that has it by head."""
+        """Return (sample, layer, head) propagated L1 of a mixture, over the samples in which it was stored by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
     def head_values(self, name: str) -> Floats:
-        """Return (sample, layer, head) values of `head_floors` or `head_norms`."""
+        """Return (sample, layer, head) noise floors (`head_floors`) or output norms (`head_norms`)."""
         return np.array([self.store.head_floors(sample, name)[self.step] for sample in self.samples])
 
 
 def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats, Band]:
-    """Return the relative change of outcomes, from (…, sample) differences to the (sample,) baseline, with intervals.
+    """Return the change of an outcome, from (…, sample) differences to the (sample,) baseline, with intervals.
 
-    Of drift and KL Σ differences over Σ baseline, as a share: −0.1 is a tenth less. It is a ratio of sums less 1,
-    exactly 0 where nothing differs, and has the interval of one. Of scores the mean difference.
-    NaN where the baseline's sum is 0.
+    For drift and KL, Σ differences over Σ baseline as a share: −0.1 is a tenth less. It is a ratio of sums less 1,
+    exactly 0 where nothing differs, with the interval of a ratio; NaN where Σ baseline is 0. For scores, the mean
+    difference.
     """
     samples, scored = len(baseline), outcome == "score"
     flat = differences.reshape(-1, samples)
@@ -112,12 +115,12 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
 
 
 def change_divisor(baseline: Floats, outcome: str) -> float:
-    """Return the divisor of a sum over samples of differences that gives the unit of `change`."""
+    """Return the divisor that turns a sum of differences over samples into the unit of `change`."""
     return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
 def sign_of_better(outcome: str) -> int:
-    """Return 1 for an outcome of which more is better, −1 where less is."""
+    """Return 1 for an outcome of which more is better (the score), −1 where less is."""
     return 1 if outcome == "score" else -1
 
 
@@ -129,17 +132,17 @@ def coalition_outcomes(
 
 
 def _format_percent(share: float, interval: OptionalInterval = None) -> str:
-    """Return a change in percent of the baseline's, without the percent sign: '−9.1 [−14, −4.0]'."""
+    """Return a share in percent with its interval, without the percent sign: '−9.1 [−14, −4.0]'."""
     ends = None if interval is None else Interval(100 * interval.low, 100 * interval.high, interval.kind)
     return text.decimal(100 * share, ends, digits=1)
 
 
 @record
 class PlayerValue(Record):
-    """The value of one layer's or head's kept sets in a game.
+    """The Shapley value of one layer or head, with its change when it is switched first and last.
 
     Attributes:
-        exact: whether all subsets were measured.
+        exact: whether all subsets of players were measured.
     """
 
     SECTION = "player"
@@ -164,18 +167,18 @@ class PlayerValue(Record):
 
     @derived(heading="#± of\norders", json=False, text=_format_percent)
     def order_error(self) -> float | None:
-        """Half of a 95 % interval of drawing orders, these samples given."""
+        """Half of a 95 % interval over drawn orders, for these samples; none where all subsets were measured."""
         return None if self.exact else self.sampling
 
 
 @dataclass(frozen=True)
 class Shift:
-    """The change that each player makes when it is switched first, or last.
+    """The change of the outcome that each player makes when it is switched before, or after, all others.
 
     Attributes:
-        value: (player,) by how much the outcome changes, in the unit of `change`.
+        value: (player,) change, in the unit of `change`.
         interval: over samples.
-        per_sample: (player, sample) in the outcome's own unit.
+        per_sample: (player, sample) change in the outcome's own unit.
     """
 
     value: Floats
@@ -183,24 +186,23 @@ class Shift:
     per_sample: Floats
 
     @classmethod
-    def of(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
-        """Return the change of (player, sample) differences over the (sample,) baseline."""
+    def from_differences(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
+        """Return the shift from (player, sample) differences to the (sample,) baseline."""
         return cls(*change(per_sample, baseline, outcome), per_sample)
 
 
 @record
 class Shapley(Record):
-    """The change that each player's kept sets make, averaged over all orders in which they may be switched.
+    """The change of the outcome that switching each player makes, averaged over the orders of switching.
 
     Attributes:
-        names: of the players.
-        value: (player,) by how much the treatment's sets there change the outcome, in the unit of `change`.
+        names: names of the players.
+        value: (player,) change of the outcome, in the unit of `change`.
         interval: over samples.
-        sampling: (player,) half a 95 % interval of drawing orders, these samples given; 0 where all subsets were
-            measured.
-        per_sample: (player, sample) in the outcome's own unit.
-        alone: the same change where nobody else is switched.
-        last: the same change where all others are. Both are the value where players do not interact.
+        sampling: (player,) half a 95 % interval over drawn orders, for these samples; 0 of all subsets.
+        per_sample: (player, sample) change in the outcome's own unit.
+        alone: the change where no other player is switched.
+        last: the change where all other players are. Both equal `value` where players do not interact.
     """
 
     SECTION = "Shapley values"
@@ -219,7 +221,7 @@ class Shapley(Record):
 
     @derived()
     def players(self) -> tuple[PlayerValue, ...]:
-        """Layers or heads."""
+        """Values of each layer or head."""
         return tuple(self._player(index, name) for index, name in enumerate(self.names))
 
     @derived(key="sum")
@@ -228,6 +230,7 @@ class Shapley(Record):
         return float(self.value.sum())
 
     def _player(self, index: int, name: str) -> PlayerValue:
+        """Return the values of the player at an index."""
         return PlayerValue(
             player=name,
             value=float(self.value[index]),
@@ -243,7 +246,7 @@ class Shapley(Record):
 
 @record
 class GreedyStep(Record):
-    """The players switched so far, and the outcome's change."""
+    """A row of the greedy curves: the players added, and the outcome's change with all players switched so far."""
 
     first: str = column("the player that the first half of the samples adds", heading="first half\nadds")
     second: str = column("the player that the second half adds", heading="second half\nadds")
@@ -257,11 +260,11 @@ class GreedyStep(Record):
 
 @record
 class Greedy(Record):
-    """Players switched one after the other, each the one that helps most on the samples that choose.
+    """The change of the outcome with players switched greedily: the next is the best one on half of the samples.
 
     Attributes:
-        names: of the players.
-        paths: indices of the players that each half of the samples chose.
+        names: names of the players.
+        paths: indices of the players that each half of the samples chose, in order.
         chosen_interval, judged_interval: over samples.
     """
 
@@ -290,7 +293,7 @@ class Greedy(Record):
         return [interval_at(self.judged_interval, count) for count in range(len(self.judged))]
 
     def steps(self) -> list[GreedyStep]:
-        """Return the rows of both curves; nothing is switched in the first, which has no interval."""
+        """Return a row per number of players switched, from 0, which has no interval."""
         first, second = (["", *path] for path in self.player_paths)
         return [
             GreedyStep(
@@ -306,22 +309,22 @@ class Greedy(Record):
 
 
 def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> Shapley:
-    """Return the Shapley values from drawn orders, or from all subsets where `orders` is None."""
+    """Return the players' Shapley values from drawn orders, or from all subsets where `orders` is None."""
     players = len(measured.game.players)
-    everybody = measured.game.all_players
-    passed = coalition.required_coalitions(players, orders)
-    values = coalition_outcomes(measured, passed, outcome)
+    coalitions = coalition.required_coalitions(players, orders)
+    values = coalition_outcomes(measured, coalitions, outcome)
     baseline = values[frozenset[int]()]
     if orders is None:
         per_sample, sampling = coalition.exact_values(values, players), np.zeros(players)
     else:
-        each = coalition.marginal_contributions(values, orders)
-        per_sample, sampling = each.mean(axis=0), sampling_error(each, change_divisor(baseline, outcome))
+        contributions = coalition.marginal_contributions(values, orders)
+        per_sample = contributions.mean(axis=0)
+        sampling = sampling_error(contributions, change_divisor(baseline, outcome))
     value, value_interval = change(per_sample, baseline, outcome)
-    total, total_interval = change((values[everybody] - baseline)[None], baseline, outcome)
+    total, total_interval = change((values[measured.game.all_players] - baseline)[None], baseline, outcome)
     alone, last = (
-        Shift.of(end(values, players), baseline, outcome)
-        for end in (coalition.first_contributions, coalition.last_contributions)
+        Shift.from_differences(contributions_of(values, players), baseline, outcome)
+        for contributions_of in (coalition.first_contributions, coalition.last_contributions)
     )
     return Shapley(
         names=tuple(map(str, measured.game.players)),
@@ -331,7 +334,7 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
         total=float(total[0]),
         total_interval=interval_at(total_interval, 0),
         permutations=0 if orders is None else len(orders),
-        coalitions=len(passed),
+        coalitions=len(coalitions),
         per_sample=per_sample,
         alone=alone,
         last=last,
@@ -339,34 +342,34 @@ def shapley(measured: MixtureOutcomes, outcome: str, orders: Orders | None) -> S
 
 
 def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath]) -> Greedy:
-    """Return the greedy curves of two paths, each chosen on one half of the samples and judged on the other."""
+    """Return the greedy curves of two paths, each chosen on one half of the samples and judged on the other half."""
     baseline = measured.coalition(frozenset(), outcome)
 
     def value(coalition: Coalition, indices: NDArray[np.int64]) -> Floats:
         return measured.select(indices).coalition(coalition, outcome)
 
     chosen, judged = coalition.greedy_curves(paths, value, len(baseline))
-    first, second = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
-    both = (tuple(paths[0].chosen), tuple(paths[1].chosen))
-    return Greedy(tuple(map(str, measured.game.players)), both, first[0], first[1], second[0], second[1])
+    on_choosing, on_judging = (change(curve - baseline, baseline, outcome) for curve in (chosen, judged))
+    players = (tuple(paths[0].chosen), tuple(paths[1].chosen))
+    return Greedy(tuple(map(str, measured.game.players)), players, *on_choosing, *on_judging)
 
 
-def sampling_error(each: Floats, unit: float) -> Floats:
-    """Return (player,) half a 95 % interval, over pairs of orders, of the mean of (order, player, sample) marginals.
+def sampling_error(contributions: Floats, unit: float) -> Floats:
+    """Return (player,) half a 95 % interval of the mean of (order, player, sample) contributions over drawn orders.
 
-    Student's t of the pairs' means, whose sums over samples are divided by `unit`.
+    By Student's t of the means of pairs of orders, whose sums over samples are divided by `unit`.
     """
-    pairs = coalition.pair_means(each.sum(axis=-1)) / (unit if unit else np.nan)
+    pairs = coalition.pair_means(contributions.sum(axis=-1)) / (unit if unit else np.nan)
     error = pairs.std(axis=0, ddof=1) / np.sqrt(len(pairs))
     return np.asarray(stats.t.ppf((1 + LEVEL) / 2, len(pairs) - 1) * error)
 
 
 @record
 class NamedMixture(Record):
-    """One named mixture against the baseline's kept sets everywhere.
+    """A mixture with a name, compared with the baseline's kept sets everywhere.
 
     Attributes:
-        mixture: whose kept set each layer or head has.
+        mixture: the side, baseline or treatment, whose kept set each layer or head has.
     """
 
     SECTION = "mixture"
@@ -400,8 +403,7 @@ class NamedMixture(Record):
 
 def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> NamedMixture:
     """Return the comparison of a mixture with the baseline; equal kept sets are ties (METHOD: the protocol, 4)."""
-    none = measured.game.baseline_everywhere
-    first = measured.heads(none)
+    first = measured.heads(measured.game.baseline_everywhere)
     second = np.where(_equal_sets(measured, mixture, first.shape[-1]), first, measured.heads(mixture))
     floors, norms = (measured.head_values(kind) for kind in ("head_floors", "head_norms"))
     drift, drift_interval = _mixture_change(measured, mixture, "drift")
@@ -425,11 +427,12 @@ def named_mixture(measured: MixtureOutcomes, name: str, mixture: Mixture) -> Nam
 
 def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, OptionalInterval]:
     """Return the median over samples of a mixture's KL, with its interval."""
-    each = measured.outcome(mixture, "kl")
-    return float(np.median(each)), intervals.of_median(each)
+    kl = measured.outcome(mixture, "kl")
+    return float(np.median(kl)), intervals.of_median(kl)
 
 
 def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, OptionalInterval]:
+    """Return the `change` of an outcome from the baseline everywhere to a mixture; NaN where it was not measured."""
     baseline = measured.outcome(measured.game.baseline_everywhere, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None

@@ -36,19 +36,20 @@ _SAME = 1e-9
 
 @record
 class Factor(Record):
-    """A factor of L: geometric mean over heads, then over samples; NaN where it is not defined."""
+    """A factor of the loss L: geometric mean over heads, then over samples; NaN where it is not defined."""
 
     value: float = column("L over L")
     interval: OptionalInterval = column("over samples")
 
 
-def _factor_text(factor: Factor) -> str:
+def _format_factor(factor: Factor) -> str:
+    """Return a factor, its interval on a second line."""
     return text.decimal(factor.value, factor.interval, separator="\n")
 
 
 @record
 class OptimalityGap(Record):
-    """One method's kept sets against the best known ones of the same heads and sizes."""
+    """The loss of one method's kept sets over that of the best known sets of the same heads and sizes."""
 
     SECTION = "optimality gap"
 
@@ -65,19 +66,19 @@ class OptimalityGap(Record):
         "the smallest share of heads that carries half of Σ L", unit="share", heading="#half of Σ\nin heads"
     )
     factor: Factor = column(
-        "L over the best's, geometric mean over heads, then samples", heading="#mean\nfactor", text=_factor_text
+        "L over the best's, geometric mean over heads, then samples", heading="#mean\nfactor", text=_format_factor
     )
     form: Factor = column(
         "the part of the factor that pooling and stages cost; null like the next where the method estimates neither A "
         "nor A ν",
         heading="#pooling,\nstages",
-        text=_factor_text,
+        text=_format_factor,
     )
-    query: Factor = column("the part that not knowing the query costs", heading="#query\nunknown", text=_factor_text)
+    query: Factor = column("the part that not knowing the query costs", heading="#query\nunknown", text=_format_factor)
     criterion: Factor = column(
         "the part that the criterion costs with the query known; the three multiply to `factor`",
         heading="#criterion",
-        text=_factor_text,
+        text=_format_factor,
     )
 
     @property
@@ -91,16 +92,16 @@ class Heads:
     """The heads of one sample whose best known set loses more than rounding.
 
     Attributes:
-        methods: (method, head) isolated L of every set.
-        best: (head,) that of the best known set.
+        methods: (method, head) isolated L of each method's set.
+        best: (head,) isolated L of the best known set.
     """
 
     methods: Floats
     best: Floats
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
-        """Return the heads from the rows of a search, without those whose best known L is rounding."""
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
+        """Return the heads in the rows of a search, without those whose best known L is rounding."""
         values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
         best = np.array([row["best"] for row in rows], dtype=np.float64)
         lossy = best > _ROUNDING * values.max(axis=0, initial=0)
@@ -108,16 +109,17 @@ class Heads:
 
 
 def optimality_gaps(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tuple[OptimalityGap, ...]:
-    """Return every method's gap, over the samples that have a head."""
+    """Return every method's optimality gap over the samples that have a head; nothing without such a sample."""
     known = [sample for sample in samples if sample.best.size]
     return tuple(_optimality_gap(configs, index, known) for index in range(len(configs))) if known else ()
 
 
 def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequence[Heads]) -> OptimalityGap:
+    """Return the optimality gap of the method at an index, over samples that each have a head."""
     sums = np.array([(one.methods[index].sum(), one.best.sum()) for one in samples])
     medians = np.array([np.median(one.methods[index] / one.best) for one in samples])
     methods = _chain(configs, index)
-    parts = [_log_factors(sample, methods) for sample in samples]
+    logs = [_log_factors(sample, methods) for sample in samples]
     return OptimalityGap(
         config=configs[index],
         heads=sum(one.best.size for one in samples),
@@ -130,20 +132,20 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
         median_ratio_interval=intervals.of_median(medians),
         half=half_share(np.concatenate([one.methods[index] for one in samples])),
         factor=_factor([_mean_log_ratio(one.methods[index], one.best) for one in samples], _NEVER_BELOW),
-        form=_factor([part[0] for part in parts]),
-        query=_factor([part[1] for part in parts]),
-        criterion=_factor([part[2] for part in parts], _NEVER_BELOW),
+        form=_factor([each[0] for each in logs]),
+        query=_factor([each[1] for each in logs]),
+        criterion=_factor([each[2] for each in logs], _NEVER_BELOW),
     )
 
 
 def _chain(configs: Sequence[EvictionConfig], index: int) -> list[int] | None:
-    """Return the indices of the method, its plain form and the one that knows the query; None where one is missing."""
+    """Return the indices of a method, its plain form and its form that knows the query; None where one is missing."""
     links = [configs[index], chain.without_pooling(configs[index]), chain.with_known_query(configs[index])]
     return [configs.index(link) for link in links if link is not None] if set(links) <= set(configs) else None
 
 
 def _log_factors(sample: Heads, methods: Sequence[int] | None) -> list[float]:
-    """Return the mean log of each factor over a sample's heads; NaN without a chain."""
+    """Return the mean over a sample's heads of the logarithm of each of the three factors; NaN without a chain."""
     if methods is None:
         return [float("nan")] * 3
     values = [*(sample.methods[index] for index in methods), sample.best]
@@ -156,6 +158,7 @@ def _mean_log_ratio(above: Floats, below: Floats) -> float:
 
 
 def _factor(logs: Sequence[float], kind: StatisticKind = RATIO) -> Factor:
+    """Return the geometric mean over samples from each sample's logarithm, with its interval; NaN where one is NaN."""
     each = np.array(logs)
     if np.isnan(each).any():
         return Factor(float("nan"), None)
@@ -193,7 +196,7 @@ class SearchedPart(Record):
 
     @property
     def name(self) -> str:
-        """The heads that were searched, and at which budget."""
+        """Whole prompts or prefixes, with the budget: 'prompts, b=64'."""
         return f"{'prefixes' if self.part == PREFIX else 'prompts'}, b={self.configs[0].budget}"
 
     @property
@@ -203,17 +206,17 @@ class SearchedPart(Record):
         return [name or str(config.selection) for name, config in zip(names, self.configs, strict=True)]
 
     def principal(self) -> list[int]:
-        """Return the indices of the methods whose factor is decomposed and that are no link of another's chain.
+        """Return the indices of the methods to conclude on: those with a known decomposition that are not plain forms.
 
-        Where there is none, those of all methods that do not know the query.
+        Without any, those of all methods that do not know the query.
         """
-        free = [
+        realisable = [
             index
             for index, each in enumerate(self.methods)
             if each.config.selection.name not in chain.KNOWN_QUERY_SELECTIONS
         ]
-        decomposed = [index for index in free if self._has_chain(self.methods[index])]
-        return decomposed or free
+        decomposed = [index for index in realisable if self._is_decomposed(self.methods[index])]
+        return decomposed or realisable
 
     def summary(self) -> str:
         """Return how many heads were searched, and how sure their best sets are."""
@@ -229,28 +232,32 @@ class SearchedPart(Record):
         return "; ".join(clauses) + "."
 
     @staticmethod
-    def _has_chain(method: OptimalityGap) -> bool:
+    def _is_decomposed(method: OptimalityGap) -> bool:
+        """Return whether a method's factor is decomposed, and the method differs from its own plain form."""
         return method.decomposed and chain.without_pooling(method.config) != method.config
 
 
 def searched_parts(sets: SearchResults) -> tuple[SearchedPart, ...]:
     """Return whole prompts by budget, then the prefixes, where heads were searched."""
-    parts = [_part(sets, PROMPT, configs) for configs in _by_budget(sets.run.configs)]
-    parts.append(_part(sets, PREFIX, _prefix_configs(sets)))
+    parts = [_searched_part(sets, PROMPT, configs) for configs in _by_budget(sets.run.configs)]
+    parts.append(_searched_part(sets, PREFIX, _prefix_configs(sets)))
     return tuple(part for part in parts if part.heads)
 
 
 def _by_budget(configs: tuple[EvictionConfig, ...]) -> list[tuple[EvictionConfig, ...]]:
+    """Return the configurations in groups of one budget."""
     budgets = dict.fromkeys(config.budget for config in configs)
     return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
 
 
 def _prefix_configs(sets: SearchResults) -> tuple[EvictionConfig, ...]:
+    """Return the methods with the budget and window of the prefixes."""
     budget, window = Budget(int(sets.settings["budget"])), int(sets.settings["window"])
     return tuple(replace(config, budget=budget, window=window) for config in _by_budget(sets.run.configs)[0])
 
 
-def _part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
+def _searched_part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
+    """Return the searches of one kind, on whole prompts or prefixes, at the budget of these configurations."""
     rows = tuple(
         tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
         for sample in sets.rows
@@ -259,9 +266,9 @@ def _part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -
     tried = [row for row in every if row["lower"] is not None]
     closed = [row for row in tried if row["closed"]]
     count = len(configs)
-    heads = [Heads.of(sample, count) for sample in rows]
-    first = [Heads.of([row for row in sample if not row["layer"]], count) for sample in rows]
-    others = [Heads.of([row for row in sample if row["layer"]], count) for sample in rows]
+    heads = [Heads.from_rows(sample, count) for sample in rows]
+    first = [Heads.from_rows([row for row in sample if not row["layer"]], count) for sample in rows]
+    others = [Heads.from_rows([row for row in sample if row["layer"]], count) for sample in rows]
     return SearchedPart(
         part=part,
         configs=configs,

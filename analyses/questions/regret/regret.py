@@ -54,7 +54,7 @@ class Regret(Result):
     searches: SearchSettings = column("how heads were searched")
 
     def conclusion(self) -> str:
-        """Return each method's factor over the best known set, and how much of it is not knowing the query."""
+        """Return each method's loss over the best known set's, and how much of that is not knowing the query."""
         part = self.parts[0] if self.parts else None
         methods = [] if part is None else [part.methods[index] for index in part.principal() if part.methods]
         if part is None or not methods:
@@ -74,7 +74,7 @@ class Regret(Result):
         return f"isolated L1 over that of the best known set: {common(configs)}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per part, and one per method of it."""
+        """Return, per part (prompts of one budget, or prefixes), a heading and a line per method."""
         return [
             line
             for part in self.parts
@@ -86,16 +86,16 @@ class Regret(Result):
         return text.intervals_note(self.identity.samples, medians=True)
 
     def caveats(self) -> Sequence[str]:
-        """Return in how many heads the best set is proven."""
+        """Return in how many heads the best known set is proven to be the best."""
         closed, heads = (sum(getattr(part, name) for part in self.parts) for name in ("closed", "heads"))
         return [f"The best set is proven in {closed:,} of {heads:,} heads, elsewhere the best known one."]
 
     def explain(self) -> list[Part]:
         """Return what every column means and the further tables; nothing where no head loses anything."""
-        return super().explain() if self._known() else []
+        return super().explain() if any(part.methods for part in self.parts) else []
 
     def details(self) -> Sequence[Part]:
-        """Return the ratios of sums and medians, the first layer apart from the others, and how heads were searched."""
+        """Return tables of ratios of sums and medians and of layers, and how heads were searched."""
         return [
             *(detail for part in self.parts for detail in self._part_details(part)),
             "Mean factor = pooling, stages × query unknown × criterion. Pooling, stages: over Top-k of the window's "
@@ -107,7 +107,7 @@ class Regret(Result):
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per sample, part, head and method: L1, the best known, the bound below which no set lies."""
+        """Return a row per sample, part, head and method: isolated L1, the best known set's, and its lower bound."""
         return [
             {
                 **config_columns(config), "sample": sample, "part": part.part,
@@ -121,16 +121,14 @@ class Regret(Result):
             for index, config in enumerate(part.configs)
         ]  # fmt: skip
 
-    def _known(self) -> bool:
-        return any(part.methods for part in self.parts)
-
     def _part_details(self, part: SearchedPart) -> list[Part]:
+        """Return a part's tables of ratios and of layers, and how its heads were searched."""
         lines = _method_lines(part.name, part, range(len(part.methods)), part.methods)
         ratios = [table("isolated L1 over the best known set's", lines, _RATIOS, self.FIRST)] if lines else []
-        return [*ratios, *self._by_layer(part), part.summary()]
+        return [*ratios, *self._layer_table(part), part.summary()]
 
-    def _by_layer(self, part: SearchedPart) -> list[Part]:
-        """Return the first layer's heads apart from the others', of whole prompts where both were drawn."""
+    def _layer_table(self, part: SearchedPart) -> list[Part]:
+        """Return the table of the first layer's and of other layers' heads; nothing where not both were drawn."""
         if part.part != PROMPT or not (part.first_layer and part.other_layers):
             return []
         layer = self.identity.layer(0)
@@ -160,7 +158,7 @@ def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods:
 
 
 def _decomposition(name: str, method: OptimalityGap) -> str:
-    """Return the parts of a method's factor, where they are known."""
+    """Return the clause on the three parts of a method's factor; empty where they are not known."""
     if not method.decomposed:
         return ""
     parts = (method.form, method.query, method.criterion)

@@ -1,7 +1,7 @@
-"""L = (1 − S) ‖μ_gone − μ_kept‖₁, head by head, and how much a stored mean of the evicted entries recovers.
+"""Each head's loss L = (1 − S) · D split into its two factors, and how much a stored mean of evicted entries recovers.
 
-A head loses by how much attention goes, 1 − S, and by how unlike the rest it is, D = ‖μ_gone − μ_kept‖₁ (METHOD: the
-split). Corrected configurations are compared with the same uncorrected.
+1 − S is the attention on evicted entries, D = ‖μ_gone − μ_kept‖₁ how far their mean value is from that of the kept ones
+(METHOD: the split). Corrected configurations are compared with the same uncorrected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, next_token_kl
 from perturbkv.analyses.pairing import PairRecord, common
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, RATIO, OptionalInterval, StatisticKind, share_kind
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    RATIO,
+    OptionalInterval,
+    StatisticKind,
+    estimate_mean,
+    share_kind,
+)
 from perturbkv.analyses.verdicts import equal_isolated, verdicts
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -31,20 +38,20 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "split"
 _LEAST_MASS = 1e-12
-"""Smaller 1 − S are what rounding leaves of a sum of attention: L / (1 − S) would be noise."""
+"""Values of 1 − S below this are rounding errors of a sum of attention: L / (1 − S) would be noise."""
 _EQUAL = 1e-9
-"""Logarithms of ratios up to here are rounding: the two heads are equal."""
+"""A head is equal in both configurations where the logarithm of its ratio is at most this: that is rounding."""
 SIGNED = StatisticKind(RATIO.freedom)
-"""Parts of a variance, one of which can be negative: as uncertain as a ratio, on the plain scale."""
+"""A part of a variance, which can be negative: as uncertain as a ratio, on the plain scale."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Logarithms of one configuration, (sample, layer, head) each; NaN where the head has no L or 1 − S.
+class LogFactors:
+    """The logarithms of one configuration's L and of its factors, (sample, layer, head) each; NaN where L is unknown.
 
     Attributes:
-        loss: log L, isolated.
-        mass: log (1 − S).
+        loss: log L, the isolated perturbation.
+        mass: log (1 − S), the attention on evicted entries.
     """
 
     loss: Floats
@@ -52,31 +59,31 @@ class Parts:
 
     @property
     def difference(self) -> Floats:
-        """The logarithm of D = ‖μ_gone − μ_kept‖₁."""
+        """(sample, layer, head) log D, where D = ‖μ_gone − μ_kept‖₁ = L / (1 − S)."""
         return np.asarray(self.loss - self.mass)
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """(sample, layer, head) True where all three are numbers."""
+        """(sample, layer, head) True where the head has a number and not NaN."""
         return ~np.isnan(self.loss)
 
 
-def parts(measured: Measurements, config: EvictionConfig) -> Parts:
-    """Return the parts of one configuration; NaN for heads whose 1 − S is rounding, or L below its noise floor.
+def log_factors(measured: Measurements, config: EvictionConfig) -> LogFactors:
+    """Return the logarithms of one configuration; NaN for heads whose 1 − S is rounding, or L below its noise floor.
 
-    Raises TraceError for what the trace lacks.
+    Raises TraceError where the trace lacks a variable.
     """
     index = measured.index(config)
     loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     mass = 1 - measured["retained_mass"][:, index]
-    there = (mass > _LEAST_MASS) & (loss[:, index] > floor)
-    logs = (np.log(np.where(there, part, np.nan)) for part in (loss[:, index], mass))
-    return Parts(*logs)
+    known = (mass > _LEAST_MASS) & (loss[:, index] > floor)
+    logs = (np.log(np.where(known, values, np.nan)) for values in (loss[:, index], mass))
+    return LogFactors(*logs)
 
 
 @record
 class Spread(Record):
-    """Why the heads of a sample differ: Var(log L) = Var(log(1 − S)) + Var(log D) + 2 Cov. Means over samples."""
+    """The variance of log L over a sample's heads in parts, mean over samples: Var(log(1 − S)) + Var(log D) + 2 Cov."""
 
     SECTION = "split spread"
 
@@ -97,14 +104,17 @@ class Spread(Record):
     left_out: int = column("heads of which nothing goes, or too little to tell from rounding")
 
 
-def spread(config: EvictionConfig, logs: Parts) -> Spread:
-    """Return the parts of the variance over heads, of each sample that has two heads that differ; NaN if none has."""
-    each = np.array([_variances(*sides) for sides in zip(logs.mass, logs.difference, strict=True)])
+def spread(config: EvictionConfig, logs: LogFactors) -> Spread:
+    """Return the parts of the variance of log L over heads, mean over the samples with two heads that differ.
+
+    NaN where no sample has two such heads.
+    """
+    each = np.array([_variances(*factors) for factors in zip(logs.mass, logs.difference, strict=True)])
     first, second, twice = each.T
     whole = first + second + twice
     whole = np.where(whole > 0, whole, np.nan)
     product = np.sqrt(first * second)
-    numbers = {
+    statistics = {
         "deviation": (np.sqrt(whole), RATIO),
         "mass": (first / whole, RATIO),
         "difference": (second / whole, RATIO),
@@ -112,14 +122,19 @@ def spread(config: EvictionConfig, logs: Parts) -> Spread:
         "by_mass": ((first + twice / 2) / whole, SIGNED),
         "correlation": (twice / 2 / np.where(product > _EQUAL, product, np.nan), CORRELATION),
     }
-    means: dict[str, Any] = {name: _mean(values) for name, (values, _) in numbers.items()}
-    means |= {f"{name}_interval": intervals.of_mean(values, kind) for name, (values, kind) in numbers.items()}
+    means: dict[str, Any] = {}
+    for name, (values, kind) in statistics.items():
+        mean = estimate_mean(values, kind)
+        means |= {name: mean.value, f"{name}_interval": mean.interval}
     heads = int(logs.known.sum())
     return Spread(config=config, **means, heads=heads, left_out=logs.known.size - heads)
 
 
 def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
-    """Return Var(log(1 − S)), Var(log D) and 2 Cov over the heads of one sample, (layer, head) each."""
+    """Return Var(log(1 − S)), Var(log D) and 2 Cov over the heads of one sample, from (layer, head) logarithms.
+
+    NaN where fewer than two heads have a number.
+    """
     known = ~np.isnan(mass)
     if known.sum() < 2:
         return np.nan, np.nan, np.nan
@@ -127,14 +142,9 @@ def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
     return float(first), float(second), float(2 * common)
 
 
-def _mean(per_sample: Floats) -> float:
-    known = per_sample[~np.isnan(per_sample)]
-    return float(known.mean()) if len(known) else float("nan")
-
-
 @record
 class Contest(PairRecord, Record):
-    """One configuration over another of the same budget: L's ratio is the product of the other two, exactly."""
+    """A treatment compared with a baseline of the same budget: L's ratio is exactly 1 − S's times D's."""
 
     SECTION = "split contest"
 
@@ -161,35 +171,38 @@ class Contest(PairRecord, Record):
 
 
 def contest(measured: Measurements, baseline: EvictionConfig, treatment: EvictionConfig) -> Contest:
-    """Return a pair's contest; heads that keep the same entries in both are equal, whatever rounding says.
+    """Return the ratios of L, 1 − S and D, treatment over baseline; 1 for heads that keep the same entries in both.
 
-    Raises TraceError for what the trace lacks.
+    Raises TraceError where the trace lacks a variable.
     """
-    first, second = parts(measured, baseline), parts(measured, treatment)
+    first, second = log_factors(measured, baseline), log_factors(measured, treatment)
     same = equal_isolated(measured.trace, measured.index(baseline), measured.index(treatment))
     known = first.known & second.known
     logs = {
         name: np.where(known, np.where(same, 0, getattr(second, name) - getattr(first, name)), np.nan)
         for name in ("loss", "mass", "difference")
     }
-    numbers = {name: _geometric(each) for name, each in logs.items()}
-    numbers |= {f"{name}_falls": _falling_share(logs[name], known) for name in ("mass", "difference")}
-    shown: dict[str, Any] = {name: number for name, (number, _) in numbers.items()}
-    shown |= {f"{name}_interval": interval for name, (_, interval) in numbers.items()}
+    estimates = {name: _geometric_mean(each) for name, each in logs.items()}
+    estimates |= {f"{name}_falls": _falling_share(logs[name], known) for name in ("mass", "difference")}
+    numbers: dict[str, Any] = {name: number for name, (number, _) in estimates.items()}
+    numbers |= {f"{name}_interval": interval for name, (_, interval) in estimates.items()}
     heads = int(known.sum())
-    return Contest(baseline=baseline, treatment=treatment, **shown, heads=heads, left_out=known.size - heads)
+    return Contest(baseline=baseline, treatment=treatment, **numbers, heads=heads, left_out=known.size - heads)
 
 
-def _by_sample(each: Floats) -> Floats:
-    """Return (sample,) means over the heads that have a number, of the samples that have one."""
-    flat = each.reshape(len(each), -1)
+def _sample_means(values: Floats) -> Floats:
+    """Return (sample,) means of (sample, layer, head) values over the heads that are not NaN.
+
+    Samples whose heads are all NaN are left out.
+    """
+    flat = values.reshape(len(values), -1)
     flat = flat[~np.isnan(flat).all(axis=1)]
     return np.asarray(np.nanmean(flat, axis=1))
 
 
-def _geometric(logs: Floats) -> tuple[float, OptionalInterval]:
-    """Return the exponential of the mean over samples of each one's mean over heads."""
-    each = _by_sample(logs)
+def _geometric_mean(logs: Floats) -> tuple[float, OptionalInterval]:
+    """Return the geometric mean over heads, then samples, of (sample, layer, head) logarithms, with its interval."""
+    each = _sample_means(logs)
     if not len(each):
         return float("nan"), None
     interval = intervals.of_statistic(lambda weights: np.exp(weights @ each), len(each), RATIO)
@@ -197,8 +210,8 @@ def _geometric(logs: Floats) -> tuple[float, OptionalInterval]:
 
 
 def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, OptionalInterval]:
-    """Return the mean over samples of each one's share of heads whose ratio is below 1."""
-    each = _by_sample(np.where(known, logs < -_EQUAL, np.nan))
+    """Return the share of the known heads whose logarithm is negative, mean over samples, with its interval."""
+    each = _sample_means(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
     return float(each.mean()), intervals.of_mean(each, share_kind(logs[0].size))
@@ -206,7 +219,7 @@ def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Optio
 
 @record
 class Prediction(Record):
-    """Cost of predicting the mass of the evicted entries: L over that of the oracle, which knows it."""
+    """The cost of predicting how much attention the evicted entries have: L over that of the oracle, which knows it."""
 
     SECTION = "prediction"
 
@@ -224,7 +237,7 @@ class Prediction(Record):
 
 @record
 class Row(Outcome):
-    """One correction, against none."""
+    """A corrected configuration compared with the same one uncorrected."""
 
     SECTION = "correction"
 
@@ -246,15 +259,10 @@ class Row(Outcome):
         """The correction, as it is written: `corrected(mass=stored)`."""
         return str(self.treatment.correction)
 
-    @property
-    def oracle(self) -> bool:
-        """True for the oracle, which knows what no method can know."""
-        return self.treatment.correction.name == ORACLE
-
 
 @record
 class Setting(OutcomeSetting):
-    """One configuration and its corrections, methods first, the oracle last; the baseline is uncorrected."""
+    """One uncorrected configuration, the baseline, and its corrections: methods first, the oracle last."""
 
     SECTION = "split setting"
 
@@ -273,18 +281,20 @@ class Setting(OutcomeSetting):
 
 
 def settings(measured: Measurements, shown: Sequence[EvictionConfig], step: int) -> tuple[Setting, ...]:
-    """Return, for each uncorrected configuration that is shown, those that correct it; none where none does."""
-    groups = ((config, _corrected(measured.trace, config)) for config in shown)
+    """Return a setting per uncorrected configuration in `shown` that the trace also holds corrected."""
+    groups = ((config, _corrections(measured.trace, config)) for config in shown)
     return tuple(_setting(measured, config, corrected, step) for config, corrected in groups if corrected)
 
 
-def _corrected(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
+def _corrections(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
+    """Return the configurations of a trace that correct an uncorrected one, the oracle last."""
     uncorrected = ((one, replace(one, correction=Choice(NONE))) for one in trace.run.configs if one.corrected)
     same = [corrected for corrected, plain in uncorrected if plain == config]
     return sorted(same, key=lambda one: one.correction.name == ORACLE)
 
 
 def _setting(measured: Measurements, config: EvictionConfig, corrected: Sequence[EvictionConfig], step: int) -> Setting:
+    """Return the setting of an uncorrected configuration and of all that correct it."""
     return Setting(
         baseline=config,
         **next_token_kl(measured.trace, ANALYSIS, config, step),
@@ -300,15 +310,17 @@ def _row(
     corrected: Sequence[EvictionConfig],
     step: int,
 ) -> Row:
+    """Return one correction compared with the uncorrected configuration, and with the oracle among all `corrected`."""
     trace = measured.trace
     oracles = [other for other in corrected if other.correction.name == ORACLE and other != treatment]
     prediction = _prediction(trace, oracles[0], treatment, step) if oracles else None
     return Row.compare(
-        trace, ANALYSIS, config, treatment, step, **_kl(measured, config, treatment), prediction=prediction
+        trace, ANALYSIS, config, treatment, step, **_kl_columns(measured, config, treatment), prediction=prediction
     )
 
 
 def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig, step: int) -> Prediction:
+    """Return the ratios of a correction's isolated and propagated L1 to the oracle's."""
     compared = head_comparison.summarise(trace, oracle, treatment, step)
     return Prediction(
         isolated_cost=compared.isolated.sum_ratio,
@@ -318,17 +330,17 @@ def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig,
     )
 
 
-def _kl(measured: Measurements, config: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """Return mean KL over the uncorrected one's mean, and the share of samples in which KL is lower beyond noise."""
+def _kl_columns(measured: Measurements, config: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
+    """Return the columns `kl_ratio` and `kl_falls` of a correction, with their intervals."""
     first, second = (measured["logit_kl"][:, measured.index(side)] for side in (config, treatment))
     falls = verdicts(first, second, measured["logit_kl_noise_floor"]) == 1
 
-    def total(weights: Floats) -> Floats:
+    def mean_ratio(weights: Floats) -> Floats:
         return np.asarray(ratio(weights @ second, weights @ first))
 
     return {
         "kl_ratio": float(ratio(second.mean(), first.mean())),
-        "kl_ratio_interval": intervals.of_statistic(total, len(first), RATIO),
+        "kl_ratio_interval": intervals.of_statistic(mean_ratio, len(first), RATIO),
         "kl_falls": float(falls.mean()),
         "kl_falls_interval": intervals.of_share(falls),
     }

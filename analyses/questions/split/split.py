@@ -1,4 +1,4 @@
-"""A head's loss split into how much attention goes and how unlike the rest it is, and what corrections win back."""
+"""Each head's loss split into how much attention is evicted and how unlike the rest it is; what corrections gain."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from perturbkv.analyses.pairing import Pair, common, matches, pairs, short_names
 from perturbkv.analyses.questions.split.mass_and_distance import (
     ANALYSIS,
     Contest,
-    Parts,
+    LogFactors,
     Row,
     Setting,
     Spread,
     contest,
-    parts,
+    log_factors,
     settings,
     spread,
 )
@@ -54,15 +54,15 @@ _WORDS = {
 }
 _CONTROL = "random"
 _FIRST = "attention"
-"""The selection that others are compared with by default."""
+"""The selection that the other selections are compared with by default."""
 
 
 @record
 class Split(Result):
-    """The uncorrected configurations of a trace, against each other and against what corrects them.
+    """The uncorrected configurations of a trace, compared with each other and with their corrections.
 
     Attributes:
-        parts: of each spread log L and log (1 − S), (sample, layer, head).
+        log_factors: log L and log (1 − S) of each of the `spreads`, (sample, layer, head).
         step: decode step, from 0.
         identity: of the run, with every configuration that is shown.
     """
@@ -71,18 +71,18 @@ class Split(Result):
     SHOWN = ("deviation", "mass", "difference", "both", "by_mass")
 
     spreads: tuple[Spread, ...] = column("one per uncorrected configuration")
-    parts: tuple[Parts, ...]
+    log_factors: tuple[LogFactors, ...]
     contests: tuple[Contest, ...] = column("each side against the first, at equal budgets")
     corrections: tuple[Setting, ...] = column("one per configuration that the trace holds corrected too")
     step: int
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return what makes heads differ, and what the first correction wins back, or how the only treatment wins."""
+        """Return what makes heads differ, and the effect of the first correction, or else of the only treatment."""
         note = sample_note(self.identity.samples)
         if not any(spread.heads for spread in self.spreads):
             return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({note})")
-        corrected = [f"{clause} (propagated)" for clause in self._comparisons()[:1]]
+        corrected = [f"{clause} (propagated)" for clause in self._correction_clauses()[:1]]
         contests = self.contest_texts() if len(self.contests_by_sides()) == 1 and not corrected else []
         return sentence(f"{'; '.join([self._spread_clause(), *contests, *corrected])} ({note})")
 
@@ -93,10 +93,10 @@ class Split(Result):
 
     def lines(self) -> Sequence[Line]:
         """Return a line per uncorrected configuration."""
-        return [Line(name, (spread,)) for name, spread in zip(self._names(), self.spreads, strict=True)]
+        return [Line(name, (spread,)) for name, spread in zip(self._config_names(), self.spreads, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return what the letters mean, and how many heads are left out."""
+        """Return the meaning of S and D, and the number of heads that are left out."""
         left = sum(spread.left_out for spread in self.spreads)
         every = left + sum(spread.heads for spread in self.spreads)
         return [
@@ -105,7 +105,7 @@ class Split(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return each contest's two factors, every correction, and how they are to be read."""
+        """Return the tables of contests and of corrections, with a sentence on each and notes on how to read them."""
         shown: list[Part] = [*self.contest_texts(), *self.correction_texts()]
         names = ("loss", "mass", "difference", "mass_falls", "difference_falls")
         for (baseline, treatment), contests in self.contests_by_sides().items():
@@ -116,7 +116,7 @@ class Split(Result):
             shown.append("Of a contest L's ratio is the product of the other two; below 1 less is lost.")
         for name, setting in zip(self._correction_names(), self.corrections, strict=True):
             shown += _correction_tables(name or setting.setting, setting)
-        return [*shown, *([_about_corrections(), text.TIES_NOTE] if self.corrections else [])]
+        return [*shown, *([_CORRECTIONS_NOTE, text.TIES_NOTE] if self.corrections else [])]
 
     def interval_note(self) -> str:
         """Return the line on n and intervals, those of shares and medians included."""
@@ -124,93 +124,100 @@ class Split(Result):
         return text.intervals_note(self.identity.samples, exact=corrected, medians=corrected)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per uncorrected configuration, layer and head: geometric means over samples with a number.
+        """Return a row per uncorrected configuration, layer and head: geometric means over the samples with a number.
 
         `isolated` is L, `gone_mass` 1 − S and `gone_distance` ‖μ_gone − μ_kept‖₁; None where no sample has one.
         """
         return [
             row
-            for one, own in zip(self.spreads, self.parts, strict=True)
+            for one, own in zip(self.spreads, self.log_factors, strict=True)
             for row in _head_records(one.config, own, self.identity)
         ]
 
     def verdicts(self) -> list[str]:
-        """Return, per configuration, MORE where how much goes explains over half of what makes heads differ.
+        """Return a verdict per configuration: MORE where 1 − S explains over half of the variance of log L over heads.
 
-        LESS where it explains under half, UNDECIDED where the interval holds a half, FEW where there is none;
-        configurations of which too little goes are left out.
+        LESS where it explains under half, UNDECIDED where the interval contains a half, FEW where there is no interval;
+        configurations that evict too little attention are left out.
         """
-        sides = [interval_verdict(one.by_mass_interval, 0.5) for _, one in self._known()]
-        return [FEW if side is None else (UNDECIDED, MORE, LESS)[side] for side in sides]
+        verdicts = [interval_verdict(spread.by_mass_interval, 0.5) for _, spread in self._known_spreads()]
+        return [FEW if verdict is None else (UNDECIDED, MORE, LESS)[verdict] for verdict in verdicts]
 
     def contests_by_sides(self) -> dict[tuple[str, str], list[Contest]]:
-        """Return the contests of each two sides, by their names, baseline first."""
+        """Return (baseline's name, treatment's name) -> the contests of these two sides, one per budget."""
         contests: dict[tuple[str, str], list[Contest]] = {}
         for one in self.contests:
             contests.setdefault(side_names(one.baseline, one.treatment), []).append(one)
         return contests
 
     def correction_cases(self) -> dict[str, list[Case]]:
-        """Return each correction's propagated perturbation over none, in every configuration."""
-        return {name: [row.propagated.case(where) for where, row in rows] for name, rows in self._by_correction()}
+        """Return name of a correction -> its propagated perturbation over the uncorrected one, per configuration."""
+        return {
+            name: [row.propagated.case(where) for where, row in rows]
+            for name, rows in self._rows_by_correction().items()
+        }
 
     def contest_texts(self) -> list[str]:
-        """Return the ratio of the typical head's L and of its two factors, a clause per pair of sides."""
+        """Return a clause per baseline and treatment: the geometric mean ratios of L and of its two factors."""
         return [_contest_text(*sides, contests) for sides, contests in self.contests_by_sides().items()]
 
     def correction_texts(self) -> list[str]:
-        """Return the effect of each correction on propagated perturbation and on KL, a clause each."""
+        """Return a clause per correction: its effect on propagated perturbation, and how often it lowers KL."""
         return [
-            f"{clause} (propagated), and lowers KL in {_kl_text(rows)}"
-            for clause, (_, rows) in zip(self._comparisons(), self._by_correction(), strict=True)
+            f"{clause} (propagated), and lowers KL in {_lower_kl_shares(rows)}"
+            for clause, rows in zip(self._correction_clauses(), self._rows_by_correction().values(), strict=True)
         ]
 
-    def _comparisons(self) -> list[str]:
+    def _correction_clauses(self) -> list[str]:
+        """Return a clause per correction: its effect on propagated perturbation."""
         return [comparison(name, "no correction", cases) for name, cases in self.correction_cases().items()]
 
     def _spread_clause(self) -> str:
         """Return 'how much goes explains 81 % … to 84 % … of what makes heads differ, 44 % … with random (control)'.
 
-        The clause begins with which of both explains more, where that is decided.
+        Where it is decided whether 1 − S or D explains more, the clause begins with that.
         """
-        known, verdicts = self._known(), self.verdicts()
+        known, verdicts = self._known_spreads(), self.verdicts()
         if not known:
             return "what makes heads differ is unknown: too little goes"
         clause = "how much goes" if FEW in verdicts else f"{tally(verdicts, _WORDS, 'configuration')}: how much goes"
         controls = [(name, one) for name, one in known if one.config.selection.name == _CONTROL]
         methods = [pair for pair in known if pair not in controls]
-        whole = f"{clause} explains {_shares(methods or controls)} of what makes heads differ"
-        return f"{whole}, {_shares(controls)} with {_CONTROL} (control)" if methods and controls else whole
+        whole = f"{clause} explains {_mass_shares(methods or controls)} of what makes heads differ"
+        return f"{whole}, {_mass_shares(controls)} with {_CONTROL} (control)" if methods and controls else whole
 
-    def _known(self) -> list[tuple[str, Spread]]:
+    def _known_spreads(self) -> list[tuple[str, Spread]]:
         """Return the spreads that are not NaN, with the names of their configurations."""
-        return [pair for pair in zip(self._names(), self.spreads, strict=True) if not isnan(pair[1].by_mass)]
+        named = zip(self._config_names(), self.spreads, strict=True)
+        return [(name, spread) for name, spread in named if not isnan(spread.by_mass)]
 
-    def _names(self) -> list[str]:
-        """Return the short names of the configurations; for a single one its selection."""
+    def _config_names(self) -> list[str]:
+        """Return the short names of the uncorrected configurations; for a single one its selection."""
         names = short_names([spread.config for spread in self.spreads])
         return [name or one.config.selection.name for name, one in zip(names, self.spreads, strict=True)]
 
     def _correction_names(self) -> list[str]:
+        """Return the short names of the configurations that are corrected; empty for a single one."""
         return short_names([setting.baseline for setting in self.corrections])
 
-    def _by_correction(self) -> list[tuple[str, list[tuple[str, Row]]]]:
-        """Return, by the name of a correction, its row of every configuration with that one's name."""
+    def _rows_by_correction(self) -> dict[str, list[tuple[str, Row]]]:
+        """Return name of a correction -> (name of the corrected configuration, row) for every configuration."""
         rows: dict[str, list[tuple[str, Row]]] = {}
         for where, setting in zip(self._correction_names(), self.corrections, strict=True):
             for row in setting.rows:
                 rows.setdefault(row.name, []).append((where, row))
-        return list(rows.items())
+        return rows
 
 
-def _shares(known: Sequence[tuple[str, Spread]]) -> str:
+def _mass_shares(spreads: Sequence[tuple[str, Spread]]) -> str:
+    """Return the least and the largest share of the variance that 1 − S explains: '81 % … with h2o to 84 % …'."""
     return extremes(
-        [(name, one.by_mass, text.percent(one.by_mass, one.by_mass_interval)) for name, one in known], "with"
+        [(name, one.by_mass, text.percent(one.by_mass, one.by_mass_interval)) for name, one in spreads], "with"
     )
 
 
 def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) -> str:
-    """Return the factors of one treatment, at the budgets at which both sides lose something."""
+    """Return the clause on the ratios of L, 1 − S and D, over the budgets at which both sides lose something."""
     contests = [one for one in contests if one.heads]
     if not contests:
         return f"no head loses anything under both {treatment} and {baseline}"
@@ -218,17 +225,17 @@ def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) ->
     loss = extremes(
         [(name, one.loss, factor(one.loss, one.loss_interval)) for name, one in zip(names, contests, strict=True)]
     )
-    mass, difference = ([getattr(one, part) for one in contests] for part in ("mass", "difference"))
-    return f"{treatment}'s L is {loss} that of {baseline}: 1 − S {_range(mass)}, D {_range(difference)}"
+    mass, difference = ([getattr(one, name) for one in contests] for name in ("mass", "difference"))
+    return f"{treatment}'s L is {loss} that of {baseline}: 1 − S {_factor_range(mass)}, D {_factor_range(difference)}"
 
 
-def _range(ratios: Sequence[float]) -> str:
-    """Return '0.77 × to 0.82 ×', or '0.77 ×' where both ends read alike."""
+def _factor_range(ratios: Sequence[float]) -> str:
+    """Return '0.77 × to 0.82 ×', or '0.77 ×' where both ends are printed alike."""
     return " to ".join(dict.fromkeys(factor(end) for end in (min(ratios), max(ratios))))
 
 
-def _kl_text(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return in how many prompts KL is lower: the least and the largest share."""
+def _lower_kl_shares(rows: Sequence[tuple[str, Row]]) -> str:
+    """Return the least and the largest share of prompts whose KL is lower, over the configurations."""
     return extremes(
         [(name, row.kl_falls, f"{text.percent(row.kl_falls, row.kl_falls_interval)} of prompts") for name, row in rows]
     )
@@ -245,18 +252,17 @@ def _correction_tables(name: str, setting: Setting) -> list[Part]:
     ]
 
 
-def _about_corrections() -> str:
-    return (
-        "corrected: one entry per query head stands in for what went, its value the mean of what went under the mean "
-        "of the window's queries, its weight as predicted: stored at that query, or linear in the query at hand. "
-        "corrected-oracle knows the true mass of what went: a control, which tells what the mean alone costs; with the "
-        "true mean it would be 0. L1 is the sum over all heads; / oracle: what predicting the mass costs; less KL: by "
-        "more than two noise floors."
-    )
+_CORRECTIONS_NOTE = (
+    "corrected: one entry per query head stands in for what went, its value the mean of what went under the mean "
+    "of the window's queries, its weight as predicted: stored at that query, or linear in the query at hand. "
+    "corrected-oracle knows the true mass of what went: a control, which tells what the mean alone costs; with the "
+    "true mean it would be 0. L1 is the sum over all heads; / oracle: what predicting the mass costs; less KL: by "
+    "more than two noise floors."
+)
 
 
 def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 0) -> Split:
-    """Tell whether heads lose by how much attention goes or by what goes, and what correcting the output wins.
+    """Split each head's loss into how much attention is evicted and how unlike the rest it is; evaluate corrections.
 
     `L = (1 − S) ‖μ_gone − μ_kept‖₁` per head (METHOD, the split of an evicted output), from the stored S and the
     isolated perturbation: the parts of Var(log L) over the heads of a sample; both factors of each side's L over the
@@ -268,8 +274,8 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
             every uncorrected configuration, against selection `attention` where the trace holds it.
         step: decode step.
 
-    Raises TraceError where a side is not there, all configurations are corrected or in few bits, or the trace has no
-    complete sample or not what is needed; ConfigError where it has no such step.
+    Raises TraceError where a side has no configuration, all configurations are corrected or in few bits, or the trace
+    lacks a complete sample or a variable; ConfigError where it has no such step.
 
     Example, of a `trace` of 2 layers and 2 heads:
         >>> import perturbkv as pk
@@ -280,13 +286,13 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
     measured = Measurements(trace, ANALYSIS, step)
     sides = _sides(trace.run) if compare is None else [compare] if isinstance(compare, str) else list(compare)
     shown = _configs_of_sides(trace.run, sides)
-    each = tuple(parts(measured, config) for config in shown)
+    each = tuple(log_factors(measured, config) for config in shown)
     contests = tuple(contest(measured, *pair) for pair in _pairs(trace.run, sides))
     corrections = settings(measured, shown, step)
     every = [*shown, *(config for setting in corrections for config in setting.identity.configs)]
     return Split(
         spreads=tuple(spread(config, own) for config, own in zip(shown, each, strict=True)),
-        parts=each,
+        log_factors=each,
         contests=contests,
         corrections=corrections,
         step=step,
@@ -307,7 +313,7 @@ def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
 
 
 def _sides(run: RunConfig) -> list[str]:
-    """Return the name of every side that evicts without correction; the one with selection `attention` first."""
+    """Return the names of the sides with an uncorrected configuration, that with selection `attention` first."""
     alone = _uncorrected(run)
     several = len({one.policy.name for one in alone}) > 1
     names = [
@@ -334,15 +340,16 @@ def _configs_of_sides(run: RunConfig, sides: Sequence[str]) -> list[EvictionConf
 
 
 def _pairs(run: RunConfig, sides: Sequence[str]) -> list[Pair]:
-    """Return the pairs of the first side, as baseline, with each later one; none where there is one side."""
+    """Return the uncorrected pairs of the first side, as baseline, with each later side; none for a single side."""
     baseline, *treatments = sides
     chosen = [pair for side in treatments for pair in pairs(run, baseline, side)]
     return [pair for pair in chosen if all(one.only_evicts for one in pair)]
 
 
-def _head_records(config: EvictionConfig, own: Parts, run: RunIdentity) -> list[dict[str, Any]]:
-    numbers = {"isolated": own.loss, "gone_mass": own.mass, "gone_distance": own.difference}
-    samples = own.known.sum(axis=0)
+def _head_records(config: EvictionConfig, factors: LogFactors, run: RunIdentity) -> list[dict[str, Any]]:
+    """Return the rows of `Split.records` of one configuration."""
+    numbers = {"isolated": factors.loss, "gone_mass": factors.mass, "gone_distance": factors.difference}
+    samples = factors.known.sum(axis=0)
     means = {name: np.nansum(logs, axis=0) / np.maximum(samples, 1) for name, logs in numbers.items()}
     return [
         {

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.horizon.growth import KINDS, LEAST_STEPS, Steps, by_step
 from perturbkv.analyses.identity import identity
@@ -21,6 +20,7 @@ from perturbkv.analyses.questions.stability.rank_reliability import (
     Reliability,
     agreement,
     depth_profile,
+    format_estimate,
     profile_correlation,
     profiles,
     reliability,
@@ -41,17 +41,20 @@ _BY = "by"
 
 
 def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | None:
-    """Return the only configuration that matches a side, or the only plain one of several; None where there is none.
+    """Return the only configuration, or the only plain one of several, that a side means; None where there is none.
 
-    A plain one evicts alone, uncorrected and in full precision, with no option that is not at its default but those of
-    the side: `two-stage` beside `two-stage(norm=l2)` is the first, `two-stage(norm=l2)` the second.
+    A plain configuration only evicts, uncorrected and in full precision, and has no option off its default that the
+    side does not name: of `two-stage` and `two-stage(norm=l2)` the side `two-stage` means the first.
     """
-    plain = matching if len(matching) == 1 else [config for config in matching if _plain(config, side)]
+    plain = matching if len(matching) == 1 else [config for config in matching if _is_plain(config, side)]
     return plain[0] if len(plain) == 1 else None
 
 
 def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig:
-    """Return the configuration of `resolve`. Raises ConfigError where it is None, with names that would do, if any."""
+    """Return the configuration that a side means.
+
+    Raises ConfigError where `resolve` finds none; the message lists names that would each mean one, if any.
+    """
     if (config := resolve(matching, side)) is not None:
         return config
     every = dict.fromkeys(f"{config.policy}:{config.selection}" for config in matching)
@@ -71,7 +74,8 @@ def _quote_names(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _plain(config: EvictionConfig, side: str) -> bool:
+def _is_plain(config: EvictionConfig, side: str) -> bool:
+    """Return whether a configuration only evicts, with no option off its default that the side does not name."""
     named = [parse(part) for part in split_policy_and_selection(side)]
     choices = (config.policy, config.selection, config.granularity)
     return config.only_evicts and not any(_has_other_options(choice, named) for choice in choices)
@@ -97,9 +101,10 @@ class RelativePerturbation:
         config: the treatment.
         depths: (layer,) relative depth of the layers measured, layer / (layers − 1).
         relative: kind → (sample, layer, head) L / ‖o_h‖₁ at step 0, propagated and isolated.
-        gain: kind → (sample, layer, head) the baseline's less the treatment's; empty where the trace has no baseline.
-        late: kind → (long sample, layer, head) mean over each sample's last third of steps; `early` at step 0 of
-            the same samples. Empty where no text has three steps.
+        gain: kind → (sample, layer, head) the baseline's relative perturbation less the treatment's; empty where the
+            trace has no baseline.
+        early: kind → (long sample, layer, head) at step 0, of the samples with three steps or more; empty without one.
+        late: the same for the mean over each sample's last third of steps.
     """
 
     measured: Measurements
@@ -112,7 +117,7 @@ class RelativePerturbation:
 
 
 def check_distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError for no trace, and for one that is given twice: it would agree with itself."""
+    """Raise TraceError for no trace, and for a trace that is given twice: it would agree with itself."""
     if not traces:
         msg = f"{ANALYSIS} needs at least one trace, got none"
         raise TraceError(msg)
@@ -123,33 +128,37 @@ def check_distinct(traces: Sequence[Trace]) -> None:
             raise TraceError(msg)
 
 
-def choose(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
-    """Return one configuration of each trace: of the side and of one budget, alike in all else.
+def choose_configs(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
+    """Return the configuration of each trace that a side means at one budget; they may differ in the budget alone.
 
-    Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where it has several
-    budgets, or the side means none of several configurations of the budget.
+    Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where a trace has
+    several budgets, or the side means none of several configurations.
     """
     matching = [[trace.run.configs[index] for index in side_indices(trace.run, side)] for trace in traces]
     shared = _shared_budget(matching, budget)
-    chosen = [_resolve(configs, side, shared) for configs in matching]
+    chosen = [_resolve_at_budget(configs, side, shared) for configs in matching]
     _check_alike(chosen)
     return chosen
 
 
 def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | None) -> Budget | None:
-    """Return the given budget, or the only one that all traces have; None where each trace has one of its own."""
+    """Return the requested budget, or the only one that all traces have; None where each trace has another single one.
+
+    Raises ConfigError where several budgets are possible.
+    """
     if budget is not None:
         return Budget.parse(budget)
     budgets = [dict.fromkeys(config.budget for config in configs) for configs in matching]
-    shared = [one for one in budgets[0] if all(one in others for others in budgets)]
-    if len(shared) > 1 or (not shared and any(len(one) > 1 for one in budgets)):
-        every = dict.fromkeys(str(one) for each in budgets for one in each)
+    shared = [value for value in budgets[0] if all(value in values for values in budgets)]
+    if len(shared) > 1 or (not shared and any(len(values) > 1 for values in budgets)):
+        every = dict.fromkeys(str(value) for values in budgets for value in values)
         msg = f"{ANALYSIS} looks at one budget at a time, got traces of {', '.join(every)}; choose one with --budget"
         raise ConfigError(msg)
     return shared[0] if shared else None
 
 
-def _resolve(matching: Sequence[EvictionConfig], side: str, budget: Budget | None) -> EvictionConfig:
+def _resolve_at_budget(matching: Sequence[EvictionConfig], side: str, budget: Budget | None) -> EvictionConfig:
+    """Return the configuration that a side means among those of a budget. Raises TraceError where there are none."""
     fitting = [config for config in matching if budget is None or config.budget == budget]
     if not fitting:
         got = ", ".join(dict.fromkeys(str(config.budget) for config in matching))
@@ -159,6 +168,7 @@ def _resolve(matching: Sequence[EvictionConfig], side: str, budget: Budget | Non
 
 
 def _check_alike(chosen: Sequence[EvictionConfig]) -> None:
+    """Raise TraceError for configurations that differ in more than the budget."""
     first = _without_budget(chosen[0])
     for config in chosen[1:]:
         if (other := _without_budget(config)) != first:
@@ -171,51 +181,55 @@ def _check_alike(chosen: Sequence[EvictionConfig]) -> None:
 
 
 def _without_budget(config: EvictionConfig) -> dict[str, object]:
+    """Return choice -> value of a configuration, but for its budget."""
     return {name: value for name, value in config.flat().items() if name != "budget"}
 
 
 def relative_perturbation(
     trace: Trace, config: EvictionConfig, baseline: EvictionConfig | None
 ) -> RelativePerturbation:
-    """Return the relative perturbation of a trace's heads under a configuration.
+    """Return the relative perturbation of a trace's heads under a configuration, and its gain over the baseline.
 
     Raises TraceError where the trace has no complete sample.
     """
     measured = Measurements(trace, ANALYSIS, 0)
-    relative = _relative(measured, config)
-    other = {} if baseline is None else _relative(measured, baseline)
+    relative = _first_step(measured, config)
+    baselines = {} if baseline is None else _first_step(measured, baseline)
     counts = measured_steps(measured.trace)
     steps = Steps(np.arange(counts.max()) < counts[:, None])
-    early, late = _over_steps(measured, config, steps) if counts.max() >= LEAST_STEPS else ({}, {})
+    early, late = _early_and_late(measured, config, steps) if counts.max() >= LEAST_STEPS else ({}, {})
     return RelativePerturbation(
         measured=measured,
         config=config,
         depths=_relative_depths(measured.trace),
         relative=relative,
-        gain={kind: values - relative[kind] for kind, values in other.items()},
+        gain={kind: values - relative[kind] for kind, values in baselines.items()},
         early=early,
         late=late,
     )
 
 
 def _relative_depths(trace: Trace) -> Floats:
-    """Return (layer,) relative depths of the measured layers; a model of one layer is at 0."""
+    """Return (layer,) relative depths, layer / (layers − 1), of the measured layers; 0 for a model of one layer."""
     count = trace.arrays["output_norm"].shape[2]
-    some = trace.attrs.get(MEASURED_LAYERS, "")
-    layers, whole = layer_types.parse_measured(some) if some else (tuple(range(count)), count)
-    return np.asarray(layers, dtype=np.float64) / max(1, whole - 1)
+    measured = trace.attrs.get(MEASURED_LAYERS, "")
+    layers, model_layers = layer_types.parse_measured(measured) if measured else (tuple(range(count)), count)
+    return np.asarray(layers, dtype=np.float64) / max(1, model_layers - 1)
 
 
-def _relative(measured: Measurements, config: EvictionConfig) -> dict[str, Floats]:
-    """Return kind → (sample, layer, head) at step 0; 0 where a head has no output."""
+def _first_step(measured: Measurements, config: EvictionConfig) -> dict[str, Floats]:
+    """Return kind → (sample, layer, head) relative perturbation at step 0; 0 where a head has no output."""
     index, norm = measured.index(config), measured["output_norm"]
     return {kind: np.nan_to_num(ratio(measured[name][:, index], norm)) for kind, name in KINDS.items()}
 
 
-def _over_steps(
+def _early_and_late(
     measured: Measurements, config: EvictionConfig, steps: Steps
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Return step 0, and the mean over each sample's last third of steps, of the samples of three steps or more."""
+    """Return kind → (long sample, layer, head) relative perturbation: at step 0, and mean over the last third of steps.
+
+    Long samples have three steps or more.
+    """
     index, every = measured.index(config), Measurements(measured.trace, ANALYSIS, None)
     norm = by_step(every, "output_norm", steps)
     each = {kind: np.nan_to_num(ratio(by_step(every, name, steps, index), norm)) for kind, name in KINDS.items()}
@@ -223,8 +237,9 @@ def _over_steps(
     return {kind: values[steps.long][:, 0] for kind, values in each.items()}, late
 
 
-def _estimate_text(estimate: RankEstimate | Estimate | None) -> str:
-    return "–" if estimate is None else text.decimal(estimate.value, estimate.interval, separator="\n")
+def _format_estimate(estimate: RankEstimate | Estimate) -> str:
+    """Return an estimate, its interval on a second line."""
+    return format_estimate(estimate, "\n")
 
 
 @record
@@ -256,22 +271,22 @@ class StableTrace(Record):
         """Budget of the treatment."""
         return str(self.config.budget)
 
-    @derived(heading="#isolated", text=_estimate_text, json=False)
+    @derived(heading="#isolated", text=_format_estimate, json=False)
     def isolated(self) -> RankEstimate:
         """Isolated L1: reliability of a trace's ranks of its heads; between two traces ρ of their mean ranks."""
         return self.perturbation["isolated"].split_half
 
-    @derived(heading="#propagated", text=_estimate_text, json=False)
+    @derived(heading="#propagated", text=_format_estimate, json=False)
     def propagated(self) -> RankEstimate:
         """Propagated L1: reliability of a trace's ranks of its heads; between two traces ρ of their mean ranks."""
         return self.perturbation["propagated"].split_half
 
-    @derived(heading="#isolated", text=_estimate_text, json=False)
+    @derived(heading="#isolated", text=_format_estimate, json=False)
     def isolated_steps(self) -> Estimate | None:
         """Isolated L1: ρ between the heads at step 0 and in the last third of the steps."""
         return self.over_steps.get("isolated")
 
-    @derived(heading="#propagated", text=_estimate_text, json=False)
+    @derived(heading="#propagated", text=_format_estimate, json=False)
     def propagated_steps(self) -> Estimate | None:
         """Propagated L1: ρ between the heads at step 0 and in the last third of the steps."""
         return self.over_steps.get("propagated")
@@ -283,7 +298,7 @@ class StableTrace(Record):
 
     @property
     def name(self) -> str:
-        """Its number and data set."""
+        """The trace's number and data set."""
         return f"{self.number}: {self.dataset}"
 
 
@@ -299,17 +314,17 @@ class TracePair(Record):
     gain: dict[str, RankAgreement] = column("the same by gain; empty between models, and without a baseline")
     depth: dict[str, RankEstimate] = column("between models: ρ of the profiles over depth; else empty")
 
-    @derived(heading="#isolated", text=_estimate_text, json=False)
+    @derived(heading="#isolated", text=_format_estimate, json=False)
     def isolated(self) -> RankEstimate:
         """Isolated L1: ρ of both traces' mean ranks; between models of their profiles over depth."""
         return self.perturbation["isolated"].rho if self.perturbation else self.depth["isolated"]
 
-    @derived(heading="#propagated", text=_estimate_text, json=False)
+    @derived(heading="#propagated", text=_format_estimate, json=False)
     def propagated(self) -> RankEstimate:
         """Propagated L1: ρ of both traces' mean ranks; between models of their profiles over depth."""
         return self.perturbation["propagated"].rho if self.perturbation else self.depth["propagated"]
 
-    @derived(heading="#propagated,\ncorrected", text=_estimate_text, json=False)
+    @derived(heading="#propagated,\ncorrected", text=_format_estimate, json=False)
     def corrected(self) -> RankEstimate | None:
         """Propagated L1: ρ over the root of both reliabilities, without noise; by chance it exceeds 1."""
         return self.perturbation["propagated"].corrected if self.perturbation else None
@@ -321,18 +336,22 @@ class TracePair(Record):
 
     @property
     def paired(self) -> bool:
-        """True where prompts are left out of both traces at once."""
+        """True where both traces may be of the same prompts, so that intervals leave a prompt out of both at once."""
         return any(agreement.paired for agreement in self.perturbation.values())
 
     @property
     def name(self) -> str:
-        """Both numbers, with a star where both traces may be of the same prompts."""
+        """Both traces' numbers, with a star where both may be of the same prompts."""
         return f"{self.first}–{self.second}{'*' if self.paired else ''}"
 
 
 @dataclass(frozen=True)
 class RankedTrace:
-    """A trace with its number and its heads' ranks: kind → heads by relative perturbation, and by gain."""
+    """A trace with its number and its heads' ranks.
+
+    Attributes:
+        perturbation, gain: kind → heads ranked by relative perturbation, and by gain.
+    """
 
     number: int
     values: RelativePerturbation
@@ -340,10 +359,11 @@ class RankedTrace:
     gain: dict[str, RankedHeads]
 
     @classmethod
-    def of(cls, number: int, values: RelativePerturbation) -> RankedTrace:
-        """Return the trace with its number, its heads ranked."""
+    def from_values(cls, number: int, values: RelativePerturbation) -> RankedTrace:
+        """Rank the heads of a trace."""
         perturbation, gain = (
-            {kind: RankedHeads.of(each) for kind, each in kinds.items()} for kinds in (values.relative, values.gain)
+            {kind: RankedHeads.from_values(array) for kind, array in arrays.items()}
+            for arrays in (values.relative, values.gain)
         )
         return cls(number, values, perturbation, gain)
 
@@ -376,7 +396,7 @@ def stable_trace(ranked: RankedTrace) -> StableTrace:
 
 
 def _step_correlation(early: Floats, late: Floats) -> Estimate:
-    """Return the mean over samples of ρ between the heads of (sample, layer, head) arrays."""
+    """Return Spearman's ρ between the heads of two (sample, layer, head) arrays, mean over samples."""
     each = np.array(
         [float(spearman(first.reshape(-1), last.reshape(-1))) for first, last in zip(early, late, strict=True)]
     )
@@ -384,31 +404,31 @@ def _step_correlation(early: Floats, late: Floats) -> Estimate:
 
 
 def compare_pair(first: RankedTrace, second: RankedTrace) -> TracePair:
-    """Return the agreement of two traces: of the same heads where they are of one model, else over depth alone."""
+    """Return the agreement of two traces: of heads' ranks in one model, of profiles over depth between models."""
     if not _same_heads(first.trace, second.trace):
-        here, there = (
+        own, other = (
             {kind: profiles(each, one.values.depths) for kind, each in one.values.relative.items()}
             for one in (first, second)
         )
-        depth = {kind: profile_correlation(each, there[kind]) for kind, each in here.items()}
+        depth = {kind: profile_correlation(each, other[kind]) for kind, each in own.items()}
         return TracePair(first.number, second.number, {}, {}, depth)
-    paired = _paired(first.trace, second.trace)
+    paired = _may_share_prompts(first.trace, second.trace)
     perturbation, gain = (
-        {kind: agreement(heads, other[kind], paired) for kind, heads in own.items()}
-        for own, other in ((first.perturbation, second.perturbation), (first.gain, second.gain))
+        {kind: agreement(heads, seconds[kind], paired) for kind, heads in firsts.items()}
+        for firsts, seconds in ((first.perturbation, second.perturbation), (first.gain, second.gain))
     )
     return TracePair(first.number, second.number, perturbation, gain, {})
 
 
 def _same_heads(first: Trace, second: Trace) -> bool:
-    """Return whether two traces are of one model, and of the same layers of it."""
+    """Return whether two traces have measured the same heads: one model, and the same layers of it."""
     shapes = {trace.arrays["output_norm"].shape[2:] for trace in (first, second)}
     models = {(trace.run.model, trace.run.revision) for trace in (first, second)}
     layers = {identity(trace, ()).measured_layers for trace in (first, second)}
     return len(shapes) == len(models) == len(layers) == 1
 
 
-def _paired(first: Trace, second: Trace) -> bool:
-    """Return whether the samples may be the same prompts, or grow from the same draws: of one data set and seed."""
-    here, there = ((trace.run.dataset, trace.run.seed) for trace in (first, second))
-    return here == there and np.array_equal(first.ok, second.ok)
+def _may_share_prompts(first: Trace, second: Trace) -> bool:
+    """Return whether the samples of two traces may be the same prompts: of one data set and seed."""
+    sources = {(trace.run.dataset, trace.run.seed) for trace in (first, second)}
+    return len(sources) == 1 and np.array_equal(first.ok, second.ok)

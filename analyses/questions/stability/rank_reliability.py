@@ -1,4 +1,4 @@
-"""Rank correlations of heads between samples, halves of samples, and traces, and the layers' share of perturbation.
+"""Rank correlations of heads between samples, halves of samples, and traces, and the layers' shares of perturbation.
 
 A trace's profile is the mean over samples of each sample's ranks of its heads, so that no prompt counts for more
 because all its heads are perturbed more. How far a profile can be trusted is its reliability: Spearman's ρ between the
@@ -45,23 +45,25 @@ from perturbkv.analyses.stats.rank_correlation import mean_ranks, spearman
 
 MOST_SPLITS = 200
 WORST = 0.1
-"""Share of the heads, the most perturbed ones, of which the overlap is counted."""
+"""The overlap of two traces is that of this share of their heads, the most perturbed ones."""
 _CORRECTED = StatisticKind(3 / 8)
 """A correlation that was corrected may exceed 1 by chance."""
 _SEED = 0
 
 
-def _estimate_text(estimate: RankEstimate | Estimate) -> str:
-    return text.decimal(estimate.value, estimate.interval)
+def format_estimate(estimate: RankEstimate | Estimate, separator: str = " ") -> str:
+    """Return an estimate with its interval behind the separator."""
+    return text.decimal(estimate.value, estimate.interval, separator=separator)
 
 
-def _share_text(estimate: Estimate) -> str:
+def _format_share(estimate: Estimate) -> str:
+    """Return a share in percent, its interval on a second line."""
     return text.percent(estimate.value, estimate.interval, "\n")
 
 
 @record
 class RankEstimate(Record):
-    """A rank correlation with its interval; a range of fewer than five samples, None of one."""
+    """A rank correlation with its interval: a range for fewer than five samples, None for one."""
 
     value: float = column("a rank correlation")
     interval: OptionalInterval = column("over samples; of fewer than five a range of single splits, pairs or samples")
@@ -75,9 +77,9 @@ class Reliability(Record):
         "Spearman's ρ of the mean ranks of two halves of the samples, mean over splits, for all samples "
         "(Spearman–Brown)",
         heading="#reliability",
-        text=_estimate_text,
+        text=format_estimate,
     )
-    pairwise: RankEstimate = column("mean ρ of two samples", heading="#two samples", text=_estimate_text)
+    pairwise: RankEstimate = column("mean ρ of two samples", heading="#two samples", text=format_estimate)
     splits: int = column("splits into halves that were tried", heading="#splits")
 
 
@@ -86,12 +88,12 @@ class RankAgreement(Record):
     """The agreement of two traces' ranks of the same heads."""
 
     rho: RankEstimate = column(
-        "Spearman's ρ of both traces' mean ranks, as measured", heading="#ρ", text=_estimate_text
+        "Spearman's ρ of both traces' mean ranks, as measured", heading="#ρ", text=format_estimate
     )
     corrected: RankEstimate = column(
         "ρ over the root of both reliabilities, without noise; by chance it exceeds 1; null where one is not positive",
         heading="#corrected",
-        text=_estimate_text,
+        text=format_estimate,
     )
     shared: float = column(
         "overlap of the tenth of the heads that is perturbed most in one trace and in the other",
@@ -109,8 +111,8 @@ class RankedHeads:
 
     Attributes:
         ranks: (sample, head) from 1, ties at their mean.
-        split_half: the reliability of their mean; NaN of one sample.
-        without: (sample,) that reliability without each sample.
+        split_half: split-half reliability of the mean ranks; NaN of one sample.
+        without: (sample,) the reliability with each of the samples left out.
     """
 
     ranks: Floats
@@ -118,37 +120,41 @@ class RankedHeads:
     without: Floats
 
     @classmethod
-    def of(cls, values: Floats) -> RankedHeads:
-        """Return the ranks of (sample, …) values, one for each head."""
+    def from_values(cls, values: Floats) -> RankedHeads:
+        """Rank the heads of each sample by (sample, …) values."""
         ranks = np.stack([mean_ranks(sample.reshape(-1)) for sample in values])
-        return cls(ranks, split_half(ranks), np.array([split_half(rows) for rows in without_each(ranks)]))
+        return cls(ranks, split_half(ranks), np.array([split_half(rows) for rows in leave_one_out(ranks)]))
 
 
 def reliability(heads: RankedHeads) -> Reliability:
     """Return the reliability of a trace's ranks of its heads."""
-    tried, matrix = halves(len(heads.ranks)), between_samples(heads.ranks)
+    splits, matrix = halves(len(heads.ranks)), between_samples(heads.ranks)
     pairs = matrix[np.triu_indices(len(matrix), 1)]
-    left = np.array([_mean_pair(np.delete(rows, index, axis=1)) for index, rows in enumerate(without_each(matrix))])
-    each = np.array([spearman_brown(_split_rho(heads.ranks, half)) for half in tried])
+    left = np.array([_mean_rho(np.delete(rows, index, axis=1)) for index, rows in enumerate(leave_one_out(matrix))])
+    each = np.array([spearman_brown(_split_rho(heads.ranks, half)) for half in splits])
     return Reliability(
         split_half=RankEstimate(heads.split_half, _interval_or_range(heads.split_half, heads.without, each)),
-        pairwise=RankEstimate(_mean_pair(matrix), _interval_or_range(_mean_pair(matrix), left, pairs)),
-        splits=len(tried),
+        pairwise=RankEstimate(_mean_rho(matrix), _interval_or_range(_mean_rho(matrix), left, pairs)),
+        splits=len(splits),
     )
 
 
 def between_samples(ranks: Floats) -> Floats:
-    """Return (sample, sample) Spearman's ρ."""
+    """Return (sample, sample) Spearman's ρ between the heads' ranks of two samples."""
     return np.array([[float(spearman(one, other)) for other in ranks] for one in ranks])
 
 
-def _mean_pair(matrix: Floats) -> float:
+def _mean_rho(matrix: Floats) -> float:
+    """Return the mean of a (sample, sample) matrix of ρ over its pairs of samples; NaN without a pair."""
     pairs = matrix[np.triu_indices(len(matrix), 1)]
     return float(pairs.mean()) if len(pairs) else float("nan")
 
 
 def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalInterval:
-    """Return the jackknife interval from values without each sample; of few samples the range of `single` ones."""
+    """Return the jackknife interval of a value, from the values with each sample left out.
+
+    For fewer than five samples, the range of the values of `single` splits or pairs; None for one sample.
+    """
     if len(left) < 2:
         return None
     if len(left) < MIN_SAMPLES:
@@ -157,12 +163,13 @@ def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalIn
 
 
 def split_half(ranks: Floats) -> float:
-    """Return ρ between the mean ranks of two halves, mean over splits, brought to all samples; NaN of one sample."""
+    """Return the split-half reliability of (sample, head) ranks, brought to all samples; NaN of one sample."""
     each = [_split_rho(ranks, half) for half in halves(len(ranks))]
     return spearman_brown(float(np.mean(each))) if each else float("nan")
 
 
 def _split_rho(ranks: Floats, half: NDArray[np.bool_]) -> float:
+    """Return Spearman's ρ between the mean ranks of one half of the samples and of the other half."""
     return float(spearman(ranks[half].mean(axis=0), ranks[~half].mean(axis=0)))
 
 
@@ -172,10 +179,10 @@ def spearman_brown(half: float) -> float:
 
 
 def halves(samples: int) -> list[NDArray[np.bool_]]:
-    """Return the splits as (sample,) True for the smaller half: all of them, or 200 drawn ones."""
-    size, same = samples // 2, samples % 2 == 0
-    if comb(samples, size) // (2 if same else 1) <= MOST_SPLITS:
-        splits = [split for split in combinations(range(samples), size) if size and (not same or 0 in split)]
+    """Return splits into halves, each (sample,) True for the smaller half: all splits, or 200 drawn ones."""
+    size, even = samples // 2, samples % 2 == 0
+    if comb(samples, size) // (2 if even else 1) <= MOST_SPLITS:
+        splits = [split for split in combinations(range(samples), size) if size and (not even or 0 in split)]
     else:
         draw = np.random.default_rng(_SEED)
         splits = [tuple(draw.permutation(samples)[:size].tolist()) for _ in range(MOST_SPLITS)]
@@ -183,16 +190,19 @@ def halves(samples: int) -> list[NDArray[np.bool_]]:
 
 
 def agreement(first: RankedHeads, second: RankedHeads, paired: bool) -> RankAgreement:
-    """Return the agreement of the same heads in two traces; `paired` needs as many samples of both."""
+    """Return the agreement of two traces' ranks of the same heads.
+
+    `paired`: the same prompts in both, so that both have as many samples.
+    """
     heads, profiles = first.ranks.shape[1], [one.ranks.mean(axis=0) for one in (first, second)]
     worst = ceil(WORST * heads)
-    here, there = (np.argsort(-one, kind="stable")[:worst] for one in profiles)
+    first_worst, second_worst = (np.argsort(-one, kind="stable")[:worst] for one in profiles)
     chance = stats.hypergeom(heads, worst, worst)
     measured = rho(first.ranks, second.ranks)
     return RankAgreement(
         rho=rho_estimate(first.ranks, second.ranks, paired),
-        corrected=_corrected(measured, first, second, paired),
-        shared=len(np.intersect1d(here, there)) / worst,
+        corrected=_corrected_estimate(measured, first, second, paired),
+        shared=len(np.intersect1d(first_worst, second_worst)) / worst,
         chance=float(chance.mean()) / worst,
         chance_most=float(chance.ppf(0.975)) / worst,
         paired=paired,
@@ -200,37 +210,40 @@ def agreement(first: RankedHeads, second: RankedHeads, paired: bool) -> RankAgre
 
 
 def rho(first: Floats, second: Floats) -> float:
-    """Return Spearman's ρ of the mean rows of two (sample, …) arrays."""
+    """Return Spearman's ρ between the means over samples of two (sample, …) arrays."""
     return float(spearman(first.mean(axis=0), second.mean(axis=0)))
 
 
 def rho_estimate(first: Floats, second: Floats, paired: bool) -> RankEstimate:
-    """Return `rho` with its interval over the samples of both: each pair left out, or each sample."""
+    """Return `rho` with its interval over the samples of both arrays: a range for fewer than five, None for one."""
     value, count = rho(first, second), min(len(first), len(second))
     if count < 2:
         return RankEstimate(value, None)
     if count < MIN_SAMPLES:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
         return RankEstimate(value, Interval(min(each), max(each), "range"))
-    return RankEstimate(value, _independent_interval(value, _leave_one_out(first, second, paired), CORRELATION))
+    return RankEstimate(value, _independent_interval(value, _leave_one_out_rho(first, second, paired), CORRELATION))
 
 
-def _leave_one_out(first: Floats, second: Floats, paired: bool) -> list[Floats]:
-    """Return `rho` without each pair of samples, where paired; else without each of the first's and of the second's."""
+def _leave_one_out_rho(first: Floats, second: Floats, paired: bool) -> list[Floats]:
+    """Return `rho` with one sample left out: (sample,) for both arrays at once where paired, else for each array."""
     if paired:
-        return [np.array([rho(*one) for one in zip(without_each(first), without_each(second), strict=True)])]
-    return [np.array([rho(one, second) for one in without_each(first)]),
-            np.array([rho(first, one) for one in without_each(second)])]  # fmt: skip
+        return [np.array([rho(*one) for one in zip(leave_one_out(first), leave_one_out(second), strict=True)])]
+    return [np.array([rho(one, second) for one in leave_one_out(first)]),
+            np.array([rho(first, one) for one in leave_one_out(second)])]  # fmt: skip
 
 
-def _corrected(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
-    """Return ρ over the root of both reliabilities; NaN where one is not positive, no interval of few samples."""
+def _corrected_estimate(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
+    """Return ρ over the root of both reliabilities, with its interval.
+
+    NaN where one reliability is not positive; no interval for fewer than five samples.
+    """
     value = _disattenuate(measured, first.split_half, second.split_half)
     if min(len(first.ranks), len(second.ranks)) < MIN_SAMPLES:
         return RankEstimate(float(value), None)
-    left = _leave_one_out(first.ranks, second.ranks, paired)
-    alone = [(first.without, second.split_half), (first.split_half, second.without)]
-    parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*alone]
+    left = _leave_one_out_rho(first.ranks, second.ranks, paired)
+    singly = [(first.without, second.split_half), (first.split_half, second.without)]
+    parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*singly]
     each = [np.asarray(_disattenuate(one, *part)) for one, part in zip(left, parts, strict=True)]
     return RankEstimate(float(value), _independent_interval(float(value), each, _CORRECTED))
 
@@ -241,12 +254,13 @@ def _disattenuate(measured: Floats | float, first: Floats | float, second: Float
     return np.where(usable, measured / np.sqrt(np.where(usable, np.multiply(first, second), 1.0)), np.nan)
 
 
-def without_each(values: Floats) -> list[Floats]:
-    """Return (sample, …) values without each of the samples."""
+def leave_one_out(values: Floats) -> list[Floats]:
+    """Return (sample, …) values with one sample left out, for each of the samples."""
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
 def _jackknife_interval(value: float, left: Floats, kind: StatisticKind) -> OptionalInterval:
+    """Return the jackknife interval of a value, from the values with each sample left out; None where one is NaN."""
     if np.isnan(left).any() or np.isnan(value):
         return None
     low, high = jackknife(np.asarray(value), left, kind)
@@ -254,8 +268,11 @@ def _jackknife_interval(value: float, left: Floats, kind: StatisticKind) -> Opti
 
 
 def _independent_interval(value: float, left: Sequence[Floats], kind: StatisticKind) -> OptionalInterval:
-    """Return the interval of a value whose parts vary independently: squared distances to the ends add up."""
-    known = [one for one in (_jackknife_interval(value, part, kind) for part in left) if one is not None]
+    """Return the interval of a value that depends on independent groups of samples; `left` has an array per group.
+
+    Squared distances from the value to the ends of each group's interval add up.
+    """
+    known = [one for one in (_jackknife_interval(value, group, kind) for group in left) if one is not None]
     if len(known) < len(left):
         return None
     low, high = (float(np.sqrt(sum((getattr(one, end) - value) ** 2 for one in known))) for end in ("low", "high"))
@@ -277,21 +294,18 @@ class DepthProfile(Record):
     )
     profile_interval: Band = interval()
     first_layer: Estimate = column(
-        "share of the sum over all heads in the first layer measured", heading="#first\nlayer", text=_share_text
+        "share of the sum over all heads in the first layer measured", heading="#first\nlayer", text=_format_share
     )
     first_tenth: Estimate = column(
-        "share in the first tenth of the layers measured, rounded up", heading="#first\ntenth", text=_share_text
+        "share in the first tenth of the layers measured, rounded up", heading="#first\ntenth", text=_format_share
     )
     half: Estimate = column(
-        "share of the heads that carries half of the sum", heading="#half in\nheads", text=_share_text
+        "share of the heads that carries half of the sum", heading="#half in\nheads", text=_format_share
     )
 
 
 def depth_profile(relative: Floats, depths: Floats) -> DepthProfile:
-    """Return the distribution over depth of (sample, layer, head) relative perturbation.
-
-    `depths` (layer,) are relative depths.
-    """
+    """Return the distribution of (sample, layer, head) relative perturbation over the (layer,) relative depths."""
     layers, heads = relative.shape[1:]
     shares = np.asarray(ratio(relative.sum(axis=2), relative.sum(axis=(1, 2))[:, None]))
     each, kind = profiles(relative, depths), share_kind(layers * heads)
@@ -305,13 +319,16 @@ def depth_profile(relative: Floats, depths: Floats) -> DepthProfile:
 
 
 def profiles(relative: Floats, depths: Floats) -> Floats:
-    """Return (sample, point) of (sample, layer, head): layers' means over the sample's mean, linear in depth."""
+    """Return (sample, point) each sample's layer means over its mean, interpolated at 20 points of relative depth.
+
+    `relative` is (sample, layer, head) perturbation, `depths` (layer,); NaN beyond the layers measured.
+    """
     means = np.asarray(ratio(relative.mean(axis=2), relative.mean(axis=(1, 2))[:, None]))
     return np.stack([np.interp(GRID, depths, one, left=np.nan, right=np.nan) for one in means])
 
 
 def profile_correlation(first: Floats, second: Floats) -> RankEstimate:
-    """Return Spearman's ρ of two traces' mean profiles, (sample, point) each, over the points that both have.
+    """Return Spearman's ρ between the means of two traces' (sample, point) profiles, over the points that both have.
 
     Neighbouring points are alike, so that it says less than so many points would.
     """

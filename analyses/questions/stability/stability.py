@@ -17,13 +17,13 @@ from perturbkv.analyses.questions.stability.head_profiles import (
     StableTrace,
     TracePair,
     check_distinct,
-    choose,
+    choose_configs,
     compare_pair,
     relative_perturbation,
     resolve,
     stable_trace,
 )
-from perturbkv.analyses.questions.stability.rank_reliability import RankEstimate
+from perturbkv.analyses.questions.stability.rank_reliability import RankEstimate, format_estimate
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, sample_note, sentence
@@ -53,10 +53,10 @@ _DEPTH_NOTE = (
 
 @record
 class Stability(Result):
-    """The agreement of heads' ranks within and between traces.
+    """The agreement of heads' ranks by perturbation within each trace and between traces.
 
     Attributes:
-        identity: of all traces.
+        identity: of the runs of all traces.
     """
 
     SECTION = "question stability"
@@ -71,33 +71,33 @@ class Stability(Result):
 
     def conclusion(self) -> str:
         """Return how reliable ranks by propagated L1 are within traces, and how well they agree between traces."""
-        few = len(self.traces) == 1
+        single = len(self.traces) == 1
         within = extremes([_named_estimate(f"trace {trace.number}", trace.propagated) for trace in self.traces])
-        own = f" ({sample_note(self.traces[0].samples)})" if few else ""
+        own = f" ({sample_note(self.traces[0].samples)})" if single else ""
         clauses = [f"samples of a trace rank the heads by propagated L1 with a reliability of {within}{own}"]
-        same = [_named_estimate(pair.name.removesuffix("*"), pair.propagated) for pair in self._matched()]
+        same = [_named_estimate(pair.name.removesuffix("*"), pair.propagated) for pair in self._one_model_pairs()]
         if same:
             clauses.append(f"mean ranks of two traces of one model correlate with ρ = {extremes(same)}")
         fewest, most = (pick(trace.samples for trace in self.traces) for pick in (min, max))
         counts = sample_note(most) if fewest == most else f"n = {fewest} to {most} samples a trace"
-        return sentence("; ".join(clauses) + ("" if few else f" ({len(self.traces)} traces, {counts})"))
+        return sentence("; ".join(clauses) + ("" if single else f" ({len(self.traces)} traces, {counts})"))
 
     def title(self) -> str:
-        """Return the numbers of the table, and what the configurations share."""
+        """Return the quantity of the table, and the choices that all configurations share."""
         return f"ranks of heads by relative L1: {common([trace.config for trace in self.traces])}"
 
     def lines(self) -> Sequence[Line]:
-        """Return the reliability within each trace, then the correlation of every two."""
+        """Return a line per trace with its reliability, then a line per pair of traces with its correlation."""
         models = [pair for pair in self.pairs if pair.depth]
         return [
             *_group("reliability within", self.traces),
-            *_group("ρ between", self._matched()),
+            *_group("ρ between", self._one_model_pairs()),
             *_group("ρ over depth between", models),
         ]
 
     def shown_columns(self) -> Sequence[str]:
         """Return the columns of the table; without two traces of one model only both kinds of perturbation."""
-        return self.SHOWN if self._matched() else _KINDS
+        return self.SHOWN if self._one_model_pairs() else _KINDS
 
     def interval_note(self) -> str:
         """Return the line on n and intervals, of all traces."""
@@ -111,8 +111,8 @@ class Stability(Result):
         )
 
     def caveats(self) -> Sequence[str]:
-        """Return the overlap by chance, and where the prompts may be the same."""
-        known = [pair.perturbation["propagated"] for pair in self._matched()]
+        """Return the overlap of heads by chance, and that the prompts of starred pairs may be the same."""
+        known = [pair.perturbation["propagated"] for pair in self._one_model_pairs()]
         chance = [
             f"Worst 10 %: random orders share {text.percent(one.chance)}, at most {text.percent(one.chance_most)}."
             for one in known[:1]
@@ -121,23 +121,25 @@ class Stability(Result):
         return [*chance, *(same if any(one.paired for one in known) else [])]
 
     def details(self) -> Sequence[Part]:
-        """Return the traces, ranks within and between them by perturbation and by gain, decode steps and depth."""
+        """Return tables of the traces, of ranks by perturbation and by gain, of decode steps and depth."""
         traces = [Line(str(trace.number), (trace,)) for trace in self.traces]
         long = [line for line, trace in zip(traces, self.traces, strict=True) if trace.over_steps]
         steps = [table("ρ of step 0 with the last third of the steps", long, _STEPS, self.FIRST)] if long else []
-        depth = [Line(name, (trace.depth[kind],)) for trace in self.traces for name, kind in _kinds(str(trace.number))]
+        depth = [
+            Line(name, (trace.depth[kind],)) for trace in self.traces for name, kind in _named_kinds(str(trace.number))
+        ]
         return [
             table("the traces", traces, _TRACES, ""),
-            *self._ranks("perturbation", "is perturbed"),
+            *self._rank_tables("perturbation", "is perturbed"),
             _RANKS_NOTE,
-            *self._gain(),
+            *self._gain_tables(),
             *steps,
             table("where in depth it lies", depth, ("first_layer", "first_tenth", "half"), self.FIRST),
             _DEPTH_NOTE,
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per trace, kind, and what heads are ranked by: reliability and mean ρ between two samples."""
+        """Return a row per trace, quantity ranked by and kind: reliability, and mean ρ between two samples."""
         return [
             {"trace": trace.number, "dataset": trace.dataset, **config_columns(trace.config), "ranked_by": name,
              "kind": kind, "samples": trace.samples, "split_half": each.split_half.value,
@@ -145,29 +147,31 @@ class Stability(Result):
             for trace in self.traces for name in ("perturbation", "gain") for kind, each in getattr(trace, name).items()
         ]  # fmt: skip
 
-    def _matched(self) -> list[TracePair]:
+    def _one_model_pairs(self) -> list[TracePair]:
+        """Return the pairs of traces of one model, whose heads can be matched."""
         return [pair for pair in self.pairs if pair.perturbation]
 
-    def _ranks(self, name: str, verb: str) -> list[Part]:
-        """Return the tables of ranks within and between traces, by perturbation or by gain."""
+    def _rank_tables(self, name: str, verb: str) -> list[Part]:
+        """Return the tables of ranks by `perturbation` or `gain`, within traces and between traces of one model."""
         within, between = (
-            [Line(label, (getattr(one, name)[kind],)) for one in members for label, kind in _kinds(one_name(one))]
+            [Line(label, (getattr(one, name)[kind],)) for one in members for label, kind in _named_kinds(one_name(one))]
             for members, one_name in (
                 (self.traces, lambda trace: str(trace.number)),
-                (self._matched(), lambda pair: pair.name),
+                (self._one_model_pairs(), lambda pair: pair.name),
             )
         )
-        columns = ("rho", "corrected", "shared")
+        names = ("rho", "corrected", "shared")
         return [
             table(f"within a trace: is it the same head that {verb}?", within, ("split_half", "pairwise"), self.FIRST),
-            *([table("between traces of one model: the same?", between, columns, "traces")] if between else []),
+            *([table("between traces of one model: the same?", between, names, "traces")] if between else []),
         ]
 
-    def _gain(self) -> list[Part]:
+    def _gain_tables(self) -> list[Part]:
+        """Return the tables of ranks by gain with their note; nothing without a baseline."""
         if self.baseline is None:
             return []
         name = short_names([self.traces[0].config, self.baseline])[1]
-        return [*self._ranks("gain", f"gains over {name}"), _GAIN_NOTE]
+        return [*self._rank_tables("gain", f"gains over {name}"), _GAIN_NOTE]
 
 
 def stability(
@@ -187,8 +191,8 @@ def stability(
     Args:
         traces: from `measure` or `read_trace`, one or several.
         selection: a selection, a policy, or policy:selection, of which every trace has one configuration, alike in all
-            but the budget; of several the one without options that the name does not give, nor a correction.
-        baseline: what its gain is over; where a trace lacks it, there is no gain.
+            but the budget; of several, the one without a correction or options that the name does not give.
+        baseline: the side that the selection's gain is over; where a trace lacks it, there is no gain.
         budget: as the runs have it, 128 or 0.05; by default the one that all traces have.
 
     Raises TraceError for no trace, one that is given twice, one without a complete sample, and configurations that are
@@ -200,12 +204,12 @@ def stability(
         >>> result.traces[0].perturbation["propagated"].splits
         10
     """
-    given = as_traces(traces)
-    check_distinct(given)
-    configs = choose(given, selection, None if budget is None else str(budget))
-    baselines = _baselines(given, configs, baseline)
-    sides = zip(given, configs, baselines or repeat(None, len(given)), strict=True)
-    ranked = [RankedTrace.of(number, relative_perturbation(*side)) for number, side in enumerate(sides, 1)]
+    members = as_traces(traces)
+    check_distinct(members)
+    configs = choose_configs(members, selection, None if budget is None else str(budget))
+    baselines = _baselines(members, configs, baseline)
+    sides = zip(members, configs, baselines or repeat(None, len(members)), strict=True)
+    ranked = [RankedTrace.from_values(number, relative_perturbation(*side)) for number, side in enumerate(sides, 1)]
     return Stability(
         traces=tuple(map(stable_trace, ranked)),
         pairs=tuple(compare_pair(*pair) for pair in combinations(ranked, 2)),
@@ -215,7 +219,10 @@ def stability(
 
 
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
-    """Return the baseline of each trace at the same budget; empty where one has none, or the sides are one."""
+    """Return the baseline of each trace at its configuration's budget.
+
+    Empty where a trace has none, or its baseline is the configuration itself.
+    """
     try:
         indices = [side_indices(trace.run, side) for trace in traces]
     except TraceError:
@@ -229,14 +236,15 @@ def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side:
 
 
 def _group(name: str, members: Sequence[StableTrace] | Sequence[TracePair]) -> list[Line]:
-    """Return a line that names a group, and its members; nothing without members."""
+    """Return a line with the name of a group, then a line per member; nothing without members."""
     return [Line(name, ()), *(Line(one.name, (one,)) for one in members)] if members else []
 
 
-def _kinds(name: str) -> list[tuple[str, str]]:
-    """Return the name of a line for each kind of perturbation, and the kind."""
+def _named_kinds(name: str) -> list[tuple[str, str]]:
+    """Return (name of a table's line, kind) for isolated and propagated perturbation."""
     return [(f"{name}, {kind}", kind) for kind in _KINDS]
 
 
 def _named_estimate(name: str, estimate: RankEstimate) -> tuple[str, float, str]:
-    return name, estimate.value, text.decimal(estimate.value, estimate.interval)
+    """Return name, value and text of an estimate, as `text.extremes` takes them."""
+    return name, estimate.value, format_estimate(estimate)

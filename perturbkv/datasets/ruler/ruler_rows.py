@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import logging
 import math
-import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,10 @@ from typing import Any, cast, overload
 
 import numpy as np
 
+from perturbkv.datasets.data_files import hub_file, local_file
 from perturbkv.datasets.dataset_registry import DATA_DIR_VARIABLE
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd, run_file
-from perturbkv.datasets.hub_data import hub_file
 from perturbkv.errors import DatasetError
 from perturbkv.user_files import FileKind
 
@@ -40,14 +39,14 @@ _ON_HUB = re.compile(r"https://huggingface\.co/datasets/(?P<repo>[^/]+/[^/]+)/re
 
 
 @dataclass
-class Data:
-    """Substitutes for the downloads of lm-eval's files; each file is read once.
+class TaskData:
+    """The data files of one RULER task, in place of downloads by lm-eval's code; each file is read once.
 
     Attributes:
         task: name of the task, for errors.
-        folder: folder where files are searched first.
-        path: path of the file that was read.
-        record: its source and SHA-256, for the trace.
+        folder: --data-dir, where files are searched first.
+        path: path of the file that was read last.
+        record: that file's source and SHA-256, for the trace.
     """
 
     task: str
@@ -57,48 +56,46 @@ class Data:
     _read: dict[str, Any] = field(default_factory=dict)
 
     def load_dataset(self, repo: str, **more: Any) -> dict[str, list[str]]:
-        """Return the texts of the essays, in place of `datasets.load_dataset`. Raises DatasetError."""
+        """Return the essays' texts, in place of `datasets.load_dataset`. Raises DatasetError."""
         if repo not in self._read:
-            local = self._local(ESSAYS)
-            self._read[repo] = self._essay(local) if local else self._essays(repo)
+            local = local_file(self.folder, "ruler", ESSAYS)
+            self._read[repo] = self._read_local_essays(local) if local else self._download_essays(repo)
         return {"text": self._read[repo]}
 
     def get(self, address: str, **more: Any) -> Any:
-        """Return the response with a JSON file, in place of `requests.get`. Raises DatasetError."""
+        """Return a response with the JSON file of a web address, in place of `requests.get`. Raises DatasetError."""
         if address not in self._read:
             name = address.rpartition("/")[2]
-            known = NAMES.get(name, name)
-            local = self._local(known) or self._local(name)
-            path = local or self._download(address, known)
+            ruler_name = NAMES.get(name, name)
+            local = local_file(self.folder, "ruler", ruler_name) or local_file(self.folder, "ruler", name)
+            path = local or self._download(address, ruler_name)
             self._read[address] = FILE.read_json(self._record_source(path, "file" if local else address))
         return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._read[address])
 
-    def _local(self, name: str) -> Path | None:
-        if self.folder is None:
-            return None
-        places = [self.folder / inside / name for inside in ("", "ruler", "data")]
-        return next((path for path in places if os.path.lexists(path)), None)
-
-    def _essay(self, path: Path) -> list[str]:
-        """Return all essays as one text, as RULER's own script stores them."""
+    def _read_local_essays(self, path: Path) -> list[str]:
+        """Return all essays as a single text, from a file as RULER's own script writes it. Raises DatasetError."""
         document = FILE.read_json(self._record_source(path, "file"))
         text = document.get("text") if isinstance(document, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise FILE.refusal(path, "no object with a text `text`")
         return [text]
 
-    def _essays(self, repo: str) -> list[str]:
-        """Return the essays of the hub's own conversion, whose layout is the same for every dataset."""
+    def _download_essays(self, repo: str) -> list[str]:
+        """Return the text of each essay, from the hub's own conversion of a dataset to parquet."""
         import pyarrow.parquet as parquet
 
-        path = Path(hub_file(self.task, ESSAYS, repo, "default/train/0000.parquet", "refs/convert/parquet"))
+        path = hub_file(self.task, ESSAYS, repo, "default/train/0000.parquet", "refs/convert/parquet")
         texts = parquet.read_table(self._record_source(path, repo), columns=["text"])["text"].to_pylist()
         return [str(text) for text in texts]
 
     def _download(self, address: str, local: str) -> Path:
+        """Return the path of a file of the hub by its web address; `local` is its name in --data-dir.
+
+        Raises DatasetError for an address elsewhere.
+        """
         on_hub = _ON_HUB.fullmatch(address)
         if on_hub:
-            return Path(hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"]))
+            return hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"])
         msg = (
             f"dataset '{self.task}' needs {local}, which no hub holds; bring it from {address} with --data-dir DIR "
             f"(or {DATA_DIR_VARIABLE}) holding {local}"
@@ -106,12 +103,13 @@ class Data:
         raise DatasetError(msg)
 
     def _record_source(self, path: Path, source: str) -> Path:
+        """Store a file's path, source and checksum, and return its path."""
         digest = hashlib.sha256(FILE.read_bytes(path)).hexdigest()
         self.path, self.record = path, {"source": source, "file_sha256": digest}
         return path
 
 
-class Pairs(Sequence[str]):
+class WordPairs(Sequence[str]):
     """The sequence `sorted({f"{first}-{second}" for first in firsts for second in seconds})`, without storing it.
 
     Pairs of one first word are consecutive, unless another first word continues after its hyphen (`well`, `well-kept`):
@@ -133,26 +131,27 @@ class Pairs(Sequence[str]):
         return self._ends[-1] if self._ends else 0
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, index: slice) -> list[str]: ...
 
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        index = range(len(self))[place]
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
         group = bisect.bisect_right(self._ends, index)
         within = index - (self._ends[group - 1] if group else 0)
         heads = self._groups[group]
         return heads[0] + self._seconds[within] if len(heads) == 1 else self._sorted(heads)[within]
 
     def _sorted(self, heads: Sequence[str]) -> list[str]:
+        """Return the sorted pairs of a group of first words, each with its hyphen."""
         return sorted({head + second for head in heads for second in self._seconds})
 
 
-def sentences(text: str) -> list[str]:
-    """Split text into sentences, in place of `nltk.sent_tokenize`. Raises DatasetError where nltk lacks its data."""
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text, as `nltk.sent_tokenize` does. Raises DatasetError where nltk lacks its data."""
     import nltk
 
     try:
@@ -175,65 +174,62 @@ _KEYS = "prepare_niah"
 
 @dataclass(frozen=True)
 class RowMaker:
-    """Everything that rows depend on.
+    """A generator of the rows of one RULER task.
 
     Attributes:
         folder: folder of lm-eval's files.
         tokenizer: tokenizer for lengths, special tokens included, as lm-eval counts.
         seed: seed of Python's random numbers.
-        data: data that some tasks read.
+        data: the data files, which some tasks read.
     """
 
     folder: Path
     tokenizer: Tokenizer
     seed: int
-    data: Data
+    data: TaskData
 
     def make(self, maker: tuple[str, str], length: int, tried: int) -> Sequence[Mapping[str, Any]]:
         """Return those of the first `tried` rows whose prompt and answer fit `length` tokens.
 
-        Raises NoEnd or ValueError where none does, DatasetError for missing data, and anything for lm-eval files of an
-        unknown version.
+        `maker` is the file and function of lm-eval that makes the rows. Raises NoEnd or ValueError where none
+        fits, DatasetError for missing data, and anything for lm-eval files of an unknown version.
         """
         file, function = maker
-        names = _Files(self, _RowCounter(self.tokenizer, tried)).names(file)
+        names = _Files(self, _RowCounter(self.tokenizer, tried)).execute(file)
         rows: Sequence[Mapping[str, Any]] = names[function](max_seq_lengths=[length])["test"]
         return rows
 
 
 class _BoundedRandom(random.Random):
-    """The substitute for the module `random`."""
+    """The substitute for the module `random`: a generator with the module's functions as methods."""
 
     Random = random.Random
 
     def sample(self, population: Any, k: int, *, counts: Iterable[int] | None = None) -> list[Any]:
-        """Draw a sample as `random.sample`.
-
-        Raises NoEnd where k is too large, which some of lm-eval's loops retry forever.
-        """
+        """Return `random.sample`'s result. Raises NoEnd for too large a k, which lm-eval would retry forever."""
         if k > len(population):
             raise NoEnd
         return super().sample(population, k, counts=counts)
 
 
 class _RowCounter:
-    """The substitute for progress bars and tokenizer, which stops after the last requested row or too many tries."""
+    """The substitute for progress bar and tokenizer, which ends a loop after so many rows or after too many tries."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self._tokenizer, self._rows = tokenizer, rows
         self._tries, self._shortest = 0, math.inf
         self._in_row = False
 
-    def bar(self, places: Iterable[int], **more: Any) -> Iterator[int]:
-        """Yield the indices of the rows, as many as are requested."""
+    def progress_bar(self, indices: Iterable[int], **more: Any) -> Iterator[int]:
+        """Yield the indices of the requested rows, in place of `tqdm`."""
         self._in_row = True
-        for place in itertools.islice(places, self._rows):
+        for index in itertools.islice(indices, self._rows):
             self._tries, self._shortest = 0, math.inf
-            yield place
+            yield index
         self._in_row = False
 
-    def tokens(self, text: str) -> Any:
-        """Return the text's tokens. Raises NoEnd where a row's prompts have not become shorter for long."""
+    def tokenize(self, text: str) -> Any:
+        """Return a text's encoding. Raises NoEnd after `MOST_TRIES` prompts of a row none of which is shorter."""
         ids = self._tokenizer(text)["input_ids"]
         self._tries = 0 if len(ids) < self._shortest else self._tries + 1
         self._shortest = min(self._shortest, len(ids))
@@ -243,14 +239,14 @@ class _RowCounter:
 
 
 class _Files:
-    """lm-eval's files, each executed where another imports it."""
+    """An executor of lm-eval's RULER files, with substitutes for their imports."""
 
-    def __init__(self, row_maker: RowMaker, counting: _RowCounter) -> None:
-        self._folder, self._counter = row_maker.folder, counting
-        self._stand_ins = {
+    def __init__(self, row_maker: RowMaker, counter: _RowCounter) -> None:
+        self._folder, self._counter = row_maker.folder, counter
+        self._substitutes = {
             "random": _BoundedRandom(row_maker.seed),
             "numpy": SimpleNamespace(**{**vars(np), "random": np.random.RandomState(NUMPY_SEED)}),
-            "tqdm": SimpleNamespace(tqdm=counting.bar),
+            "tqdm": SimpleNamespace(tqdm=counter.progress_bar),
             "logging": SimpleNamespace(getLogger=lambda name: logging.Logger(name, logging.CRITICAL)),
             "datasets": SimpleNamespace(
                 Dataset=SimpleNamespace(from_list=lambda rows, split: rows),
@@ -259,39 +255,40 @@ class _Files:
             ),
             "requests": SimpleNamespace(get=row_maker.data.get),
             "transformers": SimpleNamespace(AutoTokenizer=None),
-            "nltk": SimpleNamespace(data=SimpleNamespace(find=lambda name: None), sent_tokenize=sentences),
+            "nltk": SimpleNamespace(data=SimpleNamespace(find=lambda name: None), sent_tokenize=split_sentences),
         }
 
-    def names(self, file: str) -> dict[str, Any]:
-        """Return the names that a file defines."""
-        keyed = file == _KEYS
-        names = run_file(self._folder / f"{file}.py", self._without_words if keyed else self._stand_in)
-        more: dict[str, Any] = {"WORDS": _words()} if keyed else {}
+    def execute(self, file: str) -> dict[str, Any]:
+        """Execute an lm-eval file and return name -> value of what it defines, words and tokenizer replaced."""
+        has_keys = file == _KEYS
+        names = run_file(self._folder / f"{file}.py", self._without_words if has_keys else self._substitute)
+        if has_keys:
+            names["WORDS"] = _needle_keys()
         if "get_tokenizer" in names:
-            more["get_tokenizer"] = lambda name: self._counter.tokens
-        names.update(more)
+            names["get_tokenizer"] = lambda name: self._counter.tokenize
         return names
 
-    def _stand_in(self, name: str) -> Any:
+    def _substitute(self, name: str) -> Any:
+        """Return a module's substitute, for lm-eval's own modules the executed file; None: the module itself."""
         if name.startswith(_PACKAGE):
-            return SimpleNamespace(**self.names(name.removeprefix(_PACKAGE)))
-        return self._stand_ins.get(name)
+            return SimpleNamespace(**self.execute(name.removeprefix(_PACKAGE)))
+        return self._substitutes.get(name)
 
     def _without_words(self, name: str) -> Any:
-        """Return the substitute of a module.
+        """Return `_substitute`'s result, but for `wonderwords` a module without words.
 
-        The six million words of `wonderwords` (20 s and 900 MB) are left to `Pairs`.
+        lm-eval would list all pairs of its words, six million (20 s and 900 MB), which `WordPairs` replaces.
         """
         if name == "wonderwords":
-            none: dict[str, list[str]] = {"nouns": [], "adjectives": [], "verbs": []}
-            return SimpleNamespace(RandomWord=lambda: SimpleNamespace(_categories=none))
-        return self._stand_in(name)
+            no_words: dict[str, list[str]] = {"nouns": [], "adjectives": [], "verbs": []}
+            return SimpleNamespace(RandomWord=lambda: SimpleNamespace(_categories=no_words))
+        return self._substitute(name)
 
 
 @functools.cache
-def _words() -> Pairs:
-    """Return the keys of needles: an adjective and a noun."""
+def _needle_keys() -> WordPairs:
+    """Return the keys of RULER's needles, such as `quick-fox`: every adjective with every noun."""
     import wonderwords
 
     words = wonderwords.RandomWord()._categories
-    return Pairs(words["adjectives"], words["nouns"])
+    return WordPairs(words["adjectives"], words["nouns"])

@@ -9,7 +9,7 @@ from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset
 from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.external_code import NoEnd
 from perturbkv.datasets.ruler import tasks
-from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, Data, RowMaker
+from perturbkv.datasets.ruler.ruler_rows import NUMPY_SEED, RowMaker, TaskData
 from perturbkv.datasets.ruler.tasks import Task
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import DatasetError
@@ -25,30 +25,31 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Return samples that cycle through the lengths; sample i does not depend on the number of samples.
+    """Return the samples of a RULER task, which cycle through the lengths; sample i is the same for any number of them.
 
     Raises DatasetError where lm-eval, a package or data is missing, and for a length that is too short.
     """
-    task, data, lengths = tasks.read(name), Data(name, options.data_dir), options.lengths
-    row_maker, share = RowMaker(tasks.folder(), tokenizer, options.seed, data), -(-options.samples // len(lengths))
-    rows = [_rows(row_maker, task, length, share) for length in lengths]
-    chosen_rows = [(index, rows[index % len(rows)][index // len(rows) :][:1]) for index in range(options.samples)]
-    samples = tuple(_sample(index, row, task) for index, chosen in chosen_rows for row in chosen)
+    task, data, lengths = tasks.read(name), TaskData(name, options.data_dir), options.lengths
+    row_maker = RowMaker(tasks.folder(), tokenizer, options.seed, data)
+    per_length = -(-options.samples // len(lengths))
+    rows = [_rows(row_maker, task, length, per_length) for length in lengths]
+    indices = [index for index in range(options.samples) if index // len(rows) < len(rows[index % len(rows)])]
+    samples = tuple(_sample(index, rows[index % len(rows)][index // len(rows)], task) for index in indices)
     recorded = {
         "lengths": list(lengths),
         "seeds": {"random": options.seed, "numpy": NUMPY_SEED},
         "wording": {name: task.record()},
     }
-    return LoadedDataset(samples, recorded | data.record, (task,))
+    return LoadedDataset(samples, recorded | data.record, task.generation_length)
 
 
-def _rows(row_maker: RowMaker, task: Task, length: int, wanted: int) -> Rows:
-    """Return at least one row, and `wanted` where lm-eval generates as many: it drops those that are too long.
+def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
+    """Return `count` rows of a task at one length; fewer where lm-eval has no more that fit, at least one.
 
     Raises DatasetError for a length that no row fits.
     """
-    rows, tried = _try_rows(row_maker, task, length, wanted), wanted
-    while len(rows) < wanted and tried < MOST_ROWS:
+    rows, tried = _try_rows(row_maker, task, length, count), count
+    while len(rows) < count and tried < MOST_ROWS:
         tried = min(2 * tried, MOST_ROWS) if rows else MOST_ROWS
         rows = _try_rows(row_maker, task, length, tried)
     if rows:
@@ -60,7 +61,7 @@ def _rows(row_maker: RowMaker, task: Task, length: int, wanted: int) -> Rows:
 
 
 def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
-    """Return those of lm-eval's first rows that fit; none where they are too short for a question."""
+    """Return those of lm-eval's first `tried` rows that fit the length; none where one is too short for a question."""
     with tasks.explain_errors(task.name, lambda: row_maker.data.path):
         try:
             rows = row_maker.make(task.maker, length, tried)
@@ -74,12 +75,13 @@ def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
 
 
 def _sample(index: int, row: Mapping[str, Any], task: Task) -> Sample:
+    """Return the sample of a row of lm-eval; its question begins with the template's text after the context."""
     text = str(row["input"])
-    border = text.rfind(task.question_start)
+    question_begin = text.rfind(task.question_start)
     return Sample(
         id=f"{index}-{row['max_length']}",
-        context=text[:border],
-        question=text[border:],
+        context=text[:question_begin],
+        question=text[question_begin:],
         answers=tuple(row["outputs"]),
         answer_prefix=str(row["gen_prefix"]),
         task=task.name,

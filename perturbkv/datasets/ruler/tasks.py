@@ -57,7 +57,7 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The metric's own name."""
+        """Name of the metric, `string_match_all` or `string_match_part`."""
         return METRICS[self.grader]
 
     @property
@@ -67,7 +67,7 @@ class Task:
         return match[0] if match else ""
 
     def record(self) -> dict[str, Any]:
-        """Return the task's wording for the trace."""
+        """Return the task's wording as JSON for the trace."""
         return {
             "from": f"lm-eval {self.version}",
             "template": self.template,
@@ -84,31 +84,31 @@ def folder() -> Path:
 
 
 def read(name: str) -> Task:
-    """Return a RULER task. Raises DatasetError where lm-eval or a package is missing or of an unknown version."""
-    where = folder()
+    """Return a RULER task from lm-eval's files. Raises DatasetError where these or a package are missing or unknown."""
+    files = folder()
     with explain_errors(name):
-        document = _read_merged(where / f"{name.removeprefix(RULER_PREFIX)}.yaml")
+        document = _read_merged(files / f"{name.removeprefix(RULER_PREFIX)}.yaml")
         file, function = str(document["custom_dataset"]).split(".")
         answer = document["generation_kwargs"]
         task = Task(
             name,
             (file, function),
-            _template(where / f"{file}.py"),
+            _template(files / f"{file}.py"),
             str(document["process_results"]).removeprefix("common_utils."),
             int(answer["max_gen_toks"]),
             tuple(answer["until"]),
             str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _check(task)
+        _check_task(task)
     return task
 
 
 @contextmanager
 def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
-    """Turn whatever lm-eval's files raise into a DatasetError.
+    """Turn whatever lm-eval's files raise inside the block into a DatasetError about the task `name`.
 
-    `source` returns the path of the data file they have read.
+    `source` returns the path of the data file that they have read; None: none.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) 
         raise DatasetError(msg) from None
 
 
-def _check(task: Task) -> None:
+def _check_task(task: Task) -> None:
     """Raise KeyError for an unknown grader, ValueError for a template without a question after the context."""
     _ = task.metric
     if not task.question_start:
@@ -133,19 +133,19 @@ def _check(task: Task) -> None:
 
 
 def _template(path: Path) -> str:
-    """Return the template of a task's file, with empty modules for the rest of lm-eval and for downloads."""
+    """Return the prompt template of an lm-eval file, executed without the rest of lm-eval and without downloads."""
     return str(run_file(path, lambda name: _EmptyModule() if name.split(".")[0] in _DOWNLOADING else None)["TEMPLATE"])
 
 
 class _EmptyModule:
-    """A module all of whose names are None."""
+    """A substitute for a module, each of whose attributes is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _read_merged(path: Path) -> dict[str, Any]:
-    """Return a YAML file merged over the one that it includes."""
+    """Return the document of a YAML file, merged over that of the file that it includes."""
     document = dict(wording.read_yaml(path))
     included = document.pop("include", None)
     return {**_read_merged(path.parent / str(included)), **document} if included else document
@@ -156,24 +156,23 @@ _LENGTH = 4096
 
 
 def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
-    """Return the metric's name, and a function from an answer's text and the accepted answers to a score, 0 to 1.
+    """Return a task's metric: its name, and a function of an answer's text and the accepted answers, from 0 to 1.
 
     Raises DatasetError where lm-eval is missing or of an unknown version.
     """
-    worded = read(task)
-    function = _functions()[worded.grader]
+    definition = read(task)
+    function = _grading_functions()[definition.grader]
 
     def grade(text: str, answers: Sequence[str]) -> float:
-        for end in worded.until:
-            text = text.split(end)[0]
+        text = wording.cut_answer(text, definition.until)
         row = {"outputs": list(answers), "max_length": _LENGTH}
         return float(function(row, [text])[str(_LENGTH)])
 
-    return worded.metric, grade
+    return definition.metric, grade
 
 
 @functools.cache
-def _functions() -> dict[str, Any]:
-    """Return lm-eval's functions, without transformers' tokenizers, which they do not need."""
+def _grading_functions() -> dict[str, Any]:
+    """Return name -> function of lm-eval's RULER file that grades answers, without importing transformers."""
     unused = SimpleNamespace(AutoTokenizer=None)
     return run_file(folder() / "common_utils.py", lambda name: unused if name == "transformers" else None)

@@ -37,7 +37,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class Evidence:
-    """A prompt and the sentence of it that holds its answer."""
+    """A prompt and its sentence that contains the answer."""
 
     prompt: Prompt
     sentence: str
@@ -52,21 +52,23 @@ class HeadScores:
 
 
 @memory.translate_allocation_errors()
-def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[[], None] = lambda: None) -> HeadScores:
-    """Return the scores of every head.
+def head_scores(
+    adapter: Adapter, prompts: Iterable[Evidence], finished: Callable[[], None] = lambda: None
+) -> HeadScores:
+    """Return every head's mean score over the prompts that the model answers right; `finished` is called per prompt.
 
     Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
     """
-    scored, prompts = [], 0
-    for evidence in asked:
-        prompts += 1
+    scored, total = [], 0
+    for evidence in prompts:
+        total += 1
         scores, text = score_prompt(adapter, evidence)
         if is_right(text, evidence.prompt.answers):
             scored.append(scores)
         finished()
     if not scored:
         msg = (
-            f"expected a right answer to one of {prompts} prompts at least, got none, and head scores count right "
+            f"expected a right answer to one of {total} prompts at least, got none, and head scores count right "
             "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
         raise DatasetError(msg)
@@ -75,7 +77,7 @@ def head_scores(adapter: Adapter, asked: Iterable[Evidence], finished: Callable[
 
 @torch.inference_mode()
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
-    """Return every head's score on one prompt, and the answer, right or not. Raises DatasetError."""
+    """Return every head's score on one prompt, and the text of the model's answer. Raises DatasetError."""
     span = locate_sentence(evidence, adapter.tokenizer)
     most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
@@ -92,16 +94,16 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
 
 
 def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
-    """Return at most `most` greedy tokens of the model; an end token or a new line is the last."""
-    cache, given, made = full_cache(adapter), list(prompt), list[int]()
-    while len(made) < most:
-        ids = torch.tensor([given], device=adapter.device)
+    """Return at most `most` greedy tokens after a prompt, up to an end token in `ends` or a new line, included."""
+    cache, tokens, answer = full_cache(adapter), list(prompt), list[int]()
+    while len(answer) < most:
+        ids = torch.tensor([tokens], device=adapter.device)
         logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        given = [int(logits[0, -1].argmax())]
-        made += given
-        if given[0] in ends or "\n" in adapter.tokenizer.decode(given):
+        tokens = [int(logits[0, -1].argmax())]
+        answer += tokens
+        if tokens[0] in ends or "\n" in adapter.tokenizer.decode(tokens):
             break
-    return made
+    return answer
 
 
 def attention_inside(
@@ -111,13 +113,13 @@ def attention_inside(
     span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Return the mean attention of the last queries to the entries of `span` that are among the |span| largest."""
+    """Return the mean attention of the last queries to those entries of `span` that are among the |span| largest."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
     masses = []
-    of_groups = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
+    grouped_sinks = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
     for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
-        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, of_groups[kv_head])
+        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, grouped_sinks[kv_head])
         largest = rows.topk(min(len(span), keys), dim=-1)
         inside = (largest.indices >= span.start) & (largest.indices < span.stop)
         masses.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
@@ -125,21 +127,23 @@ def attention_inside(
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
-    """Return whether F1 of the text's words and an answer's, in lower case and without punctuation, exceeds 0.5."""
-    return any(_word_f1(_words(text), _words(answer)) > 0.5 for answer in answers)
+    """Return whether the F1 score of the text's words and some answer's words exceeds 0.5."""
+    return any(_word_f1(_count_words(text), _count_words(answer)) > 0.5 for answer in answers)
 
 
-def _word_f1(words: Counter[str], wanted: Counter[str]) -> float:
-    return 2 * (words & wanted).total() / max(1, words.total() + wanted.total())
+def _word_f1(words: Counter[str], answer: Counter[str]) -> float:
+    """Return the F1 score of two bags of words."""
+    return 2 * (words & answer).total() / max(1, words.total() + answer.total())
 
 
-def _words(text: str) -> Counter[str]:
+def _count_words(text: str) -> Counter[str]:
+    """Return the counts of a text's words, in lower case, without punctuation and articles."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
     return Counter(word for word in bare if word not in ("a", "an", "the"))
 
 
 def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> range:
-    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without them or an answer."""
+    """Return the range of the sentence's tokens in the prompt. Raises DatasetError without sentence or answer."""
     prompt = evidence.prompt
     for text in (f" {evidence.sentence}", evidence.sentence):
         ids = _tokenize(text, tokenizer)
@@ -154,4 +158,5 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
 
 
 def _tokenize(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:
+    """Return the token ids of a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

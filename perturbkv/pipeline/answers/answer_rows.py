@@ -24,12 +24,15 @@ _FULL = "full cache"
 def answer_row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """Return a prompt's object: every answer with its score, 0 to 1 or null without a metric, and its cache's share."""
+    """Return the JSON object of a prompt: every cache's answer, its score (None without a metric), and its cache share.
+
+    `labels` are those of the configurations, `graded` the metrics by `Prompt.grading`.
+    """
     metric = graded.get(prompt.grading)
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
 
     def answer_object(tokens: list[int]) -> dict[str, Any]:
-        score = grading.grade(grading.text_of(tokens, decode), prompt, graded)
+        score = grading.grade(grading.decode_answer(tokens, decode), prompt, graded)
         return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
     return {
@@ -41,8 +44,8 @@ def answer_row(
         "metric": metric.name if metric else None,
         "full": answer_object(answers.full),
         "evicted": {
-            label: {"held_share": held, **stored, **answer_object(tokens)}
-            for label, held, stored, tokens in zip(
+            label: {"held_share": entry_share, **byte_share, **answer_object(tokens)}
+            for label, entry_share, byte_share, tokens in zip(
                 labels, answers.held, _byte_shares(answers), answers.evicted, strict=True
             )
         },
@@ -52,7 +55,7 @@ def answer_row(
 
 
 def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
-    """Return every cache's divergence per step; None where it was not measured."""
+    """Return the JSON object of every cache's divergence per step; None where it was not measured."""
     divergence = answers.divergence
     if divergence is None:
         return None
@@ -64,23 +67,24 @@ def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _byte_shares(answers: Answers) -> list[dict[str, float]]:
-    """Return each cache's share of the full one's bytes; empty where all store 16 bits."""
+    """Return, per configuration, an object with its `bytes_share`; empty objects where all caches store 16 bits."""
     return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
 
 def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the JSON objects of a prompt's compressions during decoding."""
     return [
         {
-            "config": labels[one.config],
-            "generated": one.generated,
-            "entries_before": one.before,
-            "entries_after": one.after,
-            "relative": float(one.perturbation.sum() / one.output_norm.sum()),
-            "perturbation": one.perturbation.tolist(),
-            "output_norm": one.output_norm.tolist(),
-            "retained_mass": one.retained_mass.tolist(),
+            "config": labels[compression.config],
+            "generated": compression.generated,
+            "entries_before": compression.before,
+            "entries_after": compression.after,
+            "relative": float(compression.perturbation.sum() / compression.output_norm.sum()),
+            "perturbation": compression.perturbation.tolist(),
+            "output_norm": compression.output_norm.tolist(),
+            "retained_mass": compression.retained_mass.tolist(),
         }
-        for one in answers.compressions
+        for compression in answers.compressions
     ]
 
 
@@ -99,7 +103,7 @@ class Generation(Sequence[Answers]):
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """One object per prompt."""
+        """The JSON object of each prompt."""
         return self.written.rows
 
     def __len__(self) -> int:
@@ -117,13 +121,14 @@ class Generation(Sequence[Answers]):
         return self.members[place]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `samples`: one object per prompt, as in `docs/json.md`."""
+        """Return {"samples": …}, one object per prompt, as in `docs/json.md`."""
         return {"samples": list(self.rows)}
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a row per prompt and cache, the full one first: `held_share`, `score` (None: no metric), `text`.
+        """Return a row per prompt and cache, the full cache first, with the answer's text, score and cache share.
 
-        `bytes_share` beside them, of the full cache's bytes, where a configuration stores few bits or is corrected.
+        `score` is None without a metric. Rows have `bytes_share`, the share of the full cache's bytes, where a
+        configuration is quantised or corrected.
         """
         return [
             {"sample": row["sample"], "config": name, "held_share": cache["held_share"],
@@ -139,41 +144,46 @@ class Generation(Sequence[Answers]):
         return pd.DataFrame(self.records())
 
     def __repr__(self) -> str:
-        return "\n".join(line for one in self.rows for line in _text_lines(one))
+        return "\n".join(line for row in self.rows for line in _text_lines(row))
 
     def _repr_html_(self) -> str:
+        """Return the tables of all prompts as HTML, for notebooks."""
         return as_html(list(map(_table, self.rows)))
 
 
 def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, by cache name, the answer and the shares; the full cache first."""
+    """Return cache name -> the object of its answer, the full cache first, from a prompt's object."""
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
 def _byte_share(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
-    """Return a cache's `bytes_share`; empty where the prompt's caches have none."""
+    """Return an object with a cache's `bytes_share`; empty where the prompt's caches have none."""
     return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_bytes(row) else {}
 
 
 def _has_bytes(row: Mapping[str, Any]) -> bool:
+    """Return whether a prompt's object has shares of bytes."""
     return any("bytes_share" in cache for cache in row["evicted"].values())
 
 
 def _describe_cache(cache: Mapping[str, Any]) -> str:
-    few = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
-    return f"held / full {cache['held_share']:.2f}{few}"
+    """Return a cache's shares as text, such as "held / full 0.25"."""
+    byte_share = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
+    return f"held / full {cache['held_share']:.2f}{byte_share}"
 
 
 def _title(row: Mapping[str, Any]) -> str:
+    """Return a prompt's id and length as a heading."""
     return f"{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
 
 def _one_line(text: str) -> str:
+    """Return a text in one line, with control characters escaped; "(nothing)" where it is empty."""
     return escape_line(" ".join(text.split())) or "(nothing)"
 
 
 def _text_lines(row: Mapping[str, Any]) -> list[str]:
-    """Return a prompt's answers for a terminal, each below the name of its cache."""
+    """Return the lines of a prompt's answers for a terminal, each answer below the name of its cache."""
     lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, cache in _caches(row).items():
         score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
@@ -182,13 +192,13 @@ def _text_lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def _table(row: Mapping[str, Any]) -> Table:
-    """Return a prompt's answers for a notebook, with the expected ones; scores only where there is a metric."""
+    """Return a table of a prompt's answers for a notebook, the expected ones first, with scores where there are any."""
     graded = row["metric"] is not None
     lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
     for name, cache in _caches(row).items():
         score = [f"{cache['score']:.3f}"] if graded else []
-        few = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
-        lines.append((name, f"{cache['held_share']:.2f}", *few, *score, _one_line(cache["text"])))
+        byte_share = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
+        lines.append((name, f"{cache['held_share']:.2f}", *byte_share, *score, _one_line(cache["text"])))
     columns = (
         "cache",
         "#held / full",
@@ -201,7 +211,7 @@ def _table(row: Mapping[str, Any]) -> Table:
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """One prompt's answers, and its object of generation.jsonl."""
+    """One prompt's answers, and its JSON object in generation.jsonl."""
 
     answers: Answers
     row: dict[str, Any]
@@ -210,21 +220,23 @@ class AnsweredPrompt:
 def answer_prompt(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
 ) -> AnsweredPrompt:
-    """Answer a prompt from its full cache and every configuration's. Raises what `answer` raises."""
+    """Return the answers to a prompt from the full cache and every configuration's. Raises what `answer` raises."""
     answers = answer(adapter, prompt, run, options, resources)
-    line = answer_row(prompt, answers, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
-    return AnsweredPrompt(_move_to_cpu(answers), line)
+    row = answer_row(prompt, answers, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
+    return AnsweredPrompt(_move_to_cpu(answers), row)
 
 
 def _move_to_cpu(answers: Answers) -> Answers:
     """Return the answers with all tensors on the CPU, as they outlive the model and go to other processes."""
     compressions = [
         replace(
-            one, perturbation=one.perturbation.cpu(), output_norm=one.output_norm.cpu(),
-            retained_mass=one.retained_mass.cpu(),
+            compression,
+            perturbation=compression.perturbation.cpu(),
+            output_norm=compression.output_norm.cpu(),
+            retained_mass=compression.retained_mass.cpu(),
         )
-        for one in answers.compressions
-    ]  # fmt: skip
+        for compression in answers.compressions
+    ]
     divergence = answers.divergence
     if divergence is not None:
         divergence = replace(

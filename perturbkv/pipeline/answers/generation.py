@@ -53,94 +53,99 @@ def read_evicting(
     with_full: bool = False,
     above: int = 0,
 ) -> EvictedPrompt:
-    """Prefill, and evict each layer as soon as it is done, so that no more than one layer's full cache is in memory.
+    """Prefill a prompt, evict each layer as soon as it is done, and return the evicted cache.
 
-    `with_full` puts a row that keeps everything first, for which all layers stay. They also stay until the end of the
-    prefill where a configuration needs all layers or a replay, and are then freed one after the other. A prompt of at
-    most `above` entries is kept whole, for later compressions.
+    No more than one layer's full cache is in memory, unless a configuration needs all layers or a replay: then layers
+    are evicted after the prefill, one after the other. `with_full` adds a first row that keeps everything. A context of
+    at most `above` entries is not evicted yet, for later compressions.
 
     Raises what `entries.check_positions` raises.
     """
     entries.check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
-    whole = len(context) <= above
-    given = sources(adapter, context, [] if whole else run.configs, {})
-    rows = _RowBuilder(adapter, run, with_full, keeps=whole)
-    read = prefill(adapter, prompt, run, resources, given, rows)
-    read.finite.raise_if_not(prompt.sample_id)
+    keep_all = len(context) <= above
+    external = sources(adapter, context, [] if keep_all else run.configs, {})
+    rows = _RowBuilder(adapter, run, with_full, keep_all)
+    prefilled = prefill(adapter, prompt, run, resources, external, rows)
+    prefilled.finite.raise_if_not(prompt.sample_id)
     if rows.whole:
-        rows.evict_all(read)
+        rows.evict_all(prefilled)
     rows.stored.raise_if_not(prompt.sample_id)
-    behind = [0] * len(run.configs) if whole else entries.position_offsets(run.configs, len(context))
-    cache = CompactCache(join_layers(adapter, rows.layers, read.windows), [*([0] if with_full else []), *behind])
-    return EvictedPrompt(cache, read.logits, rows.queries)
+    offsets = [0] * len(run.configs) if keep_all else entries.position_offsets(run.configs, len(context))
+    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows), [*([0] if with_full else []), *offsets])
+    return EvictedPrompt(cache, prefilled.logits, rows.queries)
 
 
 class _RowBuilder:
-    """The builder of a cache's rows, layer by layer: one that keeps everything where requested, and the run's.
+    """The builder of a compact cache, layer by layer, with one row per configuration.
 
     Args:
         adapter: the model.
         run: the run of the configurations.
         with_full: whether a row that keeps everything comes first.
-        keeps: whether nothing is evicted yet.
+        keep_all: whether nothing is evicted yet.
     """
 
-    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keeps: bool) -> None:
+    def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
         self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
-        self._with_full, self._keeps = with_full, keeps
+        self._with_full, self._keep_all = with_full, keep_all
         self._window = max(config.window for config in run.configs)
-        self.whole = not keeps and any(compatibility.needs_all_layers(config) for config in run.configs)
+        self.whole = not keep_all and any(compatibility.needs_all_layers(config) for config in run.configs)
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []
         self.stored = FiniteCheck()
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
-        """Take a layer's last queries, and evict it unless all layers are needed first."""
+        """Keep a layer's last queries, and evict it unless all layers are needed first: a `Visitor`."""
         self.queries.append(view.queries[:, -self._window :].clone())
         if not self.whole:
             self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
-    def evict_all(self, read: Prefill) -> None:
-        """Evict all layers after the prefill, and free each one's full cache."""
+    def evict_all(self, prefilled: Prefill) -> None:
+        """Evict all layers after the prefill, and free each layer's full cache."""
         for index in range(len(self._adapter.layers)):
-            self._evict(FullLayer.of(self._adapter, read, index))
-            held = self._adapter.cache_layer(read.cache, index)
-            held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
+            self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
+            cached = self._adapter.cache_layer(prefilled.cache, index)
+            cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
     def _evict(self, layer: FullLayer) -> None:
-        kept, stand_ins = (self._keep_everything(layer), {}) if self._keeps else self._kept_entries(layer)
+        """Add a layer with the kept entries of all rows."""
+        kept, stand_ins = (self._all_entries(layer), {}) if self._keep_all else self._kept_entries(layer)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
                 quantised.check_finite(self.stored, self._adapter.layer_indices[layer.index], row)
         everything = [borrow(layer.keys, layer.values)] if self._with_full else []
-        by_row = {index + len(everything): one for index, one in stand_ins.items()}
+        by_row = {index + len(everything): stand_in for index, stand_in in stand_ins.items()}
         rows, heads = [*everything, *kept], self._adapter.heads
         self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=by_row))
 
-    def _keep_everything(self, layer: FullLayer) -> list[KeptEntries]:
+    def _all_entries(self, layer: FullLayer) -> list[KeptEntries]:
+        """Return all entries for each configuration, quantised where it is."""
         row = borrow(layer.keys, layer.values)
-        return [quantisation.quantise_entries(row, one) if one.quantised else row for one in self._configs]
+        return [quantisation.quantise_entries(row, config) if config.quantised else row for config in self._configs]
 
     def _kept_entries(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
-        """Return the kept entries of each configuration, and the corrections for evicted ones."""
+        """Return the kept entries of each configuration, and index -> correction of the corrected ones."""
         configs = self._configs
-        read = page_reading.cache_rows(layer, dict(enumerate(configs)))
-        if len(read) == len(configs):
-            return [read[index] for index in range(len(configs))], {}
-        chosen = layer.groups(configs)
-        (counts,) = lengths([chosen], len(configs), layer.keys.device)
-        kept = gather_kept(chosen, range(len(configs)), counts, layer.keys, layer.values)
-        made = corrected.corrections(layer, kept.entries, configs)
+        page_rows = page_reading.cache_rows(layer, dict(enumerate(configs)))
+        if len(page_rows) == len(configs):
+            return [page_rows[index] for index in range(len(configs))], {}
+        groups = layer.groups(configs)
+        (counts,) = lengths([groups], len(configs), layer.keys.device)
+        kept = gather_kept(groups, range(len(configs)), counts, layer.keys, layer.values)
+        corrections = corrected.corrections(layer, kept.entries, configs)
         kept = entries.rotate_to_cache_positions(kept, configs, self._adapter.frequencies)
         kept = quantisation.quantise_kept(kept, configs)
-        stand_ins = {index: one.stand_in for index, one in made.items()}
-        held = kept.entries | read
-        return [held[index] for index in range(len(configs))], stand_ins
+        stand_ins = {index: correction.stand_in for index, correction in corrections.items()}
+        rows = kept.entries | page_rows
+        return [rows[index] for index in range(len(configs))], stand_ins
 
 
 def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
-    """Raise ConfigError for options that no answers can be generated with; `most` tokens each, None: the data's."""
+    """Raise ConfigError where configurations or options do not allow generation.
+
+    `most` is the largest number of tokens of an answer, None for the data's own.
+    """
     if most is not None and most < 1:
         msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
         raise ConfigError(msg)
@@ -151,6 +156,7 @@ def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, co
 
 
 def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
+    """Raise ConfigError where a configuration cannot compress its cache to its budget during decoding."""
     compatibility.check_compressible(config)
     budget = config.budget.value
     if not isinstance(budget, int) or budget >= compress_every:
@@ -162,7 +168,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 
 
 def check_memory(planned: Plan) -> None:
-    """Raise ConfigError where the bound on memory would split the batch of configurations that answer."""
+    """Raise ConfigError where the bound on memory is too small for all configurations' caches in one batch."""
     bound, configs = planned.resources.max_bytes, len(planned.run.configs)
     if bound is not None and len(planned.batches.indices) > 1:
         msg = (
@@ -181,10 +187,10 @@ def generate(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> list[list[int]]:
-    """Return at most `most` tokens per row of the prompt's cache, greedily; a row ends before the first end token.
+    """Return the greedy answers of all rows of a prompt's cache: at most `most` tokens, up to the first end token.
 
-    Without a question, first tokens come from the prompt's logits; `check` checks all others. Without a compressor,
-    rows that ended leave the cache once they are half of it.
+    Without a question, the first tokens come from the prompt's logits; `check` records all later ones. Without a
+    compressor, finished rows leave the cache once they are half of it.
     """
     finite, cache, ends = check or FiniteCheck(), read.cache, end_tokens(adapter)
     rows = cache.layers[0].batch
@@ -218,6 +224,7 @@ def generate(
 
 
 def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
+    """Read tokens (row, token) into the cache, and return the greedy next token of each row."""
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     check.check(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
@@ -228,13 +235,13 @@ class Answers:
     """The answers of one prompt from all caches.
 
     Attributes:
-        full: token ids from the full cache.
-        evicted: token ids from each configuration's.
-        held: entries of each configuration's cache over those of the full one, after the prompt's compressed part.
-        compressions: later compressions of the caches.
+        full: token ids of the full cache's answer.
+        evicted: token ids of each configuration's answer.
+        held: number of entries in each configuration's cache over that of the full cache, after the context.
+        compressions: compressions of the caches during decoding.
         divergence: divergence of the evicted caches on the full cache's answer, where requested.
-        stored: bytes of each configuration's entries over those of the full cache in 16 bits, likewise; empty where no
-            configuration stores few bits or is corrected.
+        stored: bytes of each configuration's cache over those of the full cache in 16 bits, after the context; empty
+            where no configuration is quantised or corrected.
     """
 
     full: list[int]
@@ -247,11 +254,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """The options of generation beside a run's own settings.
+    """The options of generation besides a run's own settings.
 
     Attributes:
-        compress_every: entries of a cache above which it is compressed again; None: never.
-        divergence: whether every cache reads the full one's answer too.
+        compress_every: number of entries of a cache above which it is compressed again; None: never.
+        divergence: whether divergence is measured while every cache reads the full cache's answer.
     """
 
     compress_every: int | None = None
@@ -262,36 +269,40 @@ class AnswerOptions:
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
-    """Read a prompt and answer it from its full cache and from every configuration's, in one batch.
+    """Read a prompt, and return its answers from the full cache and from every configuration's, in one batch.
 
     Raises ActivationError for NaN or Inf, NoMemoryError.
     """
     limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
     read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
-    held, stored = _entry_shares(read.cache, run.configs), _byte_shares(read.cache, run.configs, adapter.d_head)
-    again = replace(read, cache=read.cache.fork()) if options.divergence else None
+    entry_shares = _entry_shares(read.cache, run.configs)
+    byte_shares = _byte_shares(read.cache, run.configs, adapter.d_head)
+    copy = replace(read, cache=read.cache.fork()) if options.divergence else None
 
-    def compressing(prompt_cache: EvictedPrompt) -> Compressor | None:
+    def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
         if limit is None:
             return None
-        return Compressor(adapter, prompt_cache, run, limit, prompt.sample_id, resources)
+        return Compressor(adapter, evicted_prompt, run, limit, prompt.sample_id, resources)
 
-    compressor, check = compressing(read), FiniteCheck()
+    compressor, check = make_compressor(read), FiniteCheck()
     full, *evicted = generate(adapter, read, question, run.generate, compressor, check)
-    followed = None if again is None else teacher_force(adapter, again.cache, question, full, compressing(again), check)
+    divergence = None
+    if copy is not None:
+        divergence = teacher_force(adapter, copy.cache, question, full, make_compressor(copy), check)
     check.raise_if_not(prompt.sample_id)
-    return Answers(full, evicted, held, compressor.done if compressor else [], followed, stored)
+    compressions = compressor.compressions if compressor else []
+    return Answers(full, evicted, entry_shares, compressions, divergence, byte_shares)
 
 
 def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
-    """Return the entries of each row over those of the first, which keeps everything (METHOD: a budget is not a share).
+    """Return each configuration's number of cached entries over the first row's (METHOD: a budget is not a share).
 
-    For a row that reads pages, the entries that it reads.
+    The first row keeps everything. For a configuration that reads pages, the entries that it reads are counted.
     """
-    full, *held = (
+    full, *evicted = (
         sum(_attended_entries(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs))
     )
-    return [entries / full for entries in held]
+    return [entries / full for entries in evicted]
 
 
 def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
@@ -305,9 +316,9 @@ def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedC
 
 
 def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
-    """Return the bytes of each row, corrections included, over those of the first row in 16 bits, before decoding.
+    """Return each configuration's bytes, corrections included, over those of the first row in 16 bits, before decoding.
 
-    Empty where all rows store 16 bits without corrections.
+    Empty where no configuration is quantised or corrected.
     """
     if all(config.only_evicts for config in configs):
         return []
@@ -324,7 +335,7 @@ def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head:
 
 
 def end_tokens(adapter: Adapter) -> set[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    """Return the ids of the tokens that end an answer, by the tokenizer and by the model's generation settings."""
     settings = getattr(adapter.model, "generation_config", None)
     tokens: set[int | None] = set()
     for ends in (getattr(adapter.tokenizer, "eos_token_id", None), getattr(settings, "eos_token_id", None)):

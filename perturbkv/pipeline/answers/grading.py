@@ -16,13 +16,13 @@ Decode = Callable[..., str]
 
 
 def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
-    """Return `Prompt.grading` -> metric for all prompts with accepted answers, checked on each of them.
+    """Return name -> metric for the metrics that prompts with accepted answers name in `Prompt.grading`.
 
-    Raises DatasetError where a metric is not installed or cannot read the answers.
+    Raises DatasetError where a metric is not installed or cannot read a prompt's accepted answers.
     """
     answered = [prompt for prompt in prompts if prompt.grading]
-    found = {grading: metrics.metric(grading) for grading in {prompt.grading for prompt in answered}}
-    known = {grading: metric for grading, metric in found.items() if metric is not None}
+    by_name = {grading: metrics.metric(grading) for grading in {prompt.grading for prompt in answered}}
+    known = {grading: metric for grading, metric in by_name.items() if metric is not None}
     for prompt in answered:
         metrics.check(known[prompt.grading], prompt.answers, prompt.classes, prompt.sample_id)
     return known
@@ -40,12 +40,12 @@ def check_answers(prompts: Prompts) -> None:
         raise DatasetError(msg)
 
 
-def text_of(tokens: Sequence[int], decode: Decode) -> str:
-    """Return the answer's text for grading, without special tokens."""
+def decode_answer(tokens: Sequence[int], decode: Decode) -> str:
+    """Return an answer's text for grading, without special tokens."""
     return decode(list(tokens), skip_special_tokens=True)
 
 
 def grade(text: str, prompt: Prompt, graded: Mapping[str, Metric]) -> float:
-    """Return the score of an answer to the prompt, 0 to 1; NaN without a metric."""
+    """Return the score of an answer to a prompt, 0 to 1; NaN where `graded`, metrics by name, lacks its metric."""
     metric = graded.get(prompt.grading)
     return metric.grade(text, prompt.answers, prompt.classes) if metric else math.nan

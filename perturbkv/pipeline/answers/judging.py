@@ -39,10 +39,11 @@ from perturbkv.user_files import parse_json
 _LONGEST = 2**20
 """Largest number of bytes of one answer."""
 _SHOWN = 300
+"""Largest number of characters of foreign text in a message."""
 
 
 def split_command(command: str) -> list[str]:
-    """Return program and arguments, split as a shell would. Raises ConfigError without a program that exists."""
+    """Return a command's program and arguments, split as by a shell. Raises ConfigError without such a program."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -59,7 +60,7 @@ def split_command(command: str) -> list[str]:
 
 
 def read_answers(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
-    """Yield every line that the command writes, at once, until it ends.
+    """Run a judge on the questions, and yield every line that it writes as soon as it arrives.
 
     Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,
     or ends with another code than 0.
@@ -78,7 +79,7 @@ def read_answers(command: Sequence[str], questions: Sequence[str], limit: float)
 
 @contextmanager
 def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield the process, in a session of its own, which is killed after the block."""
+    """Start a process in a session of its own, yield it, and kill the session after the block."""
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
@@ -95,14 +96,14 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
 
 
 def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
-    """Write all questions; a judge that stops reading is reported by its exit code."""
+    """Write all questions to a judge's input; one that stops reading is reported by its exit code."""
     with suppress(OSError), cast("IO[bytes]", process.stdin) as stream:
         for question in questions:
             stream.write(question.encode())
 
 
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
-    """Put each line into the queue, and an empty one at the end."""
+    """Put each line of a judge's output into the queue, and an empty one at the end."""
     with cast("IO[bytes]", process.stdout) as stream:
         while answer := stream.readline(_LONGEST + 1):
             lines.put(answer)
@@ -110,6 +111,7 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
 
 
 def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
+    """Return a judge's next line, empty at the end. Raises PluginError after `limit` seconds."""
     try:
         return lines.get(timeout=limit)
     except queue.Empty:
@@ -118,7 +120,7 @@ def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
 
 
 def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]) -> None:
-    """Raise PluginError for a judge that does not end, or ends in failure, with its last words."""
+    """Raise PluginError, with the last line of `stderr`, where a judge fails or does not end within `limit` seconds."""
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -126,8 +128,8 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]
         raise PluginError(msg) from None
     if code:
         stderr.seek(0)
-        words = stderr.read().decode(errors="replace").strip().splitlines()
-        detail = f": {escape_line(words[-1])[:_SHOWN]}" if words else ""
+        error_lines = stderr.read().decode(errors="replace").strip().splitlines()
+        detail = f": {escape_line(error_lines[-1])[:_SHOWN]}" if error_lines else ""
         msg = f"expected a judge that ends with exit code 0, got {code}{detail}"
         raise PluginError(msg)
 
@@ -135,13 +137,14 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]
 FILE = "judgements.jsonl"
 LIMIT = 600.0
 """Default for the largest number of seconds without an answer."""
-_RUN_LONGEST = 10**7
+_LARGEST_LIMIT = 10**7
+"""Largest time limit in seconds."""
 
 
 def check(judge: Judge, limit: float) -> None:
-    """Raise ConfigError for invalid settings of a judge."""
+    """Raise ConfigError for an invalid seed, time limit or scale of a judge."""
     option.check_number("seed (--seed)", judge.seed)
-    option.check_number("time_limit (--time-limit)", limit, _RUN_LONGEST)
+    option.check_number("time_limit (--time-limit)", limit, _LARGEST_LIMIT)
     if limit <= 0:
         msg = f"time_limit (--time-limit) must be a number of seconds above 0, got {limit:g}"
         raise ConfigError(msg)
@@ -161,62 +164,67 @@ def ask_judge(
     limit: float = LIMIT,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Judgement, ...]:
-    """Return a judgement of every answer, or every pair, in the order of samples and configurations.
+    """Return a judgement of every answer, or of every pair of answers, in the order of samples and configurations.
 
-    Those in the file `path` are not asked for again; each new one is stored there at once, so that a call that fails
-    loses none. None: they are not stored.
+    Judgements in the file `path` are not asked for again; each new one is stored there at once, so that a call that
+    fails loses none. Without a path they are not stored.
 
-    Raises PluginError for a judge that fails or gives an invalid judgement; what `Kept` raises.
+    Raises PluginError for a judge that fails or gives an invalid judgement, and what `JudgementFile` raises.
     """
     check(judge, limit)
     questions = list(pair_questions(answers, judge.seed) if judge.pairwise else single_questions(answers))
     with TemporaryDirectory() as folder:
-        kept = JudgementFile(path or Path(folder) / FILE, judge, questions, overwrite)
+        file = JudgementFile(path or Path(folder) / FILE, judge, questions, overwrite)
         for question in questions:
-            if question.is_tie and (question.sample, question.label) not in kept.judgements:
-                kept.add(tie_judgement(question))
-        progress(len(kept.judgements), len(questions))
-        _ask_missing(judge, questions, kept, limit, progress)
-        return tuple(kept.judgements[one.sample, one.label] for one in questions)
+            if question.is_tie and (question.sample, question.label) not in file.judgements:
+                file.add(tie_judgement(question))
+        progress(len(file.judgements), len(questions))
+        _ask_missing(judge, questions, file, limit, progress)
+        return tuple(file.judgements[question.sample, question.label] for question in questions)
 
 
 def _ask_missing(
-    judge: Judge, questions: Sequence[Question], kept: JudgementFile, limit: float, progress: Callable[[int, int], None]
+    judge: Judge, questions: Sequence[Question], file: JudgementFile, limit: float, progress: Callable[[int, int], None]
 ) -> None:
-    """Ask the questions without a judgement. Raises PluginError where an answer has no question, or a question none."""
-    todo = {one.id: one for one in questions if (one.sample, one.label) not in kept.judgements}
-    if not todo:
+    """Ask the questions without a judgement, and store the judgements.
+
+    Raises PluginError for an answer to an unknown question, and for a question without an answer.
+    """
+    missing = {
+        question.id: question for question in questions if (question.sample, question.label) not in file.judgements
+    }
+    if not missing:
         return
-    left = dict(todo)
-    with closing(read_answers(judge.command, [one.line() for one in todo.values()], limit)) as answers:
+    left = dict(missing)
+    with closing(read_answers(judge.command, [question.line() for question in missing.values()], limit)) as answers:
         for answer in filter(bytes.strip, answers):
             answer_object = _parse_answer(answer)
             name = answer_object.get("id")
             if not isinstance(name, str) or name not in left:
-                again = (
-                    f"given already, of {todo[name].description}"
-                    if isinstance(name, str) and name in todo
-                    else "unknown"
-                )
+                question = missing.get(name) if isinstance(name, str) else None
+                reason = f"given already, of {question.description}" if question else "unknown"
                 got = escape_line(repr(name))[:60]
-                msg = f"expected from the judge an `id` it was given, each once, got {got} ({again})"
+                msg = f"expected from the judge an `id` it was given, each once, got {got} ({reason})"
                 raise PluginError(msg)
-            kept.add(parse_judgement(left.pop(name), answer_object, judge))
-            progress(len(kept.judgements), len(questions))
+            file.add(parse_judgement(left.pop(name), answer_object, judge))
+            progress(len(file.judgements), len(questions))
     if left:
         first = next(iter(left.values())).description
-        asked = f"an answer to each of {len(todo)} questions"
-        msg = f"expected from the judge {asked}, got none to {len(left)}, such as {first}"
+        msg = (
+            f"expected from the judge an answer to each of {len(missing)} questions, got none to {len(left)}, "
+            f"such as {first}"
+        )
         raise PluginError(msg)
 
 
 def _parse_answer(answer: bytes) -> dict[str, object]:
+    """Return the JSON object in a judge's line. Raises PluginError for anything else."""
     try:
         parsed = parse_json(answer.decode())
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        said = answer.decode(errors="replace").strip()
-        msg = f"expected lines from the judge that are JSON objects, got '{escape_line(said)[:60]}'"
+        line = answer.decode(errors="replace").strip()
+        msg = f"expected lines from the judge that are JSON objects, got '{escape_line(line)[:60]}'"
         raise PluginError(msg)
     return parsed

@@ -35,8 +35,8 @@ class Compression:
 
     Attributes:
         config: index of the configuration.
-        generated: tokens generated before it.
-        before, after: entries per kept set, mean over kept sets and layers.
+        generated: number of tokens generated before it.
+        before, after: mean numbers of entries per kept set, over kept sets and layers.
         perturbation: isolated perturbation (layer, head) on the last query, compared with the row before.
         output_norm: ‖o_h‖₁ (layer, head) of that query before the compression.
         retained_mass: S (layer, head).
@@ -57,7 +57,7 @@ class EvictedPrompt:
 
     Attributes:
         cache: one row per configuration, after a row that keeps everything where requested.
-        logits: logits of the context's last position, one for all rows or one each.
+        logits: logits of the context's last position, for all rows or per row.
         queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
             is compressed again.
     """
@@ -73,8 +73,8 @@ class Compressor:
     Args:
         adapter: the model.
         read: the prompt; the last rows of its cache are the run's configurations, its queries at least the window's.
-        run: the configuration of each row, budgets in tokens.
-        limit: entries per kept set, averaged over layers and kept sets, that a row may hold.
+        run: the run of the configurations, with budgets in tokens.
+        limit: largest mean number of entries per kept set, over layers and kept sets, of a row.
         sample: the sample's id, for seeds.
         resources: memory and kernel for value norms.
     """
@@ -93,14 +93,14 @@ class Compressor:
         self.window, rows = max(config.window for config in run.configs), read.cache.layers[0].batch
         self.first = rows - len(run.configs)
         self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in read.queries]
-        self.done: list[Compression] = []
+        self.compressions: list[Compression] = []
 
     def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Remember the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        """Keep the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
     def compress(self, generated: int) -> None:
-        """Compress every row that holds more than the limit."""
+        """Compress every row that exceeds the limit, after `generated` tokens."""
         for index, config in enumerate(self.configs):
             row = self.first + index
             before = mean_entries(self.cache, row)
@@ -111,9 +111,9 @@ class Compressor:
             after = mean_entries(self.cache, row)
             if config.in_cache:
                 self.cache.position_offsets[row] += round(before - after)  # its kept sets are equally long
-            self.done.append(Compression(index, generated, before, after, *stacked))
+            self.compressions.append(Compression(index, generated, before, after, *stacked))
 
-    def room(self) -> int:
+    def tokens_until_limit(self) -> int:
         """Return the number of tokens, at least 1, that can be read before a row exceeds the limit."""
         fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
@@ -121,11 +121,11 @@ class Compressor:
     def _compress_layer(
         self, layer: int, row: int, config: ResolvedConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compress a row in one layer; return perturbation, norm and retained mass (head,)."""
+        """Compress a row in one layer, and return perturbation, output norm and retained mass, each (head,)."""
         cached_layer: CompactLayer = self.cache.evicted[layer]
         sets = cached_layer.entries(row).sets()
         if config.granularity.name == "query":
-            sets = [one for one in sets for _ in range(self.adapter.heads // len(sets))]
+            sets = [kept_set for kept_set in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
         view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
         kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
@@ -138,7 +138,16 @@ class Compressor:
 
 
 class _RowView:
-    """The entries of one row in one layer, kept sets of different lengths aligned at their ends after zeros."""
+    """The entries of one row in one layer as data for selection; shorter kept sets are padded by zeros at the start.
+
+    Args:
+        adapter: the model.
+        sets: keys and values (entry, d_head) of each kept set.
+        queries: the row's last queries (head, query, d_head).
+        layer: index of the layer.
+        sample: the sample's id, for seeds.
+        resources: memory and kernel for value norms.
+    """
 
     def __init__(
         self,
@@ -157,10 +166,11 @@ class _RowView:
         self.group = adapter.heads // self.sets
         even = len(set(self.lengths)) == 1
         self.parts = [slice(0, self.sets)] if even else [slice(index, index + 1) for index in range(self.sets)]
-        self.norms = _align_ends([self._norms(part, resources) for part in self.parts], self.longest)
+        norms = [layer_norms(torch.stack(self.values[part]), self._projection(part), resources) for part in self.parts]
+        self.norms = _align_ends(norms, self.longest)
 
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
-        """Return the statistics for the selection; kept sets of one length are computed at once."""
+        """Return the layer's data for the selection of a configuration."""
         window = min(config.window, self.longest)
         score = config.system.score.unpooled()
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
@@ -180,24 +190,24 @@ class _RowView:
         )
 
     def kept_indices(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
-        """Return the indices of the entries that each kept set keeps, counted from its first one."""
+        """Return, per kept set, the indices of the entries that stay, without counting its padding."""
         return [
             row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
 
     def take(self, indices: Sequence[Tensor]) -> KeptEntries:
-        """Return copies of the entries at these indices, per kept set."""
+        """Return copies of the entries at these indices of each kept set."""
         keys, values = (
-            [piece[rows] for piece, rows in zip(pieces, indices, strict=True)] for pieces in (self.keys, self.values)
+            [vectors[rows] for vectors, rows in zip(sets, indices, strict=True)] for sets in (self.keys, self.values)
         )
         return KeptEntries.of(keys, values)
 
     def perturbation(self, kept: Bool[Tensor, "kept_head key"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return isolated perturbation, ‖o_h‖₁ and S (head,) on the last query."""
+        """Return isolated perturbation, output norm ‖o_h‖₁ and retained mass S on the last query, each (head,)."""
         views = [self._view_part(part, "") for part in self.parts]
         weights = [theory.decode_weights(part.queries[:, -1], part.keys, part.scale, part.sinks) for part in views]
-        attention = _align_ends([entries for entries, _ in weights], self.longest)
-        sink = torch.cat([own for _, own in weights])
+        attention = _align_ends([entry_weights for entry_weights, _ in weights], self.longest)
+        sink = torch.cat([sink_weights for _, sink_weights in weights])
         value = _align_ends([keys.unsqueeze(0).transpose(1, 2) for keys in self.values], self.longest)
         summands = theory.stack_summands(value.transpose(1, 2), self.norms)
         everything = summands.sums(attention.unsqueeze(0)).mixed
@@ -208,9 +218,11 @@ class _RowView:
         return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 
     def _head_slice(self, part: slice) -> slice:
+        """Return the slice of the query heads that read some kept sets."""
         return slice(part.start * self.group, part.stop * self.group)
 
     def _view_part(self, part: slice, name: str) -> LayerView:
+        """Return the data for scores of some kept sets of one length; `name` is added to the sample's id."""
         heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
@@ -228,14 +240,12 @@ class _RowView:
         )
 
     def _projection(self, part: slice) -> Tensor:
+        """Return the columns of the output projection for the query heads of some kept sets."""
         heads, d_head = self._head_slice(part), self.adapter.d_head
         return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
 
-    def _norms(self, part: slice, resources: Resources) -> Tensor:
-        return layer_norms(torch.stack(self.values[part]), self._projection(part), resources)
-
     def _euclidean(self) -> Tensor:
-        """Return ‖V_i W_O^h‖₂ (head, longest)."""
+        """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest)."""
         norms = [
             euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
             for part in self.parts
@@ -243,12 +253,12 @@ class _RowView:
         return _align_ends(norms, self.longest)
 
 
-def _align_ends(pieces: Sequence[Tensor], longest: int) -> Tensor:
-    """Return pieces (…, length) of different lengths, concatenated, zeros before the shorter ones."""
-    return torch.cat([torch.nn.functional.pad(piece, (longest - piece.shape[-1], 0)) for piece in pieces])
+def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:
+    """Return tensors (…, length) padded by zeros at the start to length `longest`, and concatenated."""
+    return torch.cat([torch.nn.functional.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors])
 
 
 def mean_entries(cache: CompactCache, row: int) -> float:
-    """Return the mean number of entries per kept set of a row, over layers and kept sets."""
+    """Return a row's mean number of entries per kept set, over layers and kept sets."""
     lengths: list[int] = [length for layer in cache.evicted for length in layer.lengths(row)]
     return sum(lengths) / len(lengths)

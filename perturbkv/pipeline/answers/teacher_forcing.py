@@ -28,12 +28,12 @@ _TOKENS_PER_PASS = 16
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence of every cache at each token of the full cache's answer; step t has read t + 1 of its tokens.
+    """The divergence of every cache at each token of the full cache's answer; at step t, t + 1 of its tokens are read.
 
     Attributes:
         kl: KL(full ‖ evicted) in nat.
         top1: whether the full and the evicted run would take the same token.
-        noise_floor: KL of a cache of the same kind that keeps everything: what rounding alone does.
+        noise_floor: KL of a compact cache that keeps everything, which is due to rounding alone.
     """
 
     kl: Float[Tensor, "config step"]
@@ -50,51 +50,55 @@ def teacher_force(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> Divergence:
-    """Read the question and then `tokens` from every row of `cache`, and with the plain model as the reference.
+    """Read the question and then `tokens` with every row of `cache`, and return the divergence from the plain model.
 
     The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
-    checks all logits.
+    records all logits.
     """
     rows, finite = cache.layers[0].batch, check or FiniteCheck()
     reference = SharedCache(_full_cache_of_first_row(adapter, cache))
     watch = Observer(attention=None if compressor is None else compressor.watch)
 
     def read(ids: Int[Tensor, " token"]) -> tuple[Tensor, Tensor]:
-        """Return logits after each of these tokens: the reference's (token, vocab), every row's (row, token, vocab)."""
+        """Return the logits after each token: the plain model's (token, vocab), and the rows' (row, token, vocab)."""
         batch = ids.unsqueeze(0).expand(rows, -1)
         with decode_shared(adapter):
             full = _logits(adapter, reference, batch, finite)[0]
         with decode_from(adapter, cache), capture(adapter, watch):
             return full, _logits(adapter, cache, batch, finite)
 
-    for part in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
-        read(part)
+    for chunk in torch.split(to_device(list(question), adapter.device), _TOKENS_PER_PASS) if question else ():
+        read(chunk)
     ids, divergences = to_device(list(tokens), adapter.device), list[tuple[Tensor, Tensor]]()
     while len(divergences) < len(tokens):
         if compressor is not None:
             compressor.compress(len(divergences) + 1)
-        count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.room())
+        count = _TOKENS_PER_PASS if compressor is None else min(_TOKENS_PER_PASS, compressor.tokens_until_limit())
         full, evicted = read(ids[len(divergences) : len(divergences) + count])
         divergences += [theory.logit_divergence(full[index], evicted[:, index]) for index in range(len(full))]
     return _make_divergence(divergences, rows)
 
 
 def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
-    """Return the first row's entries, all of the prompt's, as the model's own kind of cache."""
-    kinds = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
-    entries = [(torch.stack(keys), torch.stack(values)) for keys, values in kinds]
+    """Return a cache of the model's own kind with the entries of row 0, which keeps everything."""
+    layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
+    entries = [(torch.stack(keys), torch.stack(values)) for keys, values in layers]
     windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
     return rebuild_cache(adapter, entries, windows)
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
+    """Read tokens (row, token) into the cache, and return the logits after each of them."""
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     check.check(LOGITS, logits)
     return logits
 
 
 def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """Return the divergence, with the first row as the noise floor; KL below 0 is rounding."""
+    """Return the divergence from each step's KL and top-1 agreement of all rows; row 0 is the noise floor.
+
+    KL below 0 is rounding, and becomes 0.
+    """
     if not divergences:
         nothing = torch.zeros(rows - 1, 0)
         return Divergence(nothing, nothing > 0, nothing[:0].sum(dim=0))

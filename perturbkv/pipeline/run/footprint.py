@@ -25,9 +25,9 @@ from perturbkv.pipeline.sample.layer import LOST_ENTRIES
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
-"""Share of a type's bytes after compression; single numbers and text keep all."""
+"""Share of a type's bytes that is left after compression; single numbers and text are not compressed."""
 _CODES = 0.35
-"""Share of the bytes of codes of kept positions after compression."""
+"""Share of the bytes of encoded kept positions that is left after compression."""
 _HEADERS, _LABEL = 64 * 2**10, 370
 """Bytes of an empty file, and of the metadata of each configuration."""
 _ENTRY = 2700
@@ -41,13 +41,13 @@ _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full",
 
 @dataclass(frozen=True)
 class Footprint:
-    """The largest number of bytes that a run takes at a time; those of the disk are estimates per sample.
+    """The estimated bytes that a run takes on the disk and in the device's memory.
 
     Attributes:
         file: bytes of the trace without its samples.
-        samples: bytes of each sample in it.
-        journal: bytes of each sample in the journal, until the trace is complete.
-        memory: bytes of the device's memory.
+        samples: bytes of each sample in the trace.
+        journal: bytes of each sample in the journal, which is removed when the trace is complete.
+        memory: bytes of the device's memory at most.
     """
 
     file: int
@@ -62,17 +62,19 @@ class Footprint:
 
     @property
     def disk(self) -> int:
-        """Bytes of the disk before the journal is removed."""
+        """Bytes on the disk before the journal is removed."""
         return self.trace + sum(self.journal)
 
 
 def footprint(planned: Plan) -> Footprint:
-    """Return the footprint of a run."""
+    """Return the estimated footprint of a run."""
     sizes = [
-        _sample_bytes(planned, len(one.parts(planned.run.scenario)[0]), len(one.token_ids)) for one in planned.prompts
+        _sample_bytes(planned, len(prompt.parts(planned.run.scenario)[0]), len(prompt.token_ids))
+        for prompt in planned.prompts
     ]
     file = _HEADERS + _LABEL * len(planned.run.configs)
-    return Footprint(file, tuple(stored for stored, _ in sizes), tuple(raw for _, raw in sizes), memory_bytes(planned))
+    in_trace, in_journal = zip(*sizes, strict=True)
+    return Footprint(file, in_trace, in_journal, memory_bytes(planned))
 
 
 def memory_bytes(planned: Plan) -> int:
@@ -82,25 +84,29 @@ def memory_bytes(planned: Plan) -> int:
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
-    """Return options each of which alone makes the run fit; none where it fits, or where no option suffices."""
+    """Return the options of which each one alone makes the run fit; empty where it fits, or where none suffices."""
     estimate = footprint(planned)
     on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
     return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory > memory_free else ())]
 
 
 def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator[str]:
-    others = {
+    """Yield options with which the run fits `free` bytes of the disk."""
+    alternatives = {
         "--no-kept": replace(planned, kept=False),
         "--no-text": replace(planned, text=False),
         "no --save outputs": replace(planned, run=replace(planned.run, save=())),
     }
-    yield from (name for name, other in others.items() if other != planned and footprint(other).disk <= free)
+    yield from (
+        name for name, changed in alternatives.items() if changed != planned and footprint(changed).disk <= free
+    )
     ends = estimate.file + np.cumsum(estimate.samples) + np.cumsum(estimate.journal)
     if fitting := int(np.searchsorted(ends, free, side="right")):
         yield f"--samples {fitting}, and the others elsewhere"
 
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
+    """Yield options with which the run fits `free` bytes of memory."""
     shape, largest = planned.shape, planned.batches.largest_bytes
     least = max(_row_bytes(planned, shape))
     if least < largest and memory_bytes(planned) - largest + least <= free:
@@ -110,7 +116,7 @@ def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
 
 
 def _memory_in_16_bits(planned: Plan) -> int:
-    """Return the memory that the run takes with numbers of two bytes."""
+    """Return the bytes of memory that the run takes in a 16-bit precision."""
     import torch
 
     weights = planned.files.weights_bytes(torch.bfloat16)
@@ -120,17 +126,20 @@ def _memory_in_16_bits(planned: Plan) -> int:
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
     """Return the bytes of each configuration's row for the longest prompt."""
     run, prompts = planned.run, planned.prompts
-    tokens = max(len(one.parts(run.scenario)[0]) for one in prompts)
-    decoded = max(len(one.token_ids) for one in prompts) - tokens + max(run.steps, run.generate)
+    tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
+    decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     return [shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs]
 
 
-def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
-    """Return the bytes of a sample in the trace, and in the journal, which is not compressed and has no text."""
+def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes of a sample in the trace, and in the journal, which is not compressed and has no text.
+
+    The sample has `tokens` tokens, of which the `context` first ones are compressed.
+    """
     run, shape = planned.run, planned.shape
-    sizes = _axis_lengths(run, shape, read)
-    codes = _code_bytes(run, shape, tokens) if planned.kept else 0
-    text = _PER_TOKEN * read + _answer_bytes(run) if planned.text else 0
+    sizes = _axis_lengths(run, shape, tokens)
+    codes = _code_bytes(run, shape, context) if planned.kept else 0
+    text = _PER_TOKEN * tokens + _answer_bytes(run) if planned.text else 0
     stored, raw = codes * _CODES + text, _ENTRY + float(codes)
     for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
@@ -141,18 +150,19 @@ def _sample_bytes(planned: Plan, tokens: int, read: int) -> tuple[int, int]:
 
 
 def _answer_bytes(run: RunConfig) -> int:
-    """Return the bytes of the text of a sample's answers, the full cache's among them."""
+    """Return the bytes of the text of a sample's answers, the full cache's answer included."""
     return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
-def _axis_lengths(run: RunConfig, shape: Shape, read: int) -> dict[str, int]:
+def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
+    """Return the length of each axis of a sample's variables, by name."""
     heads = {"layer": shape.layers, "head": shape.heads, "d_head": shape.d_head, "d_model": shape.d_model}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
-    return {**heads, **counts, "key": read + run.steps}
+    return {**heads, **counts, "key": tokens + run.steps}
 
 
 def _fixed_size_variables(planned: Plan) -> list[str]:
-    """Return the variables of a sample whose size does not depend on its text or kept positions."""
+    """Return the names of a sample's variables whose size does not depend on its text or kept positions."""
     left_out = {
         *TEXT,
         *ANSWER_TEXT,
@@ -161,11 +171,11 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
         *(() if planned.run.generate else _ANSWERS),
     }
     raw = "outputs" in planned.run.save
-    return [name for name, one in VARIABLES.items() if name not in left_out and (raw or not one.raw)]
+    return [name for name, variable in VARIABLES.items() if name not in left_out and (raw or not variable.raw)]
 
 
 def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
-    """Return the bytes of all codes: for each kept set a mask, or a byte per entry where that is smaller."""
+    """Return the bytes of a sample's encoded kept sets: a mask each, or a byte per kept entry where that is smaller."""
     total = 0
     for config in run.configs:
         sets = shape.heads if config.granularity.name == "query" else shape.kv_heads

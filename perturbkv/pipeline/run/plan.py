@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 def is_single_pass(run: ResolvedRun) -> bool:
-    """Return whether evicted caches are read once, or twice with a question, and hold only entries of the full one.
+    """Return whether a run decodes one step only, from unchanged entries of the full cache.
 
-    Copying the kept entries for each pass then takes less than storing them.
+    Copying the kept entries in each pass then takes less memory than storing them.
     """
     changed = any(config.quantised or config.in_cache for config in run.configs)
     return run.steps == 1 and not run.generate and not changed
 
 
 def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
-    """Return the batches of one prompt. Raises ConfigError where a configuration exceeds the bound on memory."""
+    """Return one prompt's batches of configurations. Raises ConfigError where one exceeds the bound on memory."""
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
@@ -74,8 +74,8 @@ class Plan:
         configs: its configurations, resolved.
         resources: bounds on memory, and kernels.
         batches: batches of the configurations for the largest prompt.
-        text: whether its trace holds text of prompts and answers: no number depends on it, and it is no part of `run`.
-        kept: whether its trace holds the kept positions, likewise.
+        text: whether the trace gets the text of prompts and answers; no number depends on it, so `run` lacks it.
+        kept: whether the trace gets the kept positions, likewise.
         loaded: the model, where it is loaded already.
     """
 
@@ -92,7 +92,7 @@ class Plan:
 
     @functools.cached_property
     def resolved(self) -> ResolvedRun:
-        """The run with its resolved configurations."""
+        """The run with resolved configurations."""
         return ResolvedRun.from_run(self.run, self.configs)
 
     @property
@@ -102,9 +102,9 @@ class Plan:
         return Shape.from_config(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
 
     def model(self) -> Adapter:
-        """Return the model with its weights, loaded unless it is already, with room for the longest prompt's caches.
+        """Return the model with its weights, loaded unless it is already.
 
-        Raises ModelError, and NoMemoryError where the device does not hold them.
+        Raises ModelError, and NoMemoryError where the device cannot hold the weights and the longest prompt's caches.
         """
         placement = self.placement
         if self.loaded is None and placement.device_map == "none":
@@ -114,7 +114,7 @@ class Plan:
         )
 
     def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
-        """Return a plan of some of the prompts, by their ids, with other configurations. Raises PerturbkvErrors."""
+        """Return a plan of the prompts with these ids and of other configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
         settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
         prompts = replace(self.prompts, prompts=chosen)
@@ -182,9 +182,9 @@ def plan(
 
 
 def _answer_length(prompts: Prompts) -> int:
-    """Return the data's largest number of tokens per answer; log where some data sets of a file have fewer."""
-    length, recorded = prompts.generation_length, prompts.options.get("wording", {})
-    lengths = {name: one["generation_length"] for name, one in recorded.items() if "generation_length" in one}
+    """Return the largest number of tokens per answer of the prompts' data sets; log the data sets with fewer."""
+    length, wording = prompts.generation_length, prompts.options.get("wording", {})
+    lengths = {name: entry["generation_length"] for name, entry in wording.items() if "generation_length" in entry}
     shorter = [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]
     if shorter:
         _log.info(
@@ -195,7 +195,10 @@ def _answer_length(prompts: Prompts) -> int:
 
 
 def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return the names of the metrics that grade the prompts' answers. Raises DatasetError where one cannot."""
+    """Return {METRICS: names of the metrics that grade the prompts}. Raises DatasetError where one cannot grade.
+
+    Where answers are `scored`, every prompt needs accepted answers.
+    """
     if scored:
         grading.check_answers(prompts)
     return {METRICS: sorted({metric.name for metric in grading.metrics_of(prompts).values()})}
@@ -204,9 +207,10 @@ def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
 def fitting_configs(
     configs: Sequence[ResolvedConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
 ) -> tuple[ResolvedConfig, ...]:
-    """Return the configurations whose budget exceeds the window in every prompt.
+    """Return the configurations whose budget exceeds the always-kept entries in every prompt.
 
-    Raises BudgetError for one that does not, or with `leave_out_unfit` where none is left; those left out are logged.
+    Raises BudgetError where a configuration does not fit; with `leave_out_unfit`, where no configuration fits, and the
+    others are logged.
     """
     fit: list[ResolvedConfig] = []
     refused: dict[str, BudgetError] = {}
@@ -226,7 +230,7 @@ def fitting_configs(
 
 
 def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, after: int, name: str) -> None:
-    """Raise DatasetError where a prompt and the `after` tokens decoded behind it are more than the model can take."""
+    """Raise DatasetError where a prompt with `after` decoded tokens is longer than the model supports."""
     for prompt in prompts:
         read, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + after
         check_vocabulary(prompt, int(model_config.vocab_size), name)
@@ -245,21 +249,21 @@ def _bound_memory(
 ) -> Resources:
     """Return the resources with a bound on memory for a run that generates, unless the user set one.
 
-    Every batch decodes whole answers, so that fewer and larger ones are worth memory: at most half of what is free
-    beside weights and full cache, and at most twice what these take. Only for a model on one device.
+    Every batch decodes whole answers, so that larger batches are worth memory: at most half of what is free besides
+    weights and full cache, and at most twice what these take. Only for a model on one device.
     """
     if resources.max_bytes is not None or placement.device_map != "none" or not device_exists(placement.device):
         return resources
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
-    whole = shape.weights_bytes + shape.full_cache_bytes(tokens)
-    occupied = shape.full_cache_bytes(tokens) if loaded else whole
-    bound = min(2 * whole, (memory.free_bytes(placement.device) - occupied) // 2)
+    resident = shape.weights_bytes + shape.full_cache_bytes(tokens)
+    occupied = shape.full_cache_bytes(tokens) if loaded else resident
+    bound = min(2 * resident, (memory.free_bytes(placement.device) - occupied) // 2)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
     largest = max(shape.row_bytes(config, tokens, decoded, run.steps) for config in run.configs)
-    return replace(resources, max_bytes=bound) if bound > max(whole // 2, largest) else resources
+    return replace(resources, max_bytes=bound) if bound > max(resident // 2, largest) else resources
 
 
 def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """Return the batches of the largest prompt. Raises ConfigError where a configuration exceeds the bound."""
+    """Return the batches of the prompt that needs most. Raises ConfigError where a configuration exceeds the bound."""
     planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

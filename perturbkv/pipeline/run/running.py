@@ -24,7 +24,7 @@ import perturbkv
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.prompts import Prompts, pieces
+from perturbkv.datasets.prompts import Prompts, token_texts
 from perturbkv.errors import InterruptedRunError, OutputError
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.grading import Decode
@@ -41,10 +41,11 @@ from perturbkv.trace import FailedSample, SampleTrace, Trace
 
 
 def provenance(planned: Plan) -> dict[str, str]:
-    """Return the root attributes of the trace: model, weights, device, and the libraries' versions."""
+    """Return the root attributes of a run's trace: model, weights, device, and the libraries' versions."""
     run, device, stored = planned.run, planned.placement.device, planned.files.stored
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     measured = layer_types.format_measured(planned.files.config)
+    policies = [config.policy for config in run.configs]
     return {
         "model": run.model,
         "revision": run.revision,
@@ -65,15 +66,16 @@ def provenance(planned: Plan) -> dict[str, str]:
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
         **({MEASURED_LAYERS: measured} if measured else {}),
-    } | ({"kvpress_version": kvpress.version()} if any(kvpress.is_press(one.policy) for one in run.configs) else {})
+    } | ({"kvpress_version": kvpress.version()} if any(map(kvpress.is_press, policies)) else {})
 
 
 Arrays = Mapping[str, NDArray[Any]]
 _DECODED = ("prompt_start", "prompt_text")
+"""Variables that are decoded from a prompt's tokens when they are read."""
 
 
 def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
-    """Return a prompt's tokens, its text, and the offset of each token in it; the text is decoded when it is read."""
+    """Return the variables of a prompt's tokens, its text, and each token's offset in it; text is decoded when read."""
     stored: dict[str, Any] = {
         "prompt_count": len(prompt.token_ids),
         "prompt_offset": 0,
@@ -90,18 +92,20 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
 
 def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    texts = pieces(prompt.token_ids, decode)
-    ends = np.cumsum([len(piece) for piece in texts])
+    """Return the variables of a prompt's text and of each token's offset in it."""
+    texts = token_texts(prompt.token_ids, decode)
+    ends = np.cumsum([len(text) for text in texts])
     values = ([0, *ends[:-1]], "".join(texts))
     return {name: _as_variable(name, value) for name, value in zip(_DECODED, values, strict=True)}
 
 
 def _as_variable(name: str, value: Any) -> NDArray[Any]:
+    """Return a value as an array of the variable's type."""
     return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
 class PromptTexts(Mapping[str, SampleText]):
-    """A mapping from sample id to the text of its prompt and answers, made on access and not kept."""
+    """A mapping from sample ids to the text of prompts and answers, decoded on each access."""
 
     def __init__(self, prompts: Prompts, decode: Decode) -> None:
         self._prompts = {prompt.sample_id: prompt for prompt in prompts}
@@ -109,7 +113,7 @@ class PromptTexts(Mapping[str, SampleText]):
 
     def __getitem__(self, sample_id: str) -> SampleText:
         prompt = self._prompts[sample_id]
-        decode_answer = partial(grading.text_of, decode=self._decode)
+        decode_answer = partial(grading.decode_answer, decode=self._decode)
         return SampleText(text_arrays(prompt, self._decode), decode_answer, prompt.answers)
 
     def __iter__(self) -> Iterator[str]:
@@ -121,7 +125,7 @@ class PromptTexts(Mapping[str, SampleText]):
 
 _log = logging.getLogger(__name__)
 Finished = Callable[[SampleTrace | FailedSample, Sequence[EvictionConfig]], None]
-"""Callback with a sample and the configurations that it was measured for, all that it lacked or some of them."""
+"""Callback with a sample and the configurations that it was measured for: all that it lacked, or some of them."""
 Missing = Mapping[str, Sequence[EvictionConfig]]
 """Sample id -> the configurations that it still lacks."""
 Progress = Callable[[int, int], None]
@@ -129,7 +133,7 @@ Progress = Callable[[int, int], None]
 
 
 class Engine(Protocol):
-    """An engine that measures the samples of a run."""
+    """A way to carry out a run, such as in this process or on workers."""
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too.
@@ -142,16 +146,16 @@ class Writer(Protocol):
     """A writer of measured samples: a `TraceWriter`, or one of a shard."""
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return, per sample, the configurations that it still lacks."""
+        """Return sample id -> the configurations that it still lacks."""
 
     def done(self) -> AbstractSet[str]:
-        """Return the samples that lack nothing."""
+        """Return the ids of the samples that lack no configuration."""
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
-        """Store a sample, measured for these configurations."""
+        """Store a sample that was measured for these configurations."""
 
     def abandon(self) -> None:
-        """Close a run that cannot go on."""
+        """Close the files of a run that cannot go on."""
 
     def finish(self) -> Path:
         """Write the file of all samples and return its path."""
@@ -166,10 +170,10 @@ def run_to_file(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Measure what the trace at `path` lacks and finish its file; the model is loaded only where something is lacking.
+    """Measure what the trace at `path` lacks, finish its file, and return its path.
 
-    One process at a time writes it: with `wait` others wait for it. Raises InterruptedRunError on Ctrl-C, and
-    PerturbkvErrors; finished samples survive all of them.
+    The model is loaded only where something is missing. One process at a time writes a trace; with `wait` others wait
+    for it. Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
     """
     check_writable(path)
     with Lock(path, wait) as lock:
@@ -177,10 +181,11 @@ def run_to_file(
 
 
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
+    """Measure and write a trace as `run_to_file` does, under its lock."""
     shards = resumable_shards(path, planned.run, overwrite, lock.wait)
-    made, journals = joint_provenance(provenance(planned), shards), [one.journal for one in shards]
+    attributes, journals = joint_provenance(provenance(planned), shards), [shard.journal for shard in shards]
     writer = TraceWriter(
-        path, planned.run, planned.prompts.ids, made, overwrite, texts_of(planned), journals, planned.kept
+        path, planned.run, planned.prompts.ids, attributes, overwrite, texts_of(planned), journals, planned.kept
     )
     _log_earlier_samples(planned, writer.missing())
     _log_text_changes(planned, writer.count_text_changes())
@@ -191,10 +196,9 @@ def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool,
 def measure_missing(
     planned: Plan, engine: Engine, writer: Writer, lock: Lock, path: Path, total: int, progress: Progress
 ) -> Path:
-    """Measure what is missing of `total` samples, and finish. Raises as `run_to_file`."""
+    """Measure what a writer lacks of `total` samples, finish its file, and return the path. Raises as `run_to_file`."""
     missing = writer.missing()
     _log_peculiarities(planned)
-
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
 
     def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
@@ -220,15 +224,15 @@ def measure_missing(
 
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:
-    """Measure every sample and keep everything in memory. Raises PerturbkvErrors."""
+    """Measure every sample, and return the trace without writing a file. Raises PerturbkvErrors."""
     _log_peculiarities(planned)
     measured: dict[str, list[tuple[SampleTrace | FailedSample, list[str]]]] = {}
     total = len(planned.prompts)
     progress(0, total)
 
     def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        own = sample if planned.kept else without_kept(sample)
-        measured.setdefault(sample.sample_id, []).append((own, [config.label() for config in configs]))
+        stored = sample if planned.kept else without_kept(sample)
+        measured.setdefault(sample.sample_id, []).append((stored, [config.label() for config in configs]))
         progress(len(measured), total)
 
     engine.measure(planned, dict.fromkeys(planned.prompts.ids, planned.run.configs), finished)
@@ -240,16 +244,19 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
 def _join_parts(
     parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
 ) -> SampleTrace | FailedSample:
-    """Return a sample joined from its parts; failed where a part failed."""
+    """Return a sample joined from parts with other configurations each; a failed sample where a part failed.
+
+    Each part comes with its configurations' labels; `labels` are those of the run.
+    """
     failed = [sample for sample, _ in parts if isinstance(sample, FailedSample)]
     if failed:
         return failed[-1]
-    measured = [(sample, own) for sample, own in parts if isinstance(sample, SampleTrace)]
+    measured = [(sample, own_labels) for sample, own_labels in parts if isinstance(sample, SampleTrace)]
     return measured[0][0] if len(measured) == 1 else join_parts(measured, labels)
 
 
 def texts_of(planned: Plan) -> Texts:
-    """Return the text of the run's prompts and answers; none where its trace is to have none."""
+    """Return sample id -> text of the run's prompts and answers; empty where the trace gets no text."""
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 
@@ -269,7 +276,7 @@ def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
 
 
 def _log_text_changes(planned: Plan, changing: int) -> None:
-    """Log the stored samples to which text is added or from which it is removed, without measuring again."""
+    """Log the number of stored samples to which text is added, or from which it is removed."""
     if changing:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
@@ -277,7 +284,7 @@ def _log_text_changes(planned: Plan, changing: int) -> None:
 
 
 def _log_kept_changes(leaving: int, lacking: int) -> None:
-    """Log the stored samples that lose kept positions, and those that lack them, as these cannot be added."""
+    """Log the numbers of stored samples that lose kept positions, and that lack them, as they cannot be added."""
     if leaving:
         _log.info(
             "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
@@ -297,10 +304,10 @@ def _log_peculiarities(planned: Plan) -> None:
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
     lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
     for config in run.configs:
-        whole = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
-        if whole:
+        unevicted = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        if unevicted:
             only = f", and stores it in {config.bits} bits" if config.quantised else ""
-            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), whole, len(prompts), only)
+            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), unevicted, len(prompts), only)
     if measured := layer_types.format_measured(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:

@@ -1,4 +1,4 @@
-"""Search for the best kept sets of single heads: on every prompt itself, and with proof on a short prefix of it."""
+"""Search for the best kept sets of single heads: on every prompt itself, and with proof on a short probe from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeadView:
     Attributes:
         layer, head: its indices.
         entries: the entries that its query attends to; those that all configurations keep always stay.
-        kept: per configuration the set, (entry,) True where an entry stays.
+        kept: per configuration the mask (entry,) of the kept set.
     """
 
     layer: int
@@ -49,19 +49,20 @@ class HeadView:
 
 @torch.inference_mode()
 def head_views(sample: SampleRun, heads: Sequence[HeadIndex]) -> Iterator[HeadView]:
-    """Yield the chosen heads of one prompt, layer by layer, at the first decode step from the full cache (METHOD).
+    """Yield the data and kept sets of some heads of one prompt, layer by layer, at the first decode step.
 
     All configurations have one window. Raises ActivationError for NaN or Inf.
     """
     sample.prefill.finite.raise_if_not(sample.prompt.sample_id)
     for index in dict.fromkeys(sorted(layer for layer, _ in heads)):
-        yield from _layer_views(sample, sample.layer(index), [head for at, head in heads if at == index])
+        yield from _layer_views(sample, sample.layer(index), [head for layer, head in heads if layer == index])
 
 
 def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
+    """Yield the data and kept sets of some heads of one layer."""
     step, configs = sample.full.steps[0], sample.run.configs
     weights, sinks = layer.weights(step)
-    masks = _kept_masks(layer, configs, weights)
+    masks = layer.kept_masks(configs, weights)
     always = _always_kept(configs, layer.tokens, step.entries)
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]
@@ -71,24 +72,16 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
 
 
 def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
-    """Return the entries that every configuration keeps whatever its scores: window, protected and decoded entries."""
+    """Return the mask of the entries that every configuration keeps whatever its scores, decoded ones included."""
     ends = [config.ends(prompt_tokens) for config in configs]
-    first, recent = min(one.first for one in ends), min(one.recent for one in ends)
+    first, recent = min(each.first for each in ends), min(each.recent for each in ends)
     begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
     index = np.arange(entries)
     return np.asarray((index < first) | (index >= begin))
 
 
-def _kept_masks(layer: FullLayer, configs: Sequence[ResolvedConfig], weights: Tensor) -> list[Tensor]:
-    """Return, per configuration, (head, n): True where an entry stays."""
-    masks: dict[int, Tensor] = {}
-    for group in layer.groups(configs, weights):
-        masks |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
-    return [masks[index] for index in range(len(configs))]
-
-
 def _with_decoded(mask: Tensor, entries: int) -> Kept:
-    """Return the prompt's kept set with all decoded entries."""
+    """Return the mask of a prompt's kept set, extended to `entries` by decoded entries, which all stay."""
     kept = np.ones(entries, dtype=np.bool_)
     kept[: len(mask)] = mask.cpu().numpy()
     return kept
@@ -100,10 +93,10 @@ class SearchSettings:
 
     Attributes:
         heads: largest number of heads searched by swaps on the prompt itself, drawn for every prompt.
-        proven: number of heads searched by integer programs on the prefix.
+        proven: number of heads searched by integer programs on the short probe.
         seconds: time limit per head and method of search.
-        prefix: tokens of the prefix.
-        budget, window: budget and window of the prefix's kept sets.
+        prefix: number of tokens of the probe.
+        budget, window: budget and window of the probe's kept sets.
         seed: seed of the draws.
     """
 
@@ -133,7 +126,7 @@ class SearchSettings:
 def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
     """Raise ConfigError for configurations whose kept sets cannot be searched per head.
 
-    BudgetError where what always stays leaves nothing to choose in a prefix that is searched.
+    Raises BudgetError where always-kept entries leave nothing to choose in a short probe that is to be searched.
     """
     for config in configs:
         if wrong := _unsupported_property(config):
@@ -147,7 +140,7 @@ def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
 
 
 def _unsupported_property(config: EvictionConfig) -> str:
-    """Return the property of a configuration that rules a search out; empty where there is none."""
+    """Return the property of a configuration for which kept sets cannot be searched per head; empty without one."""
     kind = registry.info(config.policy.name)
     reasons = {
         "policies with kept sets from outside": config.is_external,
@@ -157,14 +150,17 @@ def _unsupported_property(config: EvictionConfig) -> str:
         f"precision {config.precision}": config.quantised,
         f"correction {config.correction}, which changes the output of a set": config.corrected,
     }
-    return next((words for words, met in reasons.items() if met), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
-    """Return the first budget's configurations on a prefix. Raises BudgetError where too few entries are free."""
+    """Return the first budget's configurations with the budget and window of the short probe.
+
+    Raises BudgetError where they leave too few entries to choose.
+    """
     first, *_ = group_by_budget(configs)
     try:
-        return [replace(one, budget=Budget(settings.budget), window=settings.window) for one in first]
+        return [replace(config, budget=Budget(settings.budget), window=settings.window) for config in first]
     except BudgetError as error:
         msg = f"the prefix of {settings.prefix} tokens cannot be searched: {error}; --proven 0 (proven=0) leaves it out"
         raise BudgetError(msg) from None
@@ -173,7 +169,10 @@ def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list
 def search_samples(
     planned: Plan, settings: SearchSettings, lines: SampleLines, finished: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Return a line per prompt of the plan, in its order; prompts with stored lines are not searched again."""
+    """Search the best kept sets of every prompt, and return a JSON object per prompt, in the plan's order.
+
+    Prompts with stored lines are not searched again; `finished` is called with the number of searched prompts.
+    """
     total = len(planned.prompts)
     todo = [prompt for prompt in planned.prompts if prompt.sample_id not in lines.finished]
     finished(total - len(todo), total)
@@ -186,7 +185,7 @@ def search_samples(
 def _search_prompt(
     planned: Plan, adapter: Adapter, prompt: Prompt, settings: SearchSettings
 ) -> Iterator[dict[str, Any]]:
-    """Yield an object per head, budget and part."""
+    """Yield a JSON object per searched head and budget: of the prompt itself, then of the short probe."""
     context, _ = prompt.parts(planned.run.scenario)
     draw = np.random.default_rng([settings.seed, zlib.crc32(prompt.sample_id.encode())])
     heads, prefix_heads = (_draw_heads(draw, adapter, count) for count in (settings.heads, settings.proven))
@@ -197,31 +196,31 @@ def _search_prompt(
         return
     short = prefix_configs(planned.configs, settings)
     run = replace(planned.resolved, configs=tuple(short), scenario="regular")
-    part = replace(prompt, token_ids=tuple(prefix(context, settings.prefix)), question_tokens=0)
-    for view in _views(planned, adapter, part, run, prefix_heads):
+    probe = replace(prompt, token_ids=tuple(short_probe(context, settings.prefix)), question_tokens=0)
+    for view in _views(planned, adapter, probe, run, prefix_heads):
         search_result = prove(view.entries, view.kept, settings.seconds, settings.seed)
         yield _search_row(PREFIX, short[0], view, search_result)
 
 
 def group_by_budget(configs: Sequence[_Config]) -> list[list[_Config]]:
-    """Return the configurations of each budget, budgets in order of appearance."""
+    """Return the configurations in groups of equal budget, budgets in order of appearance."""
     groups: dict[Budget, list[_Config]] = {}
     for config in configs:
         groups.setdefault(config.budget, []).append(config)
     return list(groups.values())
 
 
-def prefix(context: Sequence[int], tokens: int) -> Sequence[int]:
-    """Return a short prompt: the first token, an attention sink, and tokens from the middle.
+def short_probe(context: Sequence[int], tokens: int) -> Sequence[int]:
+    """Return a prompt of `tokens` tokens: the first one, an attention sink, and a stretch from the context's middle.
 
-    The tokens after the first are left out, as they are the same words of a template in every prompt.
+    The tokens right after the first are left out, as a template gives every prompt the same ones.
     """
     begin = max(1, (len(context) - tokens) // 2)
     return [context[0], *context[begin : begin + tokens - 1]]
 
 
 def _draw_heads(generator: np.random.Generator, adapter: Adapter, count: int) -> list[HeadIndex]:
-    """Draw `count` distinct heads of all."""
+    """Return `count` random heads of the model, in order; all heads where there are fewer."""
     total = len(adapter.layers) * adapter.heads
     drawn = generator.permutation(total)[:count]
     return [divmod(int(index), adapter.heads) for index in np.sort(drawn)]
@@ -234,11 +233,12 @@ def _views(
     run: ResolvedRun,
     heads: Sequence[HeadIndex],
 ) -> Iterator[HeadView]:
+    """Yield the data and kept sets of some heads of a prompt, which is read where there are heads."""
     if heads:
         sample = SampleRun.read(adapter, prompt, replace(run, steps=1), planned.resources, rows=1)
         yield from head_views(sample, heads)
 
 
 def _search_row(part: str, config: EvictionConfig, view: HeadView, result: HeadSearch) -> dict[str, Any]:
-    """Return a search result as an object of a line."""
+    """Return the search result of a head as a JSON object."""
     return {"part": part, "budget": str(config.budget), "layer": view.layer, "head": view.head, **asdict(result)}

@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardDone:
-    """A measured shard of a trace that is not complete yet.
+    """The result of measuring a shard of a trace that is not complete yet.
 
     Attributes:
         trace: the future path of the trace.
         shard: the shard.
-        samples: ids of its samples.
-        configs: number of configurations of each.
+        samples: ids of the shard's samples.
+        configs: number of configurations per sample.
         failures: failed sample -> reason.
         done: the measured shards, this one among them.
     """
@@ -59,10 +59,10 @@ def run_shard(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path | ShardDone:
-    """Measure what one shard of the run at `path` lacks; the last one joins all, and returns the trace's path.
+    """Measure what one shard of the run at `path` lacks, and return its result, or the trace's path if all are joined.
 
-    Any number of processes may do so at once, on any machines, one per shard. Raises as `run_to_file`, and OutputError
-    where shards of another run exist.
+    The shard that ends last joins all. Any number of processes may run at once, on any machines, one per shard. Raises
+    as `run_to_file`, and OutputError where shards of another run exist.
     """
     ids, attrs = tuple(planned.prompts.ids), provenance(planned)
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
@@ -84,9 +84,10 @@ def run_shard(
 
 @contextmanager
 def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
-    """Yield the shard's lock, taken while the trace's is free: joining takes the two in the other order.
+    """Take and yield the lock of a shard, while no other process holds that of the trace.
 
-    Raises LockedOutputError, or waits, for the trace without blocking the shard; a join in progress is always awaited.
+    Where the trace is locked, this waits with `wait` and while all shards are joined, and raises LockedOutputError
+    otherwise. The shard is not locked meanwhile, as joining takes the two locks in the other order.
     """
     while True:
         try:
@@ -105,7 +106,7 @@ def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bo
 
 
 def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
-    """Return whether no shard lacks anything, so that the process that holds the trace is joining them."""
+    """Return whether all shards are measured, so that a process that locks the trace is joining them."""
     return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 

@@ -37,14 +37,14 @@ class BatchResult:
     Attributes:
         configs: indices of the configurations in the run.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
-        order: the configurations in the order of `kept`.
+        order: indices of the configurations in the order of `kept`.
         kept: per layer the kept sets as bits.
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
-        generated: configuration -> tokens of its answer; in one of the batches None -> those of the full cache; empty
-            where nothing is generated.
-        isolated: quantised or corrected configuration -> (step, name, layer, head), names as
-            `quantised.ISOLATED_VARIABLES`; NaN where quantisation or correction changes nothing.
-        sparse_prefills: configuration with a sparse prefill -> that prefill.
+        generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
+            cache; empty where nothing is generated.
+        isolated: index of a quantised or corrected configuration -> isolated perturbations (step, name, layer, head),
+            names as `quantised.ISOLATED_VARIABLES`; NaN where quantisation or correction changes nothing.
+        sparse_prefills: index of a configuration with a sparse prefill -> that prefill.
     """
 
     configs: tuple[int, ...]
@@ -59,7 +59,7 @@ class BatchResult:
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
-    """Return the variables with one number or one row per sample."""
+    """Return the variables with one number or one row per sample: counts of tokens, decoded tokens, cache bytes."""
     n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
     values: dict[str, object] = {
         "prompt_tokens": n,
@@ -75,7 +75,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the isolated quantities (config, step, layer, head), noise floors without config."""
+    """Return the isolated quantities (config, step, layer, head), and their noise floors (step, layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
@@ -88,18 +88,18 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
-    """Return the isolated perturbations with those of quantised or corrected configurations replaced by their own."""
+    """Return the isolated perturbations in `arrays` after replacing those of quantised or corrected configurations."""
     result = {name: arrays[name].copy() for name in quantised.ISOLATED_VARIABLES}
     for batch in batches:
-        for index, moved in batch.isolated.items():
-            for name, array in zip(quantised.ISOLATED_VARIABLES, moved.unbind(dim=1), strict=True):
-                own = to_numpy(array, VARIABLES[name].dtype)
-                result[name][index] = np.where(np.isnan(own), result[name][index], own)
+        for index, changed in batch.isolated.items():
+            for name, tensor in zip(quantised.ISOLATED_VARIABLES, changed.unbind(dim=1), strict=True):
+                array = to_numpy(tensor, VARIABLES[name].dtype)
+                result[name][index] = np.where(np.isnan(array), result[name][index], array)
     return result
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the largest evicted outputs (config, layer, head, lost_entry), and C of every head without config."""
+    """Return the largest evicted outputs (config, layer, head, lost_entry), and Σ A ν of all entries (layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].lost:
@@ -111,32 +111,38 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
 
 
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
-    """Return the variables of the decode steps, in the run's order of configurations; others from the first batch."""
+    """Return the variables of the decode steps, in the run's order of configurations.
+
+    Variables without a configuration are those of the first batch.
+    """
     run_order = _inverse_order([index for batch in batches for index in batch.configs])
     arrays = {}
     for name in batches[0].steps[0]:
         dims = VARIABLES[name].dims
-        parts = [
+        stacked = [
             to_numpy(torch.stack([step[name] for step in batch.steps], dim=dims.index("step")), VARIABLES[name].dtype)
             for batch in (batches if "config" in dims else batches[:1])
         ]
-        arrays[name] = np.concatenate(parts)[run_order] if "config" in dims else parts[0]
+        arrays[name] = np.concatenate(stacked)[run_order] if "config" in dims else stacked[0]
     return arrays
 
 
 def kept_arrays(
     batches: Sequence[BatchResult], lengths: Sequence[Lengths], layers: Sequence[LayerResult], heads: int
 ) -> Arrays:
-    """Return the kept positions of all configurations and layers as codes; heads of a shared kept set share theirs."""
+    """Return the variables of the kept positions, encoded, and of their counts, for all configurations and layers.
+
+    Heads with a common kept set refer to the same code.
+    """
     shape = (len(lengths[0]), len(layers), heads)
     offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
         for layer, masks in enumerate(batch.kept):
             batch_lengths = [lengths[layer][index] for index in batch.order]
-            code, taken = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
-            begins = start + taken.cumsum() - taken
-            for values, target in ((begins, offsets), (taken, sizes), (np.concatenate(batch_lengths), counts)):
+            code, code_sizes = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
+            begins = start + code_sizes.cumsum() - code_sizes
+            for values, target in ((begins, offsets), (code_sizes, sizes), (np.concatenate(batch_lengths), counts)):
                 _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
             rows.append(code)
             start += len(code)
@@ -151,14 +157,17 @@ def kept_arrays(
 
 
 def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
-    """Write numbers per kept set of the configurations in `order` to every head that shares the set: (config, head)."""
+    """Write numbers per kept set into `heads` (config, head), at every head of the set.
+
+    `values` are those of the configurations in `order`, one after the other; `lengths` has their numbers of kept sets.
+    """
     ends = np.cumsum([len(sets) for sets in lengths])[:-1]
-    for index, part in zip(order, np.split(values, ends), strict=True):
-        heads[index] = part.repeat(heads.shape[1] // len(part))
+    for index, per_set in zip(order, np.split(values, ends), strict=True):
+        heads[index] = per_set.repeat(heads.shape[1] // len(per_set))
 
 
 def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) the cached entries over those of the full cache (METHOD: a budget is not a share)."""
+    """Return (config,) the number of cached entries over that of the full cache (METHOD: a budget is not a share)."""
     entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
     return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
@@ -166,25 +175,26 @@ def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int)
 def prefill_arrays(
     batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], cached: NDArray[np.float64], seconds: float
 ) -> Arrays:
-    """Return the seconds of sparse prefills, and `held_share` as the share of entries that their queries attend to.
+    """Return the prefills' durations, and `held_share` with the attended share of entries for sparse prefills.
 
-    Where the budget covers the prompt it is the full prefill, which took `seconds`; NaN for other configurations.
+    `cached` are the shares of the cache, and `seconds` is the full prefill's duration, which also stands for a sparse
+    prefill whose budget covers the prompt. Configurations without a sparse prefill have the duration NaN.
     """
-    shares, taken = cached.copy(), np.full(len(configs), np.nan)
+    shares, durations = cached.copy(), np.full(len(configs), np.nan)
     for index in (index for index, config in enumerate(configs) if config.has_sparse_prefill):
-        shares[index], taken[index] = 1.0, seconds
+        shares[index], durations[index] = 1.0, seconds
     for batch in batches:
-        for index, own in batch.sparse_prefills.items():
-            shares[index], taken[index] = own.share, own.seconds
-    return {"held_share": shares, "prefill_seconds": taken, "prefill_seconds_full": np.array(seconds)}
+        for index, sparse_prefill in batch.sparse_prefills.items():
+            shares[index], durations[index] = sparse_prefill.share, sparse_prefill.seconds
+    return {"held_share": shares, "prefill_seconds": durations, "prefill_seconds_full": np.array(seconds)}
 
 
 def cached_bytes(
     lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
 ) -> Arrays:
-    """Return (config,) the bytes of the evicted caches with their corrections, and of the full cache, as stored.
+    """Return the bytes of each configuration's cache, corrections included, and of the full cache.
 
-    Numbers have 16 bits unless they are quantised.
+    Numbers count 16 bits unless they are quantised.
     """
     full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
     bits = [
@@ -198,12 +208,12 @@ def cached_bytes(
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
-    """Return the tokens and scores of the answers, the full cache's apart."""
+    """Return the variables of the answers' tokens and scores, separate ones for the full cache's answer."""
     prompt, most = sample.prompt, sample.run.generate
     answers = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
     rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
-    texts = [grading.text_of(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
+    texts = [grading.decode_answer(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
     graded = grading.metrics_of([prompt])
     values["score_full"], *values["score"] = (grading.grade(text, prompt, graded) for text in texts)
@@ -223,11 +233,12 @@ def attention_array(layers: Sequence[LayerResult]) -> Arrays:
 
 
 def pad_steps(arrays: Arrays, steps: int) -> Arrays:
-    """Return the arrays with length `steps` along `step`; past the end of the text NaN, token -1, other integers 0."""
+    """Return the arrays padded to length `steps` along `step`: floats by NaN, tokens by −1, other integers by 0."""
     return {name: _pad_variable(name, array, steps) for name, array in arrays.items()}
 
 
 def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+    """Return one variable's array padded as `pad_steps` does."""
     dims = VARIABLES[name].dims
     if "step" not in dims:
         return array
@@ -237,6 +248,7 @@ def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
 
 
 def _as_arrays(values: dict[str, object]) -> Arrays:
+    """Return values as arrays of their variables' types."""
     return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
 
 

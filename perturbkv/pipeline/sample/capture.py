@@ -62,10 +62,11 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
 def intercept_attention(
     adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
 ) -> Iterator[None]:
-    """Send this model's attention through `replacement(stock, module, args, kwargs)` inside the block.
+    """Replace the attention of this model's layers by `replacement(stock, module, args, kwargs)` inside the block.
 
-    Only that of the measured layers, unless `all_layers`. Other models in the process keep their attention. Raises
-    ModelError where the model's attention implementation is not registered with transformers' attention interface.
+    `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`; other models
+    in the process keep their attention. Raises ModelError where the model's attention implementation is not registered
+    with transformers' attention interface.
     """
     name = adapter.model.config._attn_implementation
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -73,10 +74,10 @@ def intercept_attention(
     if stock is None:
         msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
         raise ModelError(msg)
-    ours = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
+    replaced = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
     ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
         replacement(stock, module, args, kwargs)
-        if id(module) in ours
+        if id(module) in replaced
         else (registered or _eager_attention(module, name) or stock)(module, *args, **kwargs)
     )
     try:
@@ -88,9 +89,9 @@ def intercept_attention(
 
 
 def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
-    """Return a family's eager attention, which transformers does not register; None for another kernel."""
-    own = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
-    return own.get("eager_attention_forward")
+    """Return the model family's eager attention, which transformers does not register; None unless `name` is eager."""
+    functions = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
+    return functions.get("eager_attention_forward")
 
 
 @contextmanager
@@ -99,12 +100,14 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 
     New tokens get the cache's positions in rows that have their own, whatever `position_ids` are.
     """
-    held = {id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)}
+    cache_layers = {
+        id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)
+    }
     cache.attach(True)
     hook = partial(_set_positions, cache, adapter.rotary_kind)
     rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with intercept_attention(adapter, partial(_attend_to_cache, held), all_layers=True):
+        with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):
             yield
     finally:
         rotary.remove()
@@ -112,36 +115,40 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 
 
 def _attend_to_cache(
-    held: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
+    cache_layers: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention over a module's own layer of the cache."""
-    return held[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
+    """Return the attention output over the module's layer of a compact cache: an attention function's replacement.
+
+    `cache_layers` are keyed by the identity of the attention modules.
+    """
+    return cache_layers[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
 
 
 def _set_positions(
     cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return arguments with the positions at which the cache's rows continue, where these differ from the prompt's.
+    """Return a rotary module's arguments with the cache's own positions: a forward pre-hook.
 
-    A rotary module that serves several kinds of layers gets them for the measured kind alone.
+    None, for unchanged arguments, where positions follow the prompt's end, and for layers of another `kind` than the
+    measured ones.
     """
     positions = cache.positions(args[0].shape[1], args[0].device)
-    others = kind and kwargs.get("layer_type", args[-1]) != kind[0]
-    return None if positions is None or others else ((args[0], positions, *kind), {})
+    is_other_kind = kind and kwargs.get("layer_type", args[-1]) != kind[0]
+    return None if positions is None or is_other_kind else ((args[0], positions, *kind), {})
 
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
-    """Let a batch of identical rows decode from a `SharedCache`, with the stock attention of row 0 for all rows."""
+    """Let a batch of identical rows decode from a `SharedCache` inside the block: all rows get row 0's attention."""
     with intercept_attention(adapter, _attend_row_0, all_layers=True):
         yield
 
 
 def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the stock attention of row 0, for all rows."""
-    query, key, value, mask, *others = args
+    """Return the stock attention of row 0 for all rows: an attention function's replacement."""
+    query, key, value, mask, *rest = args
     first = mask[:1] if isinstance(mask, Tensor) else mask
-    output, weights = stock(module, query[:1], key, value, first, *others, **kwargs)
+    output, weights = stock(module, query[:1], key, value, first, *rest, **kwargs)
     return output.expand(query.shape[0], *output.shape[1:]), weights
 
 
@@ -153,16 +160,17 @@ def _observe_attention(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Return the stock attention after a call of `callback`."""
+    """Return the stock attention after calling `callback` with its inputs: an attention function's replacement."""
     callback(layer_of(module), args[0], args[1], args[2])
     return stock(module, *args, **kwargs)
 
 
 def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
-    """Register the hooks of an observer; the generator yields each handle as soon as its hook is on."""
+    """Register the hooks of an observer, and yield the handle of each one as soon as it is registered."""
     for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
         if observer.attention_input is not None:
-            yield attention.register_forward_pre_hook(_entering_hook(index, observer.attention_input), with_kwargs=True)
+            hook = _attention_input_hook(index, observer.attention_input)
+            yield attention.register_forward_pre_hook(hook, with_kwargs=True)
         if observer.head_output is not None:
             yield attention.o_proj.register_forward_pre_hook(_head_output_hook(index, observer.head_output))
         if observer.hidden is not None:
@@ -173,14 +181,17 @@ def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableH
 
 
 def _head_output_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    """Return a pre-hook that calls `callback` with the input of layer `index`'s output projection."""
     return lambda module, args: callback(index, args[0])
 
 
-def _entering_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+def _attention_input_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    """Return a pre-hook that calls `callback` with the input of layer `index`'s attention."""
     return lambda module, args, kwargs: callback(index, args[0] if args else kwargs["hidden_states"])
 
 
 def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    """Return a hook that calls `callback` with the output of decoder layer `index`."""
     return lambda module, args, output: callback(index, output[0] if isinstance(output, tuple) else output)
 
 
@@ -188,29 +199,29 @@ FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
 
 
 class FiniteCheck:
-    """A record of activations that are not finite, kept without waiting for the device."""
+    """A record of which activations are finite, filled without waiting for the device."""
 
     def __init__(self) -> None:
-        self._finite: list[tuple[str, Tensor]] = []
-        self._made: list[tuple[str, Tensor]] = []
+        self._activations: list[tuple[str, Tensor]] = []
+        self._derived: list[tuple[str, Tensor]] = []
 
     def __call__(self, layer: int, hidden: Tensor) -> None:
-        """Check one layer's activations."""
+        """Record whether the hidden states of a layer are finite: an `Observer.hidden`."""
         self.check(f"the hidden states of layer {layer}", hidden)
 
     def check(self, where: str, activations: Tensor) -> None:
-        """Check activations; `where` names them in the error."""
-        self._finite.append((where, torch.isfinite(activations).all()))
+        """Record whether activations are finite; `where` names them in the error."""
+        self._activations.append((where, torch.isfinite(activations).all()))
 
     def check_derived(self, where: str, numbers: Tensor) -> None:
-        """Check numbers computed from activations, which are reported first."""
-        self._made.append((where, torch.isfinite(numbers).all()))
+        """Record whether numbers computed from activations are finite; errors name activations before these."""
+        self._derived.append((where, torch.isfinite(numbers).all()))
 
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first record of NaN or Inf; waits for the device once."""
-        if not self._finite:
+        """Raise ActivationError for the first recorded tensor with NaN or Inf; waits for the device once."""
+        if not self._activations:
             return
-        names, flags = zip(*self._finite, *self._made, strict=True)
+        names, flags = zip(*self._activations, *self._derived, strict=True)
         for where, finite in zip(names, stack_on_device(flags[0].device, flags).tolist(), strict=True):
             if not finite:
                 raise ActivationError(where, sample)

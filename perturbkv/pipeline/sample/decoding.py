@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass
 class _StepRecorder:
-    """The callbacks that record the last of a step's tokens."""
+    """The callbacks that record a decode step at the last of its tokens."""
 
     adapter: Adapter
     rows: int
@@ -57,16 +57,20 @@ class _StepRecorder:
     record: StepRecord = field(default_factory=StepRecord)
 
     def query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Record the queries of a layer: an `Observer.attention`."""
         self.record.query.append(query[:, :, -1])
 
     def head_output(self, layer: int, mixed: Tensor) -> None:
+        """Record the head outputs of a layer: an `Observer.head_output`."""
         self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
 
     def hidden(self, layer: int, output: Tensor) -> None:
+        """Record the hidden states after a layer: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], output)
         self.record.hidden.append(output[:, -1])
 
     def final(self, output: Tensor) -> None:
+        """Record the hidden state after the final norm: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
         self.record.final = output[:, -1]
 
@@ -75,11 +79,11 @@ class _StepRecorder:
 def decode_full(
     adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """Decode the reference, the question and then greedy steps, from the full cache, which grows by all of them.
+    """Decode the question and then `steps` greedy steps from the full cache, and return their records and tokens.
 
-    The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded.
-    Returns the records of the steps and the tokens decoded, the first of them the greedy choice after the prompt;
-    `prefill.finite` checks all of them.
+    The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
+    first token is the greedy choice after the prompt and its question. The cache grows by all decoded tokens;
+    `prefill.finite` checks the activations.
     """
     cache = SharedCache(prefill.cache)
     first = prefill.logits
@@ -95,7 +99,7 @@ def decode_full(
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
-    """Return the number of decode steps before the first of `ends`, at least 1 (METHOD, protocol 8: the text's end).
+    """Return the number of decode steps before the first end token in `ends`, at least 1 (METHOD, protocol 8).
 
     With several steps, this waits for the device.
     """
@@ -114,9 +118,9 @@ def decode_evicted(
     rows: int,
     finite: FiniteCheck,
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
-    """Decode the question, then teacher-forced steps, from a compact cache, one row per configuration.
+    """Decode the question and then `tokens`, teacher-forced, from a compact cache with one row per configuration.
 
-    Returns the logits after the question, None without one, and the records of the steps.
+    Returns the logits after the question (None without one) and the records of the steps.
     """
     question_logits = None
     if question:
@@ -137,7 +141,7 @@ def _decode_step(
     rows: int,
     finite: FiniteCheck,
 ) -> StepRecord:
-    """Run one forward pass of the same tokens in every row, and record the last of them."""
+    """Run one forward pass of the same tokens in every row, and return the record of the last token."""
     recorder = _StepRecorder(adapter, rows, finite)
     record = recorder.record
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
@@ -152,7 +156,7 @@ def _decode_step(
 
 
 def _first_row(record: StepRecord) -> StepRecord:
-    """Return the record of row 0 alone, so that a long run does not hold identical rows."""
+    """Return a copy of the record with row 0 alone, so that memory does not hold identical rows."""
     return StepRecord(
         query=[tensor[:1].clone() for tensor in record.query],
         head_output=[tensor[:1].clone() for tensor in record.head_output],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
@@ -35,14 +35,14 @@ class FullLayer:
     values: Float[Tensor, "kv_head key d_head"]
 
     @classmethod
-    def of(cls, adapter: Adapter, before: Prefill, index: int) -> FullLayer:
-        """Return a layer of a prompt after its prefill, as its cache is now."""
-        cached = adapter.cache_layer(before.cache, index)
-        return cls(adapter, before.statistics, index, cached.keys[0], cached.values[0])
+    def from_prefill(cls, adapter: Adapter, prefilled: Prefill, index: int) -> FullLayer:
+        """Return the measured layer `index` of a prefilled prompt, with the current entries of its full cache."""
+        cached = adapter.cache_layer(prefilled.cache, index)
+        return cls(adapter, prefilled.statistics, index, cached.keys[0], cached.values[0])
 
     @property
     def tokens(self) -> int:
-        """The number of the prompt's entries, n."""
+        """Number of the prompt's entries, n."""
         return self.statistics.tokens
 
     @property
@@ -57,28 +57,35 @@ class FullLayer:
 
     @property
     def projection(self) -> Float[Tensor, "d_model mixed"]:
-        """W_O."""
+        """The output projection's weight, W_O."""
         return self.adapter.output_projection(self.index)
 
     @cached_property
     def slices(self) -> Float[Tensor, "head d_head d_model"]:
-        """W_O^h of every head."""
+        """Each head's slice W_O^h of the output projection."""
         return theory.head_slices(self.projection, self.adapter.heads)
 
     @property
     def scale(self) -> float:
-        """The factor on the logits."""
+        """Factor on the attention logits."""
         return self.adapter.scale(self.index)
 
     @property
     def sinks(self) -> Float[Tensor, " head"] | None:
-        """Logits of sinks in the softmax; None where there are none."""
+        """Logits of the sinks in the heads' softmax; None where there are none."""
         return self.adapter.sinks(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-        """Return A of a decode step over the entries that it attends to, and the weight of each head's sink."""
+        """Return a decode step's attention weights A on its entries, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
-        """Return the kept sets of configurations; `realised` is A of the first decode step, where known."""
+        """Return the groups of the configurations' kept sets; `realised` is A of the first decode step, where known."""
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)
+
+    def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Tensor) -> list[Bool[Tensor, "kept_head n"]]:
+        """Return each configuration's kept set, for configurations that evict."""
+        masks: dict[int, Tensor] = {}
+        for group in self.groups(configs, realised):
+            masks |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
+        return [masks[index] for index in range(len(configs))]

@@ -33,7 +33,7 @@ LOST_ENTRIES = 10
 
 @dataclass(frozen=True)
 class RankedOutputs:
-    """The prompt entries of a layer by descending A ν; equal ones in the prompt's order (METHOD: ties).
+    """The prompt entries of a layer, sorted by descending A ν; ties in the prompt's order.
 
     Attributes:
         position: positions of the entries.
@@ -47,14 +47,17 @@ class RankedOutputs:
 def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
 ) -> RankedOutputs:
-    """Return the first `prompt_tokens` entries by descending A ν."""
+    """Return the prompt's entries sorted by descending A ν, from the weights A and norms ν of all entries."""
     added = (attention * norms.to(WORK))[:, :prompt_tokens]
     output, position = added.sort(dim=-1, descending=True, stable=True)
     return RankedOutputs(position, output)
 
 
 def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
-    """Return the evicted entries of the largest A ν, (config, head, lost_entry); −1 and NaN where fewer are evicted."""
+    """Return positions and A ν of the evicted entries with the largest A ν, as variables (config, head, lost_entry).
+
+    Positions are −1 and outputs NaN where fewer entries are evicted.
+    """
     evicted = ~kept.gather(-1, ranked.position.expand_as(kept))
     ranks = torch.arange(1, LOST_ENTRIES + 1, dtype=torch.int32, device=kept.device)
     counted = evicted.cumsum(dim=-1, dtype=torch.int32)
@@ -77,7 +80,7 @@ class LayerResult:
     Attributes:
         groups: kept sets of every configuration.
         isolated: per step, name -> (config, head), or (head,) for noise floors; configurations in `groups`' order.
-        lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for C.
+        lost: largest evicted outputs of the first step, name -> (config, head, lost_entry), or (head,) for Σ A ν.
         attention: reference attention per step (head, key), where the run saves outputs.
     """
 
@@ -88,12 +91,12 @@ class LayerResult:
 
 
 def config_order(groups: Sequence[AnyGroup]) -> list[int]:
-    """Return the configurations in the order of the groups, which is the same in all layers."""
+    """Return the indices of the configurations in the order of the groups, which is the same in all layers."""
     return [index for group in groups for index in group.config_indices]
 
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
-    """Select for every configuration in one layer, and measure the isolated change at every step."""
+    """Select every configuration's kept set in one layer, and return the isolated quantities of all steps."""
     layer, full, configs, n = sample.layer(index), sample.full.steps, sample.run.configs, sample.tokens
     heads, keys = sample.adapter.heads, layer.keys
     weights = [layer.weights(step) for step in full]
@@ -112,26 +115,31 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
         for step, sink in weights
     ]
     ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
-    parts, evicted = [], []
+    quantities, evicted = [], []
     working = working_bytes(keys.device, sample.resources.chunk_bytes)
     for group, rows in _split_groups(groups, heads * keys.shape[1], working):
         masks = _masks(group, rows, heads, len(steps))
         alphas = _alpha_per_head(layer, configs, group, rows)
-        parts.append([measure.isolated_quantities(step, mask, alphas) for step, mask in zip(steps, masks, strict=True)])
+        quantities.append(
+            [measure.isolated_quantities(step, mask, alphas) for step, mask in zip(steps, masks, strict=True)]
+        )
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in sparse_groups:
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
-        parts.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
+        quantities.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
-    isolated = [_join_configs(step) for step in zip(*parts, strict=True)]
+    isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if sparse_groups:
-        isolated[0] |= _largest_floors([step[0] for step in parts])
+        isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
     lost = _join_configs(evicted) | {"weighted_norm": steps[0].total}
     return LayerResult([*groups, *sparse_groups], isolated, lost, attention if "outputs" in sample.run.save else [])
 
 
 def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
-    """Return the groups split into as many configurations at once as fit the working memory."""
+    """Return (group, slice of its configurations) pairs, each of as many configurations as fit the working memory.
+
+    `entries` is the number of entries times heads.
+    """
     size = max(1, working // (_ENTRY_BYTES * entries))
     return (
         (group, slice(start, start + size)) for group in groups for start in range(0, len(group.config_indices), size)
@@ -139,13 +147,17 @@ def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Ite
 
 
 def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
-    """Return the masks of the attended entries per step: the kept sets, or the pages that the step's query selects."""
+    """Return, per step, the masks of the entries that some of a group's configurations attend to, per query head.
+
+    They are the kept sets, or the pages that each step's query selects.
+    """
     if isinstance(group, PageGroup):
         return [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
     return [_per_query_head(group.kept_sets(rows), heads)] * steps
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
+    """Return the masks of kept sets, repeated for the query heads that share a set."""
     sharing = heads // sets.kept.shape[1]
     if sharing == 1:
         return LayerMasks(sets.kept, sets.stage1)
@@ -153,20 +165,21 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 
 def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
-    """Return α (config, head) of some of a group's configurations."""
+    """Return the share α of stage 1 (config, head) of some of a group's configurations."""
     shares = [configs[index].alphas(layer.index, group.kept_heads) for index in group.config_indices[rows]]
     per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
     return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
 
 
-def _largest_floors(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the larger of the noise floors of the decode step and of the prompt's queries, as the careful choice."""
-    floors = [name for name, tensor in parts[0].items() if tensor.ndim == 1]
-    return {name: torch.stack([part[name] for part in parts]).amax(dim=0) for name in floors}
+def _largest_floors(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return, by name, the largest noise floor (head,) of all groups, as they are measured at different queries."""
+    floors = [name for name, tensor in groups[0].items() if tensor.ndim == 1]
+    return {name: torch.stack([group[name] for group in groups]).amax(dim=0) for name in floors}
 
 
-def _join_configs(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parts as one dictionary of all configurations; noise floors, which all parts have, from the first."""
+def _join_configs(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the quantities of all groups, concatenated along `config`; noise floors (head,) are the first group's."""
     return {
-        name: torch.cat([part[name] for part in parts]) if first.ndim > 1 else first for name, first in parts[0].items()
+        name: torch.cat([group[name] for group in groups]) if first.ndim > 1 else first
+        for name, first in groups[0].items()
     }

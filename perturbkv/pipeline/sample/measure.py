@@ -27,7 +27,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Masks of some configurations in one layer, per query head, over the n prompt entries."""
+    """Masks over the n prompt entries of one layer, per configuration and query head."""
 
     kept: Bool[Tensor, "config head key"]
     stage1: Bool[Tensor, "config head key"]
@@ -65,7 +65,7 @@ def layer_reference(
     slices: Float[Tensor, "head d_head d_model"],
     sink: Float[Tensor, " head"],
 ) -> Reference:
-    """Return the reference of the isolated quantities of a layer and step."""
+    """Return the quantities of a layer and step of the full run that all configurations share."""
     everything = summands.sums(attention.unsqueeze(0))
     return Reference(
         attention=attention,
@@ -85,17 +85,18 @@ def isolated_quantities(
 ) -> dict[str, Tensor]:
     """Return perturbation, bounds and Assumption 1 of a layer and step, each (config, head), and noise floors (head,).
 
-    Both sides are sums of the same query, keys and values, so that they differ by the rounding of `WORK` alone.
+    Full and evicted outputs are sums over the same query, keys and values, so that a configuration that keeps
+    everything differs by the rounding of `WORK` alone.
     """
     decoded = reference.attention.shape[-1] - masks.kept.shape[-1]
     everything = torch.ones_like(masks.kept[:1])
-    both = _with_decoded(torch.cat([everything, masks.kept]), decoded)
-    kept = theory.kept_sums(reference.attention, reference.summands, both, reference.sink)
+    full_and_kept = _with_decoded(torch.cat([everything, masks.kept]), decoded)
+    kept = theory.kept_sums(reference.attention, reference.summands, full_and_kept, reference.sink)
     no_values = reference.summands.without_values()  # the bounds of stage 1 need no mixture
     stage1 = theory.kept_sums(reference.attention, no_values, _with_decoded(masks.stage1, decoded), reference.sink)
     moved = theory.isolated_perturbation(reference.whole, kept.mixed, kept.mass, reference.slices, reference.output)
-    own = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
-    limits = theory.bounds(reference.total, reference.smallest, own, stage1)
+    evicted = theory.KeptSums(kept.mass[1:], kept.weighted[1:], kept.mixed[1:])
+    limits = theory.bounds(reference.total, reference.smallest, evicted, stage1)
     counts = round_down_entries(alphas * masks.kept.sum(dim=-1)).to(torch.int64)
     return {
         **_floor_variables("noise_floor_isolated", moved, reference.output, WORK),
@@ -109,33 +110,36 @@ def isolated_quantities(
     }
 
 
-def _distance_variables(name: str, distances: Distances, first: str = "") -> dict[str, Tensor]:
-    """Return the configurations' distances by variable name; `first` ends the name of the L1 distance."""
-    return {name + first: distances.l1[1:], f"{name}_l2": distances.l2[1:], f"{name}_cosine": distances.cosine[1:]}
+def _distance_variables(name: str, distances: Distances, suffix: str = "") -> dict[str, Tensor]:
+    """Return the distances of all rows but row 0 as variables `name` + `suffix` (L1), `name`_l2 and `name`_cosine."""
+    return {name + suffix: distances.l1[1:], f"{name}_l2": distances.l2[1:], f"{name}_cosine": distances.cosine[1:]}
 
 
 def _floor_variables(
     name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the noise floors by variable name: the distances of row 0, at least one rounding of `full`."""
+    """Return the noise floors as variables `name`…: the distances of row 0, at least one rounding of `full`.
+
+    `inputs` is the dtype in which the rounding is counted.
+    """
     floors = theory.noise_floors(Distances(distances.l1[0], distances.l2[0], distances.cosine[0]), full, inputs)
     return {name: floors.l1, f"{name}_l2": floors.l2, f"{name}_cosine": floors.cosine}
 
 
 def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
-    """Return the L1 and L2 norms of the reference by variable name."""
+    """Return the L1 and L2 norms of the full run's vectors, as variables `name` and `name`_l2."""
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
 def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
-    """Return the masks extended by the tokens decoded so far, which every configuration keeps."""
+    """Return masks of the prompt's entries extended by `decoded` tokens, which every configuration keeps."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 
 def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return perturbation of heads, drift of layers and of logits in one step; layers are stacked behind `config`.
+    """Return one step's propagated perturbation of heads, drift of hidden states, and divergence of logits, by name.
 
-    Results are on the device of the logits; nothing waits for it.
+    Results are (config, layer, …) on the device of the logits; nothing waits for it.
     """
     device, inputs = evicted.logits.device, adapter.dtype
     layers = [
@@ -159,7 +163,7 @@ def _head_variables(
     full: Float[Tensor, "1 head d_head"],
     evicted: Float[Tensor, "row head d_head"],
 ) -> dict[str, Tensor]:
-    """Return one layer's propagated perturbation, its noise floor, and the norms of the full output."""
+    """Return one layer's propagated perturbation, its noise floor, and the norms of the full run's head outputs."""
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
     output, moved = theory.propagated_perturbation(full[0], evicted, slices)
     return (
@@ -175,13 +179,17 @@ def _drift_variables(
     evicted: Float[Tensor, "row *layer d_model"],
     inputs: torch.dtype,
 ) -> dict[str, Tensor]:
+    """Return the drift of hidden states and its noise floor, as variables that begin with `name`."""
     distances = theory.drift(full, evicted)
     floors = _floor_variables(f"{name}_noise_floor", distances, full.to(WORK), inputs)
-    return floors | _distance_variables(f"{name}_drift", distances, first="_l1")
+    return floors | _distance_variables(f"{name}_drift", distances, suffix="_l1")
 
 
 def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
-    """Return the logits' divergence; the noise floor of KL is at least one rounding of a log-probability of 1 nat."""
+    """Return KL divergence and top-1 agreement of the logits, and the noise floor of KL.
+
+    The floor is at least one rounding of a log-probability of 1 nat.
+    """
     divergence, agreement = theory.logit_divergence(full.logits[0], evicted.logits)
     rounding = torch.full_like(divergence[0], torch.finfo(inputs).eps)
     return {
@@ -192,7 +200,7 @@ def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype)
 
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return head outputs and hidden states, for `--save outputs`."""
+    """Return head outputs and hidden states of the full and the evicted runs in float32, for `--save outputs`."""
     device = evicted.logits.device
     return {
         "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),

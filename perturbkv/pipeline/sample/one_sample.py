@@ -64,17 +64,18 @@ def trace(
     run: ResolvedRun,
     resources: Resources = _DEFAULT,
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
-    wanted: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
+    lacking: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
 ) -> list[FailedSample]:
-    """Measure prompts one after the other; `finished` gets each as it is ready. Returns those that failed.
+    """Measure prompts one after the other, and return the samples that failed.
 
-    `wanted` are the configurations that a sample still lacks; for other samples all of the run's. A
-    sample whose activations are not finite is marked failed and the run goes on. Raises NoMemoryError.
+    `finished` is called with each sample as it is ready. `lacking` maps a sample's id to the configurations that it
+    still lacks; other samples are measured for all of the run's. A sample whose activations are not finite is marked
+    failed and the run goes on. Raises NoMemoryError.
     """
     failed = []
     for prompt in prompts:
         try:
-            configs = wanted.get(prompt.sample_id, run.configs)
+            configs = lacking.get(prompt.sample_id, run.configs)
             finished(trace_sample(adapter, prompt, run.select_configs(configs), resources))
         except ActivationError as error:
             failed.append(FailedSample(prompt.sample_id, str(error)))
@@ -84,23 +85,27 @@ def trace(
 
 @torch.inference_mode()
 def trace_sample(
-    adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources = _DEFAULT, given: KeptMasks = _NOTHING
+    adapter: Adapter,
+    prompt: Prompt,
+    run: ResolvedRun,
+    resources: Resources = _DEFAULT,
+    kept_masks: KeptMasks = _NOTHING,
 ) -> SampleTrace:
-    """Measure every configuration of `run` on one prompt (METHOD: the protocol).
+    """Return the measurements of every configuration of `run` on one prompt (METHOD: the protocol).
 
-    `given` are the kept sets of configurations of policy `given:NAME`.
+    `kept_masks` are the kept sets of configurations of policy `given:NAME`.
 
     The prompt is read once; all configurations share its scores, norms and reference. Waits for the device three
     times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
-    and once for each budget that shares out by layers' entropies (lava).
+    and once for each budget that depends on the layers' entropies (lava).
 
-    Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing beside the window, DatasetError
-    for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`,
+    Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing besides the window, DatasetError
+    for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`, and
     what `entries.check_positions` raises.
     """
     positions.check_positions(run.configs, adapter.config, adapter.name)
     planned = plan_prompt_batches(prompt, run, adapter.shape, resources)
-    sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, given)
+    sample = SampleRun.read(adapter, prompt, run, resources, planned.rows, kept_masks)
     layers, kept = _measure_layers(sample)
     sample.prefill.finite.raise_if_not(prompt.sample_id)
     decode = _BatchDecoder(sample, layers, kept)
@@ -114,7 +119,7 @@ def trace_sample(
 
 
 def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
-    """Return the measurements of every layer, and the lengths of kept sets per layer and configuration."""
+    """Return the measurements of every layer, and per layer the lengths of all configurations' kept sets."""
     with phase("layers"):
         layers = [measure_layer(sample, index) for index in range(len(sample.adapter.layers))]
         return layers, lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
@@ -123,7 +128,7 @@ def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]
 def _assemble_arrays(
     sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], kept: Sequence[Lengths]
 ) -> measure.Arrays:
-    """Return all trace variables of the sample, at the steps that were measured."""
+    """Return all trace variables of the sample, with the measured steps only."""
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, kept) | isolated_arrays(layers, adapter.device)
@@ -141,12 +146,12 @@ def _assemble_arrays(
 
 @dataclass(frozen=True, eq=False)
 class _EvictedLayer:
-    """One layer of a batch.
+    """One layer of a batch's evicted cache.
 
     Attributes:
         cache: the layer of the compact cache.
         order, masks: the configurations and their kept sets, as in `entries.KeptBatch`.
-        isolated: quantised or corrected configuration -> its isolated perturbation in this layer.
+        isolated: index of a quantised or corrected configuration -> its isolated perturbation in this layer.
     """
 
     cache: CompactLayer
@@ -156,7 +161,7 @@ class _EvictedLayer:
 
 
 class _BatchDecoder:
-    """The decoder of one sample from the evicted caches of one batch of configurations after the other."""
+    """The decoder of one sample from evicted caches, batch by batch of configurations."""
 
     def __init__(self, sample: SampleRun, layers: Sequence[LayerResult], kept: Sequence[Lengths]) -> None:
         self.sample, self.adapter, self.run = sample, sample.adapter, sample.run
@@ -164,7 +169,7 @@ class _BatchDecoder:
         self.finite, self.passing = FiniteCheck(), is_single_pass(sample.run)
 
     def batch(self, indices: tuple[int, ...]) -> BatchResult:
-        """Evict for one batch of configurations, decode and compare."""
+        """Evict for the configurations with these indices, decode, and return their measurements."""
         with phase("evict"):
             sparse = self._sparse_prefills(indices)
             evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
@@ -176,18 +181,18 @@ class _BatchDecoder:
             question_logits, evicted = decode_evicted(self.adapter, cache, question, tokens, self.rows, self.finite)
         with phase("measure"):
             steps = [self._measure(step, len(indices)) for step in zip(self.sample.full.steps, evicted, strict=True)]
-        whole = sum(layer.borrowed_nbytes for layer in cache.evicted)
-        held, padding = cache.nbytes - whole, cache.padding_nbytes
+        cache_bytes = cache.nbytes - sum(layer.borrowed_nbytes for layer in cache.evicted)
+        padding = cache.padding_nbytes
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}
         first = evicted_layers[0]
         isolated = {
             index: torch.stack([layer.isolated[index] for layer in evicted_layers], dim=-2) for index in first.isolated
         }
         kept = [layer.masks for layer in evicted_layers]
-        return BatchResult(indices, steps, first.order, kept, held, padding, answers, isolated, sparse)
+        return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """Run the sparse prefills of configurations that have one and whose budget does not cover the prompt."""
+        """Return index -> sparse prefill of the configurations that have one and whose budget excludes some entries."""
         configs = {index: self.run.configs[index] for index in indices}
         context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
         n = len(context)
@@ -198,12 +203,15 @@ class _BatchDecoder:
         }
 
     def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
-        """Return one layer: a row that keeps everything, a row per configuration, and padding rows like the first."""
+        """Return one layer of the evicted cache of the configurations with these indices.
+
+        Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
+        """
         layer, configs = self.sample.layer(index), self.run.configs
         kept = gather_kept(self.layers[index].groups, set(indices), self.kept[index], layer.keys, layer.values)
         corrections = correcting.corrections(layer, kept.entries, configs)
         corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
-        kept, moved = self._store_entries(layer, kept)
+        kept, quantised_perturbations = self._store_entries(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows_by_config = kept.entries | page_reading.cache_rows(layer, {config: configs[config] for config in indices})
         rows_by_config |= {config: everything for config in indices if configs[config].has_sparse_prefill}
@@ -214,29 +222,29 @@ class _BatchDecoder:
             row: corrections[config].stand_in for row, config in enumerate(indices, start=1) if config in corrections
         }
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        return _EvictedLayer(cache, kept.order, kept.masks, moved | corrected_perturbations)
+        return _EvictedLayer(cache, kept.order, kept.masks, quantised_perturbations | corrected_perturbations)
 
     def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
-        """Return the entries as the cache stores them, and isolated perturbations of quantised configurations.
+        """Return the entries as the cache stores them, and the isolated perturbations of quantised configurations.
 
-        Those are measured at the positions in the prompt, like all isolated quantities.
+        The perturbations are measured at the positions in the prompt, like all isolated quantities.
         """
         configs = self.run.configs
-        stored = quantisation.quantise_kept(kept, configs)
+        unrotated = quantisation.quantise_kept(kept, configs)
         rotated = positions.rotate_to_cache_positions(kept, configs, self.adapter.frequencies)
-        held = stored if rotated.entries == kept.entries else quantisation.quantise_kept(rotated, configs)
-        quantised_rows = {index: stored.entries[index] for index in kept.order if configs[index].quantised}
+        stored = unrotated if rotated.entries == kept.entries else quantisation.quantise_kept(rotated, configs)
+        quantised_rows = {index: unrotated.entries[index] for index in kept.order if configs[index].quantised}
         for index in quantised_rows:
-            quantised.check_finite(self.finite, self.adapter.layer_indices[layer.index], held.entries[index])
-        return held, quantised.isolated_perturbations(layer, self.sample.full.steps, quantised_rows)
+            quantised.check_finite(self.finite, self.adapter.layer_indices[layer.index], stored.entries[index])
+        return stored, quantised.isolated_perturbations(layer, self.sample.full.steps, quantised_rows)
 
     def _position_offsets(self, indices: tuple[int, ...]) -> list[int]:
-        """Return, per row of the batch, n minus its next position."""
+        """Return, per row of the batch, how far its next position is before the prompt's end."""
         offsets = positions.position_offsets([self.run.configs[index] for index in indices], self.sample.tokens)
         return [0, *offsets, *[0] * (self.rows - 1 - len(offsets))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
-        """Return the propagated quantities of a step, without the rows that pad the batch."""
+        """Return the propagated quantities of a step (full and evicted record), without the batch's padding rows."""
         quantities = measure.propagated_quantities(self.adapter, *step)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(*step)
@@ -248,9 +256,9 @@ class _BatchDecoder:
     def _answers(
         self, cache: CompactCache, question_logits: Float[Tensor, "row vocab"] | None, indices: tuple[int, ...]
     ) -> dict[int | None, list[int]]:
-        """Return each configuration's answer; that of the full cache, under None, in the first configuration's batch.
+        """Return index -> tokens of each configuration's answer, and None -> the full cache's in the first batch.
 
-        `question_logits` are those after the question, which stays in the cache; None where there is none.
+        `question_logits` are those after the question, which stays in the cache; None without a question.
         """
         first = 0 if 0 in indices else 1
         rows = range(first, 1 + len(indices))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,8 +31,7 @@ from perturbkv.selection.kept_sets import Group, kept_groups
 from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
-from perturbkv.selection.sparse_lines import Positions
-from perturbkv.selection.sparse_lines import remembered_positions as wanted_queries
+from perturbkv.selection.sparse_lines import Positions, remembered_positions
 from perturbkv.theory import WORK
 
 ROTATION_NEEDS = ("unrotated", "rotations")
@@ -41,22 +39,23 @@ ROTATION_NEEDS = ("unrotated", "rotations")
 
 
 class Rotations:
-    """The model's cosines and sines for ranges of positions, rounded to its type.
+    """The model's function from ranges of positions to their rotation, rounded to the model's type.
 
-    They come from a copy of the model's module, because some kinds (dynamic NTK, LongRoPE) change their frequencies for
+    It uses a copy of the model's rotary module, because some kinds (dynamic NTK, LongRoPE) change their frequencies for
     later positions, and decoding would continue with those.
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self._adapter, self._made = adapter, dict[range, Rotation]()
+        self._adapter, self._rotations = adapter, dict[range, Rotation]()
 
     def __call__(self, positions: range) -> Rotation:
         """Return the rotation of these positions, computed once."""
-        if positions not in self._made:
-            self._made[positions] = self._rotation(positions)
-        return self._made[positions]
+        if positions not in self._rotations:
+            self._rotations[positions] = self._rotation(positions)
+        return self._rotations[positions]
 
     def _rotation(self, positions: range) -> Rotation:
+        """Return the cosines and sines of these positions."""
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
         position_ids = torch.tensor(positions, device=like.device).unsqueeze(0)
         cosine, sine = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
@@ -67,7 +66,7 @@ class Rotations:
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
 ]
-"""Function from a layer's index, full keys and full values to a kept set that is chosen outside."""
+"""Function from a layer's index, full keys and full values to an external kept set."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,9 @@ class Statistics:
         scored: score and window -> per layer the unpooled scores (rows, n − w).
         norms: per layer ν (head, n).
         euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
-        head_scores: given scores of all query heads; empty where there are none.
-        given: configuration whose kept sets come from outside -> their source.
-        made: cached results of `of_model`.
+        head_scores: the user's scores of all query heads; empty where there are none.
+        external: configuration with external kept sets -> their source.
+        model_results: cached results of `model_wide`.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
     """
@@ -95,8 +94,8 @@ class Statistics:
     scored: dict[ScoreRequest, list[Tensor]]
     norms: list[Tensor] = field(default_factory=list)
     head_scores: Sequence[Sequence[float]] = ()
-    given: Mapping[ResolvedConfig, Source] = field(default_factory=dict)
-    made: dict[Hashable, Any] = field(default_factory=dict)
+    external: Mapping[ResolvedConfig, Source] = field(default_factory=dict)
+    model_results: dict[Hashable, Any] = field(default_factory=dict)
     euclidean: list[Tensor] = field(default_factory=list)
     mean_queries: dict[int, list[Tensor]] = field(default_factory=dict)
     queries: dict[Positions, list[Tensor]] = field(default_factory=dict)
@@ -109,47 +108,51 @@ class Statistics:
         value: Float[Tensor, "kv_head key d_head"],
         realised: Tensor | None = None,
     ) -> list[Group]:
-        """Return what every configuration keeps of one layer's n entries, given their keys and values."""
-        given = {config: self.given[config](layer, key, value) for config in configs if config in self.given}
-        return kept_groups(configs, self.scores(layer, realised), self.tokens, given)
+        """Return the groups of all configurations' kept sets in one layer, from its n entries' keys and values."""
+        external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
+        return kept_groups(configs, self.scores(layer, realised), self.tokens, external)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
         """Return a function from a configuration to its scores in one layer, computed once per score.
 
         `realised` is A of the first decoding query, where it is known.
         """
-        return partial(self._scores_of, {}, layer, realised)
+        cached: dict[tuple[ScoreRequest, ...], Scores] = {}
 
-    def _scores_of(
-        self, made: dict[tuple[ScoreRequest, ...], Scores], layer: int, realised: Tensor | None, config: ResolvedConfig
-    ) -> Scores:
-        wanted = requested_scores(config)
-        if wanted not in made:
-            scores, *first = (self.scored[one][layer] for one in wanted)
-            made[wanted] = Scores(self._layer_statistics(scores, first[0] if first else None, layer, realised))
-        return made[wanted]
+        def scores_of(config: ResolvedConfig) -> Scores:
+            requests = requested_scores(config)
+            if requests not in cached:
+                scores, *first = (self.scored[request][layer] for request in requests)
+                cached[requests] = Scores(self._layer_statistics(scores, first[0] if first else None, layer, realised))
+            return cached[requests]
+
+        return scores_of
 
     def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
-        """Return `make` of the competing scores of all layers, computed once per key, score and number of kept sets.
+        """Return the result of `make` for all layers' competing scores, computed once per key and kind of scores.
 
-        Entries at both ends, which stay anyway, are left out.
+        Entries at both ends, which always stay, are left out.
         """
         staged = config.system.first_stage is not None
-        alike = ends if staged else (ends.first, ends.recent)
-        whole = (key, config.policy, config.window, config.granularity, alike)
-        if whole not in self.made:
-            self.made[whole] = make(self._competing(config, ends, layer) for layer in range(self.layers))
-        return self.made[whole]
+        ends_key = ends if staged else (ends.first, ends.recent)
+        full_key = (key, config.policy, config.window, config.granularity, ends_key)
+        if full_key not in self.model_results:
+            self.model_results[full_key] = make(
+                self._competing_scores(config, ends, layer) for layer in range(self.layers)
+            )
+        return self.model_results[full_key]
 
-    def _competing(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
+    def _competing_scores(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
+        """Return a configuration's competing scores in one layer, without the entries at both ends."""
         scores = self.scores(layer)(config).competing_scores(config, ends)
         return scores[:, ends.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
     ) -> LayerStatistics:
+        """Return one layer's data for selections, with an unpooled score and that of a policy's own stage 1."""
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,
@@ -170,8 +173,8 @@ class Statistics:
 class Prefill:
     """One prompt's full cache (batch 1), the logits of its last position, and its statistics.
 
-    `finite` has checked every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
-    entries in layers that are not measured.
+    `finite` has recorded every layer, the final norm and the logits, and raised nothing yet. `windows` are the prompt's
+    entries in layers that are not measured, by index.
     """
 
     cache: Cache
@@ -181,25 +184,20 @@ class Prefill:
     windows: Mapping[int, Window] = field(default_factory=dict)
 
 
-def requested_score(config: ResolvedConfig) -> ScoreRequest:
-    """Return the score that is computed for a configuration, with its window."""
-    return requested_scores(config)[0]
-
-
 def requested_scores(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
-    """Return the score of a configuration and that of its first stage, where its policy has one of its own."""
+    """Return the score of a configuration and, where its policy has a stage 1 of its own, that stage's score."""
     scores = (config.system.score, config.system.first_stage)
     return tuple(ScoreRequest(score.unpooled(), config.window) for score in scores if score is not None)
 
 
 @runtime_checkable
 class Visitor(Protocol):
-    """A callback for every layer of a prefill; `whole` tells whether the full cache stays until the last one."""
+    """A callback for every layer of a prefill; `whole` is whether the full cache stays until the last layer."""
 
     whole: bool
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
-        """Take a layer, with the statistics of those read so far."""
+        """Handle a layer that has been read; `statistics` has this layer and the ones before it."""
 
 
 @torch.inference_mode()
@@ -208,30 +206,32 @@ def prefill(
     prompt: Prompt,
     run: ResolvedRun,
     resources: Resources,
-    given: Mapping[ResolvedConfig, Source] = MappingProxyType({}),
+    external: Mapping[ResolvedConfig, Source] = MappingProxyType({}),
     visitor: Visitor | None = None,
 ) -> Prefill:
-    """Read the part of a prompt that is compressed, once; `given` are the sources of kept sets from outside.
+    """Read the context of a prompt, and return its full cache with the statistics that the run's configurations need.
 
-    With a `visitor` whose `whole` is false, a layer's keys and values are freed when the layer is done. Scores that
-    need a replay are computed last.
+    `external` are the sources of external kept sets. With a `visitor` whose `whole` is false, a layer's keys and values
+    are freed when the layer is done. Scores that need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
     ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
-    wanted: dict[ScoreRequest, list[Tensor]] = {one: [] for config in ranked for one in requested_scores(config)}
+    scored: dict[ScoreRequest, list[Tensor]] = {
+        request: [] for config in ranked for request in requested_scores(config)
+    }
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
-    statistics = Statistics(sample, *shape, wanted, [], run.head_scores, given)
+    statistics = Statistics(sample, *shape, scored, [], run.head_scores, external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
-    statistics.queries.update((positions, []) for positions in wanted_queries(configs, len(token_ids), sample))
+    statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
-    reading = _PromptReader(adapter, statistics, resources, visitor, euclidean)
+    reader = _PromptReader(adapter, statistics, resources, visitor, euclidean)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    with phase("prefill"), capture(adapter, reading.observer()):
-        logits = adapter.model(input_ids=ids, past_key_values=reading.cache, use_cache=True, logits_to_keep=1).logits
-    reading.finite.check(LOGITS, logits)
-    replay_scores(adapter, token_ids, reading.cache, statistics.scored, sample, reading.finite)
-    windows = sliding_windows(adapter, reading.cache)
-    return Prefill(reading.cache, logits[0, -1], statistics, reading.finite, windows)
+    with phase("prefill"), capture(adapter, reader.observer()):
+        logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
+    reader.finite.check(LOGITS, logits)
+    replay_scores(adapter, token_ids, reader.cache, statistics.scored, sample, reader.finite)
+    windows = sliding_windows(adapter, reader.cache)
+    return Prefill(reader.cache, logits[0, -1], statistics, reader.finite, windows)
 
 
 class _PromptReader:
@@ -241,28 +241,32 @@ class _PromptReader:
         self, adapter: Adapter, statistics: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
     ) -> None:
         self.adapter, self.statistics, self.resources, self.visitor = adapter, statistics, resources, visitor
-        self.by_length = euclidean
+        self.needs_euclidean = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
-        self.wanted = [wanted for wanted in statistics.scored if wanted.score.replay is None]
-        self.needs = {need for wanted in self.wanted for need in wanted.score.needs}
+        self.requests = [request for request in statistics.scored if request.score.replay is None]
+        self.needs = {need for request in self.requests for need in request.score.needs}
         self.input: Tensor | None = None
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
-        """Return the callbacks for the model."""
-        attention_input = self._entering if "hidden" in self.needs else None
+        """Return the callbacks with which the model is to be observed."""
+        attention_input = self._keep_input if "hidden" in self.needs else None
         return Observer(
             attention=self._attention, hidden=self._hidden, final=self._final, attention_input=attention_input
         )
 
-    def _entering(self, layer: int, hidden: Tensor) -> None:
+    def _keep_input(self, layer: int, hidden: Tensor) -> None:
+        """Keep the input of a layer's attention until its scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Add a layer's norms, queries and scores to the statistics: an `Observer.attention`."""
         view = self._view(layer, query[0], key[0], value[0])
         self.statistics.norms.append(view.norms)
-        if self.by_length:
-            self._euclidean(view)
+        if self.needs_euclidean:
+            with phase("norms"):
+                norms = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
+            self.statistics.euclidean.append(norms)
         for window, means in self.statistics.mean_queries.items():
             means.append(query[0, :, -window:].to(WORK).mean(dim=1))
         for positions, queries in self.statistics.queries.items():
@@ -273,6 +277,7 @@ class _PromptReader:
             self.visitor.visit(self.statistics, view)
 
     def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
+        """Return a layer's data for scores, with value norms and without a window."""
         projection = self.adapter.output_projection(layer)
         with phase("norms"):
             norms = layer_norms(value, projection, self.resources)
@@ -292,30 +297,27 @@ class _PromptReader:
             sinks=self.adapter.sinks(layer),
         )
 
-    def _euclidean(self, view: LayerView) -> None:
-        with phase("norms"):
-            norms = euclidean_value_norms(view.values, view.projection, self.resources.chunk_bytes)
-        self.statistics.euclidean.append(norms)
-
     def _score(self, view: LayerView) -> None:
-        """Compute every score of the layer; those of one window share its view."""
-        for window in dict.fromkeys(wanted.window for wanted in self.wanted):
-            scores = [wanted.score for wanted in self.wanted if wanted.window == window]
+        """Add all scores of a layer to the statistics; scores with the same window share a view."""
+        for window in dict.fromkeys(request.window for request in self.requests):
+            scores = [request.score for request in self.requests if request.window == window]
             for score, rows in layer_scores(view.with_window(window), scores, self.resources.chunk_bytes).items():
                 index = self.adapter.layer_indices[view.layer]
                 self.finite.check_derived(f"the scores '{score.display_name}' of layer {index}", rows)
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
+        """Check a layer's output, and free its keys and values unless they are needed: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], hidden)
         if self.visitor is not None and not self.visitor.whole:
-            held = self.adapter.cache_layer(self.cache, layer)
-            held.keys, held.values = held.keys.new_empty(0), held.values.new_empty(0)
+            cached = self.adapter.cache_layer(self.cache, layer)
+            cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:
+        """Check the output of the final norm: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
 
 
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
-    """Return ν of a layer's values, with the run's kernel."""
+    """Return the value norms ν of a layer (head, key), with the run's kernel."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

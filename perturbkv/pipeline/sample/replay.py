@@ -45,51 +45,52 @@ def replay_scores(
     sample: str,
     finite: FiniteCheck,
 ) -> None:
-    """Fill in the scores of `scored` that need a replay, layer by layer; those of one replay share its passes.
+    """Add the scores that need a replay to `scored`, layer by layer; scores with equal replays share the passes.
 
     Raises DatasetError or ModelError where the replay does not fit the model.
     """
-    wanted = {asked.score: asked.score.replay for asked in scored if asked.score.replay is not None}
-    for how in dict.fromkeys(wanted.values()):
-        own = [score for score, replay in wanted.items() if replay == how]
+    replays = {request.score: request.score.replay for request in scored if request.score.replay is not None}
+    for replay in dict.fromkeys(replays.values()):
+        scores = [score for score, own_replay in replays.items() if own_replay == replay]
         with phase("replay"):
-            made = _replay_parts(adapter, context, cache, how, own, sample)
-        for asked in (asked for asked in scored if asked.score in own):
-            prefix = max(0, len(context) - asked.window)
-            scored[asked] += [rows[:, :prefix] for rows in made[asked.score]]
-            for layer, rows in enumerate(scored[asked]):
+            results = _replay_parts(adapter, context, cache, replay, scores, sample)
+        for request in (request for request in scored if request.score in scores):
+            prefix = max(0, len(context) - request.window)
+            scored[request] += [rows[:, :prefix] for rows in results[request.score]]
+            for layer, rows in enumerate(scored[request]):
                 finite.check_derived(
-                    f"the scores '{asked.score.display_name}' of layer {adapter.layer_indices[layer]}", rows
+                    f"the scores '{request.score.display_name}' of layer {adapter.layer_indices[layer]}", rows
                 )
 
 
 def _replay_parts(
-    adapter: Adapter, context: Sequence[int], cache: Cache, how: Replay, scores: Sequence[Score], sample: str
+    adapter: Adapter, context: Sequence[int], cache: Cache, replay: Replay, scores: Sequence[Score], sample: str
 ) -> dict[Score, list[Tensor]]:
-    """Return, per score and layer, the scores (rows, n)."""
+    """Return score -> its values (rows, n) per layer, from all passes of one replay."""
     parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
-    for part, tokens in replay_passes(adapter.tokenizer, context, how):
+    for part, tokens in replay_passes(adapter.tokenizer, context, replay):
         check_positions_left(adapter, len(context), len(tokens), sample)
-        _Pass(adapter, cache, how, part, parts, sample).run(tokens)
+        _Pass(adapter, cache, replay, part, parts, sample).run(tokens)
     return {score: [torch.cat(layer, dim=-1) for layer in layers] for score, layers in parts.items()}
 
 
-def replay_passes(tokenizer: object, context: Sequence[int], how: Replay) -> Iterator[tuple[slice, list[int]]]:
-    """Yield the slice of each part of the context, and the tokens of the pass that repeats it."""
-    first, later = (_tokenize(tokenizer, words) for words in WORDINGS[how.wording])
+def replay_passes(tokenizer: object, context: Sequence[int], replay: Replay) -> Iterator[tuple[slice, list[int]]]:
+    """Yield, per part of the context, its slice and the tokens of the pass that repeats it."""
+    first, later = (_tokenize(tokenizer, request) for request in WORDINGS[replay.wording])
     turn_end = _tokenize(tokenizer, text_after_turn(tokenizer) or "\n")
-    for start in range(0, len(context), how.chunk):
-        part = slice(start, min(start + how.chunk, len(context)))
-        request = [*later, *context[max(0, start - min(how.chunk, _OVERLAP)) : start]] if start else first
+    for start in range(0, len(context), replay.chunk):
+        part = slice(start, min(start + replay.chunk, len(context)))
+        request = [*later, *context[max(0, start - min(replay.chunk, _OVERLAP)) : start]] if start else first
         yield part, [*request, *turn_end, *context[part]]
 
 
 def _tokenize(tokenizer: object, text: str) -> list[int]:
+    """Return the token ids of a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
 
 
 def check_positions_left(adapter: Adapter, context: int, pass_tokens: int, sample: str) -> None:
-    """Raise DatasetError or ModelError where context and pass need more positions than the model has."""
+    """Raise DatasetError or ModelError where the model has too few positions for a context and a replay's pass."""
     if context + pass_tokens > adapter.positions:
         msg = (
             f"sample '{sample}' has {context} tokens, with the {pass_tokens} of a replay's pass more than the model's "
@@ -101,37 +102,38 @@ def check_positions_left(adapter: Adapter, context: int, pass_tokens: int, sampl
 
 
 class _Pass:
-    """One pass of a replay over the cache."""
+    """One pass of a replay over the full cache; appends each score's values to `results`, per layer."""
 
     def __init__(
-        self, adapter: Adapter, cache: Cache, how: Replay, part: slice, made: dict[Score, list[list[Tensor]]],
+        self, adapter: Adapter, cache: Cache, replay: Replay, part: slice, results: dict[Score, list[list[Tensor]]],
         sample: str,
     ) -> None:  # fmt: skip
-        self.adapter, self.cache, self.part, self.made, self.sample = adapter, cache, part, made, sample
-        self.sinks = min(how.sinks, part.start)
-        self.held = [
-            (held.keys, held.values) for held in (adapter.cache_layer(cache, at) for at in range(len(adapter.layers)))
-        ]
+        self.adapter, self.cache, self.part, self.results, self.sample = adapter, cache, part, results, sample
+        self.sinks = min(replay.sinks, part.start)
+        layers = [adapter.cache_layer(cache, index) for index in range(len(adapter.layers))]
+        self.entries = [(layer.keys, layer.values) for layer in layers]
         self.windows = sliding_windows(adapter, cache)
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:
         """Read the tokens over the cache, and restore the cache."""
-        needs_input = any("hidden" in score.needs for score in self.made)
+        needs_input = any("hidden" in score.needs for score in self.results)
         observer = Observer(
             attention=self._attention,
             hidden=self._restore_layer,
-            attention_input=self._entering if needs_input else None,
+            attention_input=self._keep_input if needs_input else None,
         )
         ids = torch.tensor([tokens], device=self.adapter.device)
         with capture(self.adapter, observer):
             self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
         restore_windows(self.cache, self.windows)
 
-    def _entering(self, layer: int, hidden: Tensor) -> None:
+    def _keep_input(self, layer: int, hidden: Tensor) -> None:
+        """Keep the input of a layer's attention until its scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Compute all scores of one layer: an `Observer.attention`."""
         count = query.shape[2]
         view = ReplayView(
             queries=query[0],
@@ -146,13 +148,14 @@ class _Pass:
             sample=self.sample,
             sink_logits=self.adapter.sinks(layer),
         )
-        for score, layers in self.made.items():
+        for score, layers in self.results.items():
             layers[layer].append(compute_replay(score, view))
 
     def _visible_entries(self, entries: Tensor, count: int) -> Tensor:
-        """Return the first entries, those of the part, and the pass's own."""
+        """Return the entries that scores see: the context's first ones, those of the part, and the pass's own."""
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 
     def _restore_layer(self, layer: int, hidden: Tensor) -> None:
-        held = self.adapter.cache_layer(self.cache, layer)
-        held.keys, held.values = self.held[layer]
+        """Restore a layer of the cache after its forward pass: an `Observer.hidden`."""
+        cached = self.adapter.cache_layer(self.cache, layer)
+        cached.keys, cached.values = self.entries[layer]

@@ -26,9 +26,9 @@ class FullRun:
     """The decode steps from the full cache, up to the end of the text.
 
     Attributes:
-        steps: their records.
-        tokens: the tokens that they decode, the first of them the greedy choice after the prompt.
-        rows: number of identical rows of the batch that they were decoded in.
+        steps: records of the steps.
+        tokens: the decoded tokens, the first of them the greedy choice after the prompt.
+        rows: number of identical rows in the batch.
     """
 
     steps: list[StepRecord]
@@ -36,10 +36,13 @@ class FullRun:
     rows: int
 
 
-def full_run(adapter: Adapter, before: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
-    """Decode the question and at most `steps` steps from the full cache, which grows by all of them."""
+def full_run(adapter: Adapter, prefilled: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
+    """Decode the question and at most `steps` greedy steps from the full cache, which grows, and return the steps.
+
+    The batch has `rows` identical rows. Steps after the end of the text are left out.
+    """
     with phase("reference"):
-        records, tokens = decode_full(adapter, before, question, steps, rows)
+        records, tokens = decode_full(adapter, prefilled, question, steps, rows)
         measured = count_text_steps(tokens, end_tokens(adapter))
         return FullRun(records[:measured], tokens[:measured], rows)
 
@@ -74,29 +77,31 @@ class SampleRun:
         rows: int,
         masks: KeptMasks = MappingProxyType({}),
     ) -> SampleRun:
-        """Read a prompt and decode the reference in a batch of `rows`; `masks` are kept sets from outside.
+        """Return a prompt after its prefill and the reference's decoding in a batch of `rows` identical rows.
 
-        Raises what `sources` raises, and DatasetError for a prompt that the scenario cannot split.
+        `masks` are external kept sets. Raises what `sources` raises, and DatasetError for a prompt that the scenario
+        cannot split.
         """
         context, question = prompt.parts(run.scenario)
-        before = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
-        return cls(adapter, run, resources, prompt, before, full_run(adapter, before, question, run.steps, rows))
+        prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
+        full = full_run(adapter, prefilled, question, run.steps, rows)
+        return cls(adapter, run, resources, prompt, prefilled, full)
 
     @property
     def context(self) -> Sequence[int]:
-        """Tokens that are compressed."""
+        """Token ids of the prompt's part that is compressed."""
         return self.prompt.parts(self.run.scenario)[0]
 
     @property
     def question(self) -> Sequence[int]:
-        """Tokens that are read over the compressed cache."""
+        """Token ids of the prompt's part that is read over the compressed cache."""
         return self.prompt.parts(self.run.scenario)[1]
 
     @property
     def tokens(self) -> int:
-        """The number of entries that are compressed, n."""
+        """Number of tokens in the context, n."""
         return self.prefill.statistics.tokens
 
     def layer(self, index: int) -> FullLayer:
-        """Return one of the measured layers."""
-        return FullLayer.of(self.adapter, self.prefill, index)
+        """Return the full cache's measured layer `index`."""
+        return FullLayer.from_prefill(self.adapter, self.prefill, index)

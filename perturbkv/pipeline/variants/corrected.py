@@ -37,19 +37,19 @@ class Correction:
 def corrections(
     layer: FullLayer, entries: Mapping[int, KeptEntries], configs: Sequence[EvictionConfig]
 ) -> dict[int, Correction]:
-    """Return the correction of each corrected configuration in one layer, whose kept entries are `entries`."""
+    """Return index -> correction of the corrected configurations in one layer, from the kept `entries` by index."""
     result = {}
     for index in (index for index in entries if configs[index].corrected):
         evicted = _evicted_mask(entries[index], layer.keys.shape[1], layer.tokens, layer.adapter.heads)
         query = layer.statistics.mean_queries[configs[index].window][layer.index]
         prompt = (layer.prompt_keys, layer.prompt_values)
-        made = make_stand_in(configs[index].correction, query, *prompt, evicted, layer.scale)
-        result[index] = Correction(made, evicted)
+        stand_in = make_stand_in(configs[index].correction, query, *prompt, evicted, layer.scale)
+        result[index] = Correction(stand_in, evicted)
     return result
 
 
 def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
-    """Return a mask of the entries that a configuration evicts; key/value heads are `stride` entries apart."""
+    """Return the mask of the evicted entries per query head; key/value heads are `stride` entries apart."""
     sets, device = len(entries.lengths), entries.index.device
     lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
@@ -61,15 +61,17 @@ def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: 
 def isolated_perturbations(
     layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, Correction]
 ) -> dict[int, Tensor]:
-    """Return, per configuration, (step, name, head): distances of each head's corrected output in one layer.
+    """Return index -> isolated perturbations (step, name, head) of the corrected configurations in one layer.
 
-    Names are those of `quantised.ISOLATED_VARIABLES`; NaN where a head evicts nothing, as no correction applies.
+    They are distances of each head's corrected output, with the names of `quantised.ISOLATED_VARIABLES`; NaN where a
+    head evicts nothing, as no correction applies. `full` are the steps of the full run.
     """
-    steps = [_step(layer, step, rows) for step in full] if rows else []
+    steps = [_step_perturbations(layer, step, rows) for step in full] if rows else []
     return {index: torch.stack([step[index] for step in steps]) for index in rows}
 
 
-def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) -> dict[int, Tensor]:
+def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) -> dict[int, Tensor]:
+    """Return index -> isolated perturbations (name, head) at one step."""
     query, scale, slices = step.query[layer.index][0], layer.scale, layer.slices
     values = layer.values[:, : step.entries]
     attention, sink = layer.weights(step)
@@ -81,8 +83,8 @@ def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) ->
         stays[:, : correction.evicted.shape[1]].masked_fill_(correction.evicted, 0)
         mass = (correction.stand_in.logits(query.to(theory.WORK).unsqueeze(1), scale).squeeze(1) - total).exp()
         kept = theory.weighted_sums(stays.unsqueeze(0), values)[0]
-        own = theory.corrected_output(kept, stays.sum(dim=-1) + sink, correction.stand_in.value, mass)
-        moved = theory.distances(output, theory.project_outputs(own - mixed, slices))
-        loses = correction.evicted.any(dim=-1)
-        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(loses, torch.nan)
+        changed = theory.corrected_output(kept, stays.sum(dim=-1) + sink, correction.stand_in.value, mass)
+        moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
+        evicts = correction.evicted.any(dim=-1)
+        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(evicts, torch.nan)
     return result

@@ -63,7 +63,7 @@ def rows_per_batch(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Re
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of a prompt: the n entries' keys and values, and both configurations' kept sets."""
+    """One layer of a prompt: the n entries' keys and values, and the kept sets of baseline and treatment."""
 
     keys: Tensor
     values: Tensor
@@ -71,7 +71,7 @@ class _Layer:
 
 
 class MixtureSample:
-    """A prompt after its prefill, with both configurations' kept sets, for decoding from mixtures of them.
+    """A prompt after its prefill, from which mixtures of two configurations' kept sets are decoded.
 
     Args:
         adapter: the model.
@@ -88,35 +88,36 @@ class MixtureSample:
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         positions.check_positions(run.configs, adapter.config, adapter.name)
         context, question = prompt.parts(run.scenario)
-        before = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
-        repeated = replace(before, cache=copy.deepcopy(before.cache))
-        full = {2: full_run(adapter, before, question, run.steps, 3)}
+        prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
+        repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache))
+        full = {2: full_run(adapter, prefilled, question, run.steps, 3)}
         if rows != 2:
             full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1)
-        self.sample = SampleRun(adapter, run, resources, prompt, before, full[2])
+        self.sample = SampleRun(adapter, run, resources, prompt, prefilled, full[2])
         self.adapter, self.run, self.full = adapter, run, full
         self.layers = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
         self.finite, self.passing, self.rows = FiniteCheck(), is_single_pass(run), rows
-        before.finite.raise_if_not(prompt.sample_id)
+        prefilled.finite.raise_if_not(prompt.sample_id)
 
     @property
     def kept_heads(self) -> int:
-        """Kept sets of a layer: one per query head, or per key/value head."""
+        """Number of kept sets of a layer: one per query head, or one per key/value head."""
         return int(self.layers[0].kept.shape[1])
 
     @property
     def same(self) -> Bool[Tensor, "layer kept_head"]:
-        """True where both configurations keep the same entries."""
+        """Mask of the kept sets that are equal in both configurations."""
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
     @memory.translate_allocation_errors()
     @torch.inference_mode()
     def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> PatchingBatch:
-        """Decode from these mixtures in one batch; `by_head` are those whose perturbation is recorded per head.
+        """Decode from these mixtures in one batch, and return their measurements.
 
-        The baseline alone and the treatment alone, together, are decoded in the very batch that `trace_sample` makes
-        of both configurations; every other batch has `rows` rows, short ones repeat their last mixture. Each is
-        compared with a full run of its own number of rows (METHOD: the protocol, 4).
+        `by_head` are the mixtures whose perturbation is recorded per head. The mixtures of the baseline alone and of
+        the treatment alone are decoded in the very batch that `trace_sample` makes of both configurations; every other
+        batch has `rows` rows, and repeats its last mixture where it is short. Each batch is compared with a full run of
+        its own number of rows (METHOD: the protocol, 4).
 
         Raises ActivationError for NaN or Inf, NoMemoryError.
         """
@@ -136,54 +137,49 @@ class MixtureSample:
             else [math.nan] * (1 + len(mixtures))
         )
         self.finite.raise_if_not(self.sample.prompt.sample_id)
-        held = torch.tensor([lengths for _, lengths in evicted_layers]).sum(dim=0) / self._full_entries()
-        return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, held.tolist(), scores)
+        full_entries = len(self.layers) * self.adapter.kv_heads * self.sample.tokens
+        shares = torch.tensor([lengths for _, lengths in evicted_layers]).sum(dim=0) / full_entries
+        return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, shares.tolist(), scores)
 
     def _layer(self, layer: FullLayer) -> _Layer:
-        """Return one layer with both configurations' kept sets; the realised attention is that of the first step."""
+        """Return copies of one layer's entries, with both configurations' kept sets."""
         attention, _ = layer.weights(self.sample.full.steps[0])
         keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
-        sides: dict[int, Tensor] = {}
-        for group in replace(layer, keys=keys, values=values).groups(self.run.configs, attention):
-            sides |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))
-        return _Layer(keys, values, torch.stack([sides[0], sides[1]]))
+        masks = replace(layer, keys=keys, values=values).kept_masks(self.run.configs, attention)
+        return _Layer(keys, values, torch.stack(masks))
 
     def _evict(self, index: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
-        """Return one layer, a row that keeps everything and one per mixture, and the kept entries of each mixture."""
+        """Return one layer of the evicted cache, and the number of kept entries of each mixture in it.
+
+        Its rows are one that keeps everything, and one per mixture.
+        """
         layer = self.layers[index]
         treated = torch.tensor([mixture.layers[index] for mixture in mixtures], device=layer.kept.device)
         kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
         lengths = kept.sum(dim=-1).tolist()
         order = tuple(range(len(mixtures)))
         kept_batch = gather_kept([ExternalGroup(order, kept)], order, lengths, layer.keys, layer.values)
-        configs = [self.run.configs[0]] * len(
-            mixtures
-        )  # both sides store and place entries alike, as `configs.patching` checks
-        turned = positions.rotate_to_cache_positions(kept_batch, configs, self.adapter.frequencies)
-        entries = quantisation.quantise_kept(turned, configs).entries
+        # Both configurations store and place entries alike, as `configs.patching` checks.
+        configs = [self.run.configs[0]] * len(mixtures)
+        rotated = positions.rotate_to_cache_positions(kept_batch, configs, self.adapter.frequencies)
+        entries = quantisation.quantise_kept(rotated, configs).entries
         rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
-        made = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
-        return made, [sum(own) for own in lengths]
+        cache_layer = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
+        return cache_layer, [sum(set_lengths) for set_lengths in lengths]
 
     def _position_offsets(self, rows: int) -> list[int]:
-        """Return n minus the next position of each row."""
+        """Return, per row of the batch, how far its next position is before the prompt's end."""
         return [0, *positions.position_offsets([self.run.configs[0]] * rows, self.sample.tokens)]
 
-    def _full_entries(self) -> int:
-        """Return the number of entries of the full cache."""
-        return len(self.layers) * self.adapter.kv_heads * self.sample.tokens
-
     def _grade_answers(self, cache: CompactCache, question_logits: Tensor | None, mixtures: int) -> list[float]:
-        """Return the score of the full cache's answer, then of each mixture's."""
+        """Return the scores of the answers from the full cache and from each of the first `mixtures` mixtures."""
         rows = range(1 + mixtures)
         cache.forget(after=len(self.sample.question))
         cache.keep_rows(rows)
-        logits, prompt = (
-            self.sample.prefill.logits if question_logits is None else question_logits[: len(rows)],
-            self.sample.prompt,
-        )
-        made = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
-        texts = [grading.text_of(tokens, self.adapter.tokenizer.decode) for tokens in made]
+        logits = self.sample.prefill.logits if question_logits is None else question_logits[: len(rows)]
+        prompt = self.sample.prompt
+        answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
+        texts = [grading.decode_answer(tokens, self.adapter.tokenizer.decode) for tokens in answers]
         graded = grading.metrics_of([prompt])
         return [grading.grade(text, prompt, graded) for text in texts]
 
@@ -193,16 +189,19 @@ def _make_batch(
     mixtures: Sequence[Mixture],
     by_head: set[Mixture],
     steps: Sequence[dict[str, Tensor]],
-    held: Sequence[float],
+    cache_shares: Sequence[float],
     scores: Sequence[float],
 ) -> PatchingBatch:
-    """Return the measurements of a batch as plain numbers, without its padding rows."""
+    """Return the measurements of a batch as plain numbers, without its padding rows.
+
+    `steps` are the propagated quantities; `scores` begin with that of the full cache.
+    """
     totals = [_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
     rows = [
         PatchingRow(
             mixture=mixture,
-            held=held[index],
+            held=cache_shares[index],
             values={name: tuple(step[name][0][index] for step in totals) for name in PER_STEP},
             score=scores[1 + index],
             heads=heads[index] if mixture in by_head else None,
@@ -210,12 +209,12 @@ def _make_batch(
         for index, mixture in enumerate(mixtures)
     ]
     floors = {name: tuple(step[name][1] for step in totals) for name in PER_STEP}
-    progress = (_head_lists(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
-    return PatchingBatch(sample, tuple(rows), floors, scores[0], *progress)
+    by_head_lists = (_head_lists(steps, name) if by_head else None for name in ("noise_floor", "output_norm"))
+    return PatchingBatch(sample, tuple(rows), floors, scores[0], *by_head_lists)
 
 
 def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
-    """Return, per quantity, each row's value and the noise floor: drift of the last layer, sums over heads."""
+    """Return quantity -> (each row's value, the noise floor) at one step: the last layer's drift, sums over heads."""
     totals = {}
     for name, (variable, floor) in _TOTAL_VARIABLES.items():
         values, noise = step[variable].double(), torch.zeros(()) if floor is None else step[floor].double()
@@ -226,7 +225,7 @@ def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
 
 
 def _head_lists(steps: Sequence[dict[str, Tensor]], name: str) -> Any:
-    """Return a variable (step, layer, head) as lists."""
+    """Return the variable `name` of all steps as nested lists (step, layer, head)."""
     return torch.stack([step[name] for step in steps]).cpu().tolist()
 
 
@@ -235,14 +234,14 @@ Progress = Callable[[int, int], None]
 
 
 class MixtureMeasurer:
-    """The measurement of mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices."""
+    """The measurer of the mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices."""
 
     def __init__(self, planned: Plan, game: Game, store: PatchingStore, progress: Progress) -> None:
         self.planned, self.game, self.store, self.progress = planned, game, store, progress
         self.named = [game.baseline_everywhere, *(mixture for _, mixture in game.mixtures)]
         self.prompts = {prompt.sample_id: prompt for prompt in planned.prompts}
         self.model: Adapter | None = None
-        self.read: dict[str, MixtureSample] = {}
+        self.samples: dict[str, MixtureSample] = {}
         self.most, self.expected, self.repeated = 1, 0, False
 
     def expect(self, mixtures: int, repeated: bool) -> None:
@@ -250,7 +249,10 @@ class MixtureMeasurer:
         self.expected, self.repeated = mixtures * len(self.prompts), repeated
 
     def measure_all(self, mixtures: Sequence[Mixture]) -> None:
-        """Measure in every prompt both sides alone, the named mixtures, then these; give a prompt up at NaN or Inf."""
+        """Measure baseline and treatment alone, the game's named mixtures, and these, in every prompt.
+
+        A prompt with NaN or Inf is stored as failed.
+        """
         for sample in self.prompts:
             try:
                 self._measure(sample, [self.game.baseline_everywhere, self.game.treatment_everywhere])
@@ -259,33 +261,34 @@ class MixtureMeasurer:
                 self.store.add_failure(sample, str(error))
 
     def measure_coalitions(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
-        """Measure coalitions in some prompts. Raises ActivationError for NaN or Inf."""
+        """Measure the mixtures of these coalitions in these prompts, by id. Raises ActivationError for NaN or Inf."""
         for sample in samples:
-            self._measure(sample, [self.game.mixture(one) for one in coalitions])
+            self._measure(sample, [self.game.mixture(coalition) for coalition in coalitions])
 
     def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
-        """Measure the mixtures that the store lacks, one batch after the other."""
+        """Measure and store the mixtures that the store lacks in one prompt, batch by batch."""
         by_head = frozenset(self.named)
         lacking = self.store.missing(sample, mixtures, by_head)
         rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
         for start in range(0, len(lacking), rows):
-            held = self._sample(sample, rows)
-            self.store.add(held.measure(lacking[start : start + rows], by_head), held.same.numpy())
+            prefilled = self._sample(sample, rows)
+            self.store.add(prefilled.measure(lacking[start : start + rows], by_head), prefilled.same.numpy())
             self._report_progress()
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
-        """Return a prompt after its prefill; the oldest prefill is dropped where memory holds no more."""
+        """Return a prompt after its prefill, read at most once; the oldest prefill is dropped where memory is full."""
         if self.model is None:
             self.model = self.planned.model()
             self.most = _prompts_in_memory(self.planned) if self.repeated else 1
-        if sample not in self.read:
-            while len(self.read) >= self.most:
-                del self.read[next(iter(self.read))]
+        if sample not in self.samples:
+            while len(self.samples) >= self.most:
+                del self.samples[next(iter(self.samples))]
             prompt, run = self.prompts[sample], self.planned.resolved
-            self.read[sample] = MixtureSample(self.model, prompt, run, self.planned.resources, rows)
-        return self.read[sample]
+            self.samples[sample] = MixtureSample(self.model, prompt, run, self.planned.resources, rows)
+        return self.samples[sample]
 
     def _report_progress(self) -> None:
+        """Call `progress` with the numbers of stored and of expected mixtures."""
         done = sum(map(len, self.store.rows.values()))
         self.progress(min(done, self.expected), self.expected)
 

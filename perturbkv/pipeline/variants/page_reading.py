@@ -17,34 +17,34 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 def read_page_groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
 ) -> list[PageGroup]:
-    """Return the entries that page-reading configurations attend to in one layer, for each step's query."""
+    """Return the groups of the pages that configurations read in one layer, with one query per step."""
     return page_groups(configs, _page_maker(layer), queries, layer.tokens)
 
 
 def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
-    """Return the cache rows of page-reading configurations: the layer's entries, borrowed, with a reader.
+    """Return index -> cache row of the configurations that read pages: all entries, with a reader that selects pages.
 
     Where the budget covers the prompt there is no reader, as in the row that keeps everything.
     """
     paged, n = _page_maker(layer), layer.tokens
-    whole = borrow(layer.prompt_keys, layer.prompt_values)
-    made = {}
+    everything = borrow(layer.prompt_keys, layer.prompt_values)
+    rows = {}
     for index, config in configs.items():
         if config.reads_pages:
-            chooses = config.kept_entries(n) < n
-            made[index] = replace(whole, reader=PageReader(config, paged(config), n)) if chooses else whole
-    return made
+            selects = config.kept_entries(n) < n
+            rows[index] = replace(everything, reader=PageReader(config, paged(config), n)) if selects else everything
+    return rows
 
 
 def _page_maker(layer: FullLayer) -> PagesOfConfig:
     """Return a function from a configuration to the layer in pages, computed once per page size and window."""
-    made: dict[tuple[int, int], PagedLayer] = {}
+    layers: dict[tuple[int, int], PagedLayer] = {}
 
-    def of(config: ResolvedConfig) -> PagedLayer:
+    def paged_layer(config: ResolvedConfig) -> PagedLayer:
         key = (config.block, config.window)
-        if key not in made:
+        if key not in layers:
             statistics = layer.statistics.scores(layer.index)(config).statistics
-            made[key] = PagedLayer.from_keys(statistics, layer.prompt_keys, layer.scale, config.block)
-        return made[key]
+            layers[key] = PagedLayer.from_keys(statistics, layer.prompt_keys, layer.scale, config.block)
+        return layers[key]
 
-    return of
+    return paged_layer

@@ -42,8 +42,8 @@ _DECODING = ("decoding_press", "decoding")
 def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
     """Run a configuration's press on a prompt, and return the source of its kept sets.
 
-    Raises ConfigError where the press fails or would decode differently; the source raises UnreadableCacheError where
-    it does not only evict.
+    Raises ConfigError where the press fails or would compress while decoding; the source raises UnreadableCacheError
+    where the press does more than evict.
     """
     name = config.policy.name.partition(":")[2]
     press = kvpress.build(config.policy)
@@ -55,20 +55,23 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
     with phase("press"):
         cached, masked = _run_press(adapter, press, token_ids, name)
 
-    def kept(
+    def kept_set(
         layer: int, key: Float[Tensor, "kv_head key d_head"], value: Float[Tensor, "kv_head key d_head"]
     ) -> Bool[Tensor, "kv_head key"]:
-        theirs, cached[layer] = cached[layer], (key[:0], value[:0])
-        recovered = _recover_layer(theirs, key, value, layer, name)
+        press_entries, cached[layer] = cached[layer], (key[:0], value[:0])
+        recovered = _recover_layer(press_entries, key, value, layer, name)
         _check_intact(recovered, name, layer, key.dtype)
         return _remove_masked(recovered, masked[layer]).mask(key.shape[1])
 
-    return kept
+    return kept_set
 
 
-def _recover_layer(theirs: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str) -> LayerKept:
+def _recover_layer(
+    press_entries: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str
+) -> LayerKept:
+    """Return the positions that a press keeps in one layer. Raises UnreadableCacheError with the press's name."""
     try:
-        (recovered,) = recover([theirs], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
+        (recovered,) = recover([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
     except UnreadableCacheError as error:
         msg = f"press '{name}': {error.reason}"
         raise UnreadableCacheError(msg) from None
@@ -77,11 +80,12 @@ def _recover_layer(theirs: tuple[Tensor, Tensor], key: Tensor, value: Tensor, la
 
 @functools.cache
 def _log_ignored_budget(name: str) -> None:
+    """Log, once per press, that its own parameters and not the budget decide how much it keeps."""
     _log.info("press '%s' has no ratio to set: what it keeps, its own parameters say, and not --budget", name)
 
 
 def set_ratio(press: Any, tokens: int, kept: int) -> bool:
-    """Set the ratio at which `kept` of `tokens` entries stay; False where a press has none to be set.
+    """Set a press's compression ratio so that `kept` of `tokens` entries stay; return whether it has a ratio.
 
     1 − kept / n is lowered by roundings until ⌊n (1 − ratio)⌋, which is what kvpress keeps, is `kept`.
     """
@@ -97,7 +101,7 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
 
 
 def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> tuple[list[Any], list[Any]]:
-    """Return, per layer, the keys and values after the press, and its mask."""
+    """Return each layer's keys and values after the press, and each layer's mask that the press left."""
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
@@ -112,7 +116,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
 
 @contextmanager
 def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Make a press's random numbers depend on the prompt alone, and others' not on the press; silence its log."""
+    """Seed a press's random numbers by the prompt inside the block, restore the generators, and silence its log."""
     devices = [device] if device.type == "cuda" else []
     with kvpress.quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(zlib.crc32(str(list(token_ids)).encode()))
@@ -121,7 +125,7 @@ def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> I
 
 @contextmanager
 def restore_model(adapter: Adapter) -> Iterator[None]:
-    """Remove what presses leave on a model: hooks, masks, a rotary module in each attention, replaced forwards."""
+    """Remove, after the block, all that presses leave on a model: hooks, masks, rotary modules, replaced forwards."""
     model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.model.model]
     before = [(module, dict(vars(module)), dict(module._modules), dict(module._forward_hooks)) for module in touched]
     attention = model.config._attn_implementation
@@ -129,22 +133,22 @@ def restore_model(adapter: Adapter) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = attention
-        for module, own, modules, hooks in before:
-            _restore_items(vars(module), own, ("forward", _MASKED))
+        for module, attributes, modules, hooks in before:
+            _restore_items(vars(module), attributes, ("forward", _MASKED))
             _restore_items(module._modules, modules, set(module._modules) - set(modules))
             _restore_items(module._forward_hooks, hooks, set(module._forward_hooks) - set(hooks))
 
 
-def _restore_items(held: Any, before: dict[Any, Any], names: Any) -> None:
-    """Restore these items, and delete new ones."""
+def _restore_items(items: Any, before: dict[Any, Any], names: Any) -> None:
+    """Set the items of these names to those in `before`, and delete those that it lacks."""
     for name in names:
-        held.pop(name, None)
+        items.pop(name, None)
         if name in before:
-            held[name] = before[name]
+            items[name] = before[name]
 
 
 def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
-    """Raise UnreadableCacheError where entries are not a kept set: other keys or values, duplicate or unknown entries.
+    """Raise UnreadableCacheError where a press changed keys or values, or added or duplicated entries.
 
     A press that reads the prompt through another attention kernel rounds differently, which is allowed.
     """
@@ -154,21 +158,23 @@ def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtyp
         *(_describe_change(what, distance, dtype) for what, distance in
           (("keys", recovered.key_distance), ("values", recovered.value_distance))),
     ]  # fmt: skip
-    if reasons := [one for one in findings if one]:
+    if reasons := [finding for finding in findings if finding]:
         msg = f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}"
         raise UnreadableCacheError(msg)
 
 
 def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype) -> str:
-    far = max((float(one.max()) for one in distances if len(one)), default=0.0)
-    return f"{what} differ by up to {far:.2g} of their norm" if far > 2 * math.sqrt(torch.finfo(dtype).eps) else ""
+    """Return a phrase on the largest distance of keys or values; empty where rounding explains it."""
+    largest = max((float(distance.max()) for distance in distances if len(distance)), default=0.0)
+    beyond_rounding = largest > 2 * math.sqrt(torch.finfo(dtype).eps)
+    return f"{what} differ by up to {largest:.2g} of their norm" if beyond_rounding else ""
 
 
 def _remove_masked(recovered: LayerKept, masked: Any) -> LayerKept:
-    """Return the kept entries without those that the press masks, given as batch, head and position of each."""
+    """Return the kept entries without masked ones; `masked` are the indices (batch, head, position) of these."""
     if masked is None:
         return recovered
-    positions = [one.clone() for one in recovered.positions]
+    positions = [position.clone() for position in recovered.positions]
     _, heads, entries = (torch.as_tensor(kind).cpu() for kind in masked)
     for head, position in enumerate(positions):
         position[entries[heads == head].to(position.device)] = NOWHERE
@@ -176,45 +182,47 @@ def _remove_masked(recovered: LayerKept, masked: Any) -> LayerKept:
 
 
 KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
-"""Of each configuration, per layer: (kv_head, key), True where an entry of the prompt stays."""
+"""Configuration -> the mask (kv_head, key) of the kept entries of the prompt, per layer."""
 
 
 def sources(
     adapter: Adapter, token_ids: Sequence[int], configs: Sequence[ResolvedConfig], masks: KeptMasks
 ) -> dict[ResolvedConfig, Source]:
-    """Return the source of each configuration whose kept sets come from outside.
+    """Return configuration -> source of its kept sets, for configurations with external kept sets.
 
-    Raises what `check_sources` raises, and ConfigError where one has none, for masks of other shapes than the model's
-    and the prompt's, and for a press that fails; a press' source raises UnreadableCacheError where it does not only
-    evict.
+    `masks` are the kept sets of policies `given:NAME`. Raises what `check_sources` raises, and ConfigError for missing
+    masks, masks of another shape than the model's and the prompt's, and a press that fails; a press's source raises
+    UnreadableCacheError where the press does more than evict.
     """
     check_sources(configs, adapter.config, adapter.name)
     return {config: _source(adapter, token_ids, config, masks) for config in configs if config.is_external}
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration is a press, which compresses every layer, and the model has others."""
+    """Raise ModelError where a configuration is a press and the model has layers that a press cannot compress."""
     for config in configs:
         if kvpress.is_press(config.policy):
             check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
 
 
 def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, masks: KeptMasks) -> Source:
+    """Return the source of one configuration's kept sets. Raises ConfigError as `sources` does."""
     if kvpress.is_press(config.policy):
         return press_source(adapter, token_ids, config)
     return _mask_source(adapter, len(token_ids), config, masks)
 
 
 def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
+    """Return a source of the masks of one configuration. Raises ConfigError for missing masks and other shapes."""
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)
-    layer_masks, wanted = masks[config], (adapter.kv_heads, tokens)
+    layer_masks, expected = masks[config], (adapter.kv_heads, tokens)
     shapes = [tuple(mask.shape) for mask in layer_masks]
-    if len(layer_masks) != len(adapter.layers) or set(shapes) != {wanted}:
-        wrong = next((shape for shape in shapes if shape != wanted), wanted)
+    if len(layer_masks) != len(adapter.layers) or set(shapes) != {expected}:
+        wrong = next((shape for shape in shapes if shape != expected), expected)
         msg = (
-            f"expected kept sets (kv_head, key) {wanted} of {len(adapter.layers)} layers for '{config.policy}', got "
+            f"expected kept sets (kv_head, key) {expected} of {len(adapter.layers)} layers for '{config.policy}', got "
             f"{wrong} of {len(layer_masks)}"
         )
         raise ConfigError(msg)

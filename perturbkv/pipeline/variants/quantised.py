@@ -22,7 +22,7 @@ ISOLATED_VARIABLES = ("perturbation_isolated", "perturbation_isolated_l2", "pert
 
 
 def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Check the quantised entries of a decoder layer, as 16-bit scales and minima cannot hold every number."""
+    """Record whether a decoder layer's quantised entries are finite, as 16-bit scales cannot hold every number."""
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
         finite.check(f"the quantised {kind} of layer {layer}", numbers)
 
@@ -30,33 +30,38 @@ def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
 def isolated_perturbations(
     layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, KeptEntries]
 ) -> dict[int, Tensor]:
-    """Return, per configuration, (step, name, head): distances of each head's output in one layer.
+    """Return index -> isolated perturbations (step, name, head) of quantised configurations in one layer.
 
-    Names are `ISOLATED_VARIABLES`; `rows` are the prompt's entries as each configuration stores them.
+    Names are `ISOLATED_VARIABLES`. `full` are the steps of the full run; `rows` are the prompt's entries as each
+    configuration stores them, by index.
     """
-    steps = [_step(layer, step, rows) for step in full] if rows else []
+    steps = [_step_perturbations(layer, step, rows) for step in full] if rows else []
     return {index: torch.stack([step[index] for step in steps]) for index in rows}
 
 
-def _step(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
-    query, own, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
+def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
+    """Return index -> isolated perturbations (name, head) at one step."""
+    query, scale_and_sinks, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
-    mixed = theory.attention_output(query, keys, values, *own)
+    mixed = theory.attention_output(query, keys, values, *scale_and_sinks)
     output, result = theory.project_outputs(mixed, slices), {}
     for index, entries in rows.items():
         cached = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
-        changed = theory.attention_output(query, *cached[:2], *own, present=cached[2])
+        changed = theory.attention_output(query, *cached[:2], *scale_and_sinks, present=cached[2])
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
         result[index] = torch.stack([moved.l1, moved.l2, moved.cosine])
     return result
 
 
 def _with_decoded(entries: KeptEntries, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values (kept_head, entry, d_head) of kept sets, then of decoded tokens, and a mask of entries."""
+    """Return keys and values (kept_head, entry, d_head) of kept and decoded entries, and the mask of real entries.
+
+    `keys` and `values` (kv_head, entry, d_head) are those of the decoded tokens; shorter kept sets are padded.
+    """
     sets, sharing = entries.sets(), len(entries.lengths) // len(keys)
     kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
     decoded = [kind.repeat_interleave(sharing, dim=0) for kind in (keys, values)]
-    present = [pad_sequence([one.new_ones(len(one), dtype=torch.bool) for one, _ in sets], batch_first=True)]
-    present += [present[0].new_ones(decoded[0].shape[:2])]
-    both = [torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True)]
-    return both[0], both[1], torch.cat(present, dim=1)
+    real = [kept_keys.new_ones(len(kept_keys), dtype=torch.bool) for kept_keys, _ in sets]
+    present = [pad_sequence(real, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
+    joined = [torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True)]
+    return joined[0], joined[1], torch.cat(present, dim=1)

@@ -42,21 +42,21 @@ from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
 def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[SparsePrefillGroup]:
-    """Return the lines of the configurations with a sparse prefill in one layer of the full prefill."""
-    made: dict[tuple[Positions, bool], LastQueries] = {}
+    """Return the groups of the configurations with a sparse prefill, in one layer of the full prefill."""
+    weights: dict[tuple[Positions, bool], LastQueries] = {}
     statistics = layer.statistics
 
-    def of(config: ResolvedConfig) -> LastQueries:
-        asked = last_positions(config, statistics.tokens)
-        if (key := (asked, config.euclidean)) not in made:
-            queries = statistics.queries[asked][layer.index]
+    def last_queries(config: ResolvedConfig) -> LastQueries:
+        positions = last_positions(config, statistics.tokens)
+        if (key := (positions, config.euclidean)) not in weights:
+            queries = statistics.queries[positions][layer.index]
             norms = (statistics.euclidean if config.euclidean else statistics.norms)[layer.index]
-            made[key] = last_query_weights(
+            weights[key] = last_query_weights(
                 layer.adapter, layer.index, queries, layer.prompt_keys, norms, statistics.sample
             )
-        return made[key]
+        return weights[key]
 
-    return sparse_prefill_groups(configs, of, statistics.tokens, statistics.sample)
+    return sparse_prefill_groups(configs, last_queries, statistics.tokens, statistics.sample)
 
 
 def last_query_weights(
@@ -67,34 +67,29 @@ def last_query_weights(
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
-    """Return the attention from which a layer's lines are chosen; the queries are those of the last keys."""
+    """Return the attention and norms from which a layer's lines are chosen; `queries` are the prompt's last ones."""
     sharing, sinks = len(queries) // len(keys), adapter.sinks(layer)
+    groups = [slice(first, first + sharing) for first in range(0, len(queries), sharing)]
     rows = [
         causal_rows(
             queries[group].to(WORK), key.to(WORK), adapter.scale(layer), keys.shape[1] - queries.shape[1],
             None if sinks is None else sinks[group],
         )
-        for group, key in zip(_head_slices(len(queries), sharing), keys, strict=True)
+        for group, key in zip(groups, keys, strict=True)
     ]  # fmt: skip
     return LastQueries(torch.cat(rows), norms, len(keys), layer, sample)
-
-
-def _head_slices(heads: int, sharing: int) -> list[slice]:
-    return [slice(first, first + sharing) for first in range(0, heads, sharing)]
 
 
 def isolated_along_lines(
     layer: FullLayer, group: SparsePrefillGroup, summands: Summands, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return the mean of `measure.isolated_quantities` over the prompt's measured queries, each over its past entries.
+    """Return `measure.isolated_quantities` as means over the prompt's measured queries, each over its past entries.
 
-    `summands` are those of the prompt's entries, and possibly of more.
+    `summands` begin with those of the prompt's entries.
     """
     queries, keys = layer.statistics.queries[group.measured_positions][layer.index], layer.prompt_keys
-    sets, sharing = (
-        group.attention_masks(to_device(group.measured_positions, keys.device)),
-        layer.adapter.heads // group.kept_heads,
-    )
+    sets = group.attention_masks(to_device(group.measured_positions, keys.device))
+    sharing = layer.adapter.heads // group.kept_heads
     kept, stage1 = (mask.repeat_interleave(sharing, dim=1) for mask in (sets.kept, sets.stage1))
     per_query = []
     for index, position in enumerate(group.measured_positions):
@@ -103,7 +98,7 @@ def isolated_along_lines(
         full = measure.layer_reference(weights, summands.first_entries(position + 1), layer.slices, sink)
         masks = LayerMasks(kept[:, :, index, entries], stage1[:, :, index, entries])
         per_query.append(measure.isolated_quantities(full, masks, alphas))
-    return {name: torch.stack([one[name] for one in per_query]).mean(dim=0) for name in per_query[0]}
+    return {name: torch.stack([quantities[name] for quantities in per_query]).mean(dim=0) for name in per_query[0]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +106,8 @@ class SparsePrefill:
     """The result of a sparse prefill.
 
     Attributes:
-        rows: per measured layer all entries, to which decoding attends.
-        share: entries that its queries attend to over those of a full prefill, n (n + 1) / 2 per head.
+        rows: a row of all entries per measured layer, for the compact cache.
+        share: number of entries that its queries attend to over that of a full prefill, n (n + 1) / 2 per head.
         seconds: its duration, the choice of lines included.
     """
 
@@ -130,25 +125,25 @@ def run_sparse_prefill(
     resources: Resources,
     finite: FiniteCheck,
 ) -> SparsePrefill:
-    """Prefill a prompt along the lines of one configuration; `finite` checks the logits."""
+    """Prefill a prompt along the lines of one configuration, and return its cache rows; `finite` checks the logits."""
     attention, cache = _LineAttention(adapter, config, sample, resources), full_cache(adapter)
     with intercept_attention(adapter, attention):
         seconds, logits = _time_prefill(adapter, token_ids, cache)
     finite.check(LOGITS, logits)
-    held = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
+    layers = [adapter.cache_layer(cache, layer) for layer in range(len(adapter.layers))]
     attended_entries, n = float(stack_on_device(adapter.device, attention.attended_entries).mean()), len(token_ids)
-    rows = [borrow(layer.keys[0], layer.values[0]) for layer in held]
+    rows = [borrow(layer.keys[0], layer.values[0]) for layer in layers]
     return SparsePrefill(rows, attended_entries / (n * (n + 1) / 2), seconds)
 
 
 @torch.inference_mode()
 def full_prefill_seconds(adapter: Adapter, token_ids: Sequence[int]) -> float:
-    """Return the seconds of the full prefill without hooks."""
+    """Return the duration of the full prefill, run once more without hooks."""
     return _time_prefill(adapter, token_ids, full_cache(adapter))[0]
 
 
 def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tuple[float, Tensor]:
-    """Return the seconds of a prefill, and the logits of its last position."""
+    """Run a prefill into `cache`, and return its duration and the logits of its last position."""
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     _synchronise(adapter.device)
     begin = time.perf_counter()
@@ -158,13 +153,17 @@ def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tup
 
 
 def _synchronise(device: torch.device) -> None:
+    """Wait for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(eq=False)
 class _LineAttention:
-    """A replacement of the model's attention; `attended_entries` has, per layer, the number of entries per head."""
+    """A replacement of the model's attention by attention along lines, which it chooses layer by layer.
+
+    `attended_entries` has, per layer, the number of entries that a head's queries attend to, on the average of heads.
+    """
 
     adapter: Adapter
     config: ResolvedConfig
@@ -173,35 +172,35 @@ class _LineAttention:
     attended_entries: list[Tensor] = field(default_factory=list)
 
     def __call__(self, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, None]:
-        """Return the masked attention of one layer: (1, query, head, d_head)."""
-        layer, (query, key, value) = self.adapter.layer_of(module), (one[0] for one in args[:3])
-        parts = list(self._attend_in_chunks(layer, query, key, value))
-        self.attended_entries.append(torch.stack([count for _, count in parts]).sum())
-        output = torch.cat([mixed for mixed, _ in parts], dim=1)
+        """Return the masked attention output of one layer: (1, query, head, d_head)."""
+        layer, (query, key, value) = self.adapter.layer_of(module), (tensor[0] for tensor in args[:3])
+        chunks = list(self._attend_in_chunks(layer, query, key, value))
+        self.attended_entries.append(torch.stack([count for _, count in chunks]).sum())
+        output = torch.cat([mixed for mixed, _ in chunks], dim=1)
         return output.transpose(0, 1).unsqueeze(0).contiguous(), None
 
     def _attend_in_chunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield outputs (head, query, d_head) by chunks, each with the number of entries that a head attends to."""
+        """Yield, per chunk of queries, outputs (head, query, d_head) and a head's mean number of attended entries."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
         size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
         for first in range(0, n, size):
-            here = slice(first, min(first + size, n))
-            mask = lines.attention_mask(torch.arange(here.start, here.stop, device=key.device))[..., : here.stop]
-            mixed = self._attend(layer, query[:, here], key[:, : here.stop], value[:, : here.stop], mask)
+            end = min(first + size, n)
+            mask = lines.attention_mask(torch.arange(first, end, device=key.device))[..., :end]
+            mixed = self._attend(layer, query[:, first:end], key[:, :end], value[:, :end], mask)
             yield mixed, mask.sum(dtype=torch.float64) / len(mask)
 
     def _choose_lines(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Lines:
-        """Return the lines that the layer's own queries and values select."""
+        """Return the lines of a layer, chosen by its own queries and values."""
         projection, n = self.adapter.output_projection(layer), key.shape[1]
         if self.config.euclidean:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)
         else:
             norms = layer_norms(value, projection, self.resources)
         queries = query[:, to_device(last_positions(self.config, n), query.device)]
-        seen = last_query_weights(self.adapter, layer, queries, key, norms, self.sample)
-        return lines_for_budget(self.config, seen, n).lines
+        last_queries = last_query_weights(self.adapter, layer, queries, key, norms, self.sample)
+        return lines_for_budget(self.config, last_queries, n).lines
 
     def _attend(
         self,
@@ -211,6 +210,7 @@ class _LineAttention:
         value: Float[Tensor, "kv_head key d_head"],
         mask: Tensor,
     ) -> Float[Tensor, "head query d_head"]:
+        """Return the attention output of a chunk of queries over the entries in `mask` (kept_head, query, key)."""
         work, groups = torch.promote_types(query.dtype, torch.float32), len(key)
         queries = query.to(work).reshape(groups, -1, query.shape[-1])
         logits = (queries @ key.to(work).mT * self.adapter.scale(layer)).view(len(query), -1, key.shape[1])

@@ -1,12 +1,12 @@
 // How much attention the first stage holds in each head (paper, Assumption 1 and figure 4).
 
 import { signed } from "./colours.js";
-import { beside, fill, lacking, make, select } from "./dom.js";
-import { counted, number } from "./format.js";
+import { inColumns, fill, lacking, make, select } from "./dom.js";
+import { plural, number } from "./format.js";
 import { grid, legend, node } from "./grid.js";
 import { hide, show } from "./tooltip.js";
 
-/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {import("./view.js").View} View */
 /** @typedef {import("./choice.js").Chosen} Chosen */
 
 const HALF = 0.5;
@@ -29,43 +29,43 @@ export const assumption = {
   },
   /**
    * @param {HTMLElement} pane
-   * @param {Seen} seen
+   * @param {View} view
    */
-  draw(pane, seen) {
-    const measure = seen.trace.measure(seen.choice.sigma);
-    if (seen.baseline < 0 || seen.treatment < 0) return fill(pane, lacking(seen.lacking));
+  draw(pane, view) {
+    const measure = view.trace.measure(view.choice.sigma);
+    if (view.baseline < 0 || view.treatment < 0) return fill(pane, lacking(view.lacking));
     if (measure < 0) return fill(pane, lacking("This trace does not hold this reading."));
-    const sides = seen.baseline === seen.treatment ? ["treatment"] : ["baseline", "treatment"];
-    fill(pane, beside(pane, 2, (width) => sides.map((side) => ofSide(seen, side, measure, width))),
+    const sides = view.baseline === view.treatment ? ["treatment"] : ["baseline", "treatment"];
+    fill(pane, inColumns(pane, 2, (width) => sides.map((side) => sidePanel(view, side, measure, width))),
       legend("0: fails", "1: holds · palest at 0.5", (share) => signed()(2 * share - 1)));
   },
 };
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @param {string} side
  * @param {number} measure
  * @param {number} width
  */
-function ofSide(seen, side, measure, width) {
-  const config = side === "baseline" ? seen.baseline : seen.treatment;
-  const name = side === "baseline" ? seen.choice.baseline : seen.choice.treatment;
-  const values = seen.values(config, measure);
+function sidePanel(view, side, measure, width) {
+  const config = side === "baseline" ? view.baseline : view.treatment;
+  const name = side === "baseline" ? view.choice.baseline : view.choice.treatment;
+  const values = view.values(config, measure);
   const below = d3.sum(values, (value) => Number(value <= HALF));
-  const caption = `${name}: at most 0.5 in ${counted(below, "head")} of ${values.length} (${seen.of})`;
-  return make("div", null, make("p", { class: "caption" }, caption), drawn(seen, values, width, caption));
+  const caption = `${name}: at most 0.5 in ${plural(below, "head")} of ${values.length} (${view.of})`;
+  return make("div", null, make("p", { class: "caption" }, caption), sigmaMap(view, values, width, caption));
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @param {Float32Array} values
  * @param {number} width
  * @param {string} caption
  */
-function drawn(seen, values, width, caption) {
-  const { layers, heads } = seen.told;
+function sigmaMap(view, values, width, caption) {
+  const { layers, heads } = view.data;
   const paint = signed();
-  const { svg, at } = grid(seen.trace, { width, most: HIGHEST, label: caption, colour: (head) => paint(2 * values[head] - 1) });
+  const { svg, at } = grid(view.trace, { width, most: HIGHEST, label: caption, colour: (head) => paint(2 * values[head] - 1) });
   svg.on("pointermove", (/** @type {PointerEvent} */ event) => {
     const head = at(event);
     if (head < 0) return hide();

@@ -1,12 +1,12 @@
 // What every side gives up, over its budgets (paper, figure 3c).
 
 import { colours } from "./colours.js";
-import { beside, fill, lacking, make } from "./dom.js";
+import { inColumns, fill, lacking, make } from "./dom.js";
 import { estimate, number, percent, tick } from "./format.js";
 import { part } from "./numbers.js";
-import { words } from "./words.js";
+import { measureName } from "./words.js";
 
-/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {import("./view.js").View} View */
 /** @typedef {{side: string, role: string, held: number, budget: string, value: number, low: number, high: number}} Point */
 
 export const budgets = {
@@ -14,26 +14,26 @@ export const budgets = {
   needs: ["baseline", "treatment", "budget", "measure"],
   /**
    * @param {HTMLElement} pane
-   * @param {Seen} seen
+   * @param {View} view
    */
-  draw(pane, seen) {
-    if (seen.place < 0) return fill(pane, lacking(seen.lacking));
-    const { measure, told } = seen;
+  draw(pane, view) {
+    if (view.measureIndex < 0) return fill(pane, lacking(view.lacking));
+    const { measure, data } = view;
     const ratios = measure.compare === "ratio" && measure.distance !== "cosine" && measure.kind !== "distance";
-    const floor = told.kl_floor ? `; noise floor ${number(told.kl_floor)}` : "";
-    const exact = told.samples.length > 1 ? "interval" : "none";
+    const floor = data.kl_floor ? `; noise floor ${number(data.kl_floor)}` : "";
+    const exact = data.samples.length > 1 ? "interval" : "none";
     const panels = (/** @type {number} */ width) => [
-      panel(seen, width, ratios ? `Σ ${words(measure)} over Σ ‖o_h‖, ${told.samples.length} samples` : `${words(measure)}, mean of heads and ${told.samples.length} samples`,
-        (config) => part(seen.need("total"), seen.place, config), number, true),
-      panel(seen, width, `KL of the next token, median of ${told.samples.length} samples (nat${floor})`, (config) => part(seen.need("kl"), config), number, true),
-      panel(seen, width, `same next token, share of ${told.samples.length} samples (%)`, (config) => part(seen.need("top1"), config), percent, false, exact),
+      panel(view, width, ratios ? `Σ ${measureName(measure)} over Σ ‖o_h‖, ${data.samples.length} samples` : `${measureName(measure)}, mean of heads and ${data.samples.length} samples`,
+        (config) => part(view.requireArray("total"), view.measureIndex, config), number, true),
+      panel(view, width, `KL of the next token, median of ${data.samples.length} samples (nat${floor})`, (config) => part(view.requireArray("kl"), config), number, true),
+      panel(view, width, `same next token, share of ${data.samples.length} samples (%)`, (config) => part(view.requireArray("top1"), config), percent, false, exact),
     ];
-    fill(pane, beside(pane, 3, panels), key(seen));
+    fill(pane, inColumns(pane, 3, panels), key(view));
   },
 };
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @param {number} width
  * @param {string} title
  * @param {(config: number) => Float32Array} read value, low, high
@@ -41,15 +41,15 @@ export const budgets = {
  * @param {boolean} log
  * @param {import("./format.js").Kind} [kind] of ends
  */
-function panel(seen, width, title, read, shown, log, kind = seen.told.interval) {
-  const found = points(seen, read);
+function panel(view, width, title, read, shown, log, kind = view.data.interval) {
+  const found = points(view, read);
   const logs = log && found.every((point) => point.value > 0) && found.length > 0;
   const { baseline, treatment, grey } = colours();
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
-  const told = seen.told.configs.every((config) => config.held !== null);
-  const x = told
+  const known = view.data.configs.every((config) => config.held !== null);
+  const x = known
     ? { label: "entries held / full cache", ticks: 5, tickFormat: tick, inset: 10 }
-    : { label: "budget", ticks: d3.range(seen.told.budgets.length), tickFormat: (/** @type {number} */ place) => seen.told.budgets[place], inset: 10 };
+    : { label: "budget", ticks: d3.range(view.data.budgets.length), tickFormat: (/** @type {number} */ index) => view.data.budgets[index], inset: 10 };
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,
     x: { ...x, labelAnchor: "center", labelArrow: "none" },
@@ -71,28 +71,28 @@ function panel(seen, width, title, read, shown, log, kind = seen.told.interval) 
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @param {(config: number) => Float32Array} read
  * @returns {Point[]}
  */
-function points(seen, read) {
-  const { configs, sides, budgets: names } = seen.told;
-  const told = configs.every((config) => config.held !== null);
-  return configs.map((config, place) => {
+function points(view, read) {
+  const { configs, sides, budgets: names } = view.data;
+  const known = configs.every((config) => config.held !== null);
+  return configs.map((config, index) => {
     const side = sides[config.side];
-    const role = side === seen.choice.treatment ? "treatment" : side === seen.choice.baseline ? "baseline" : "other";
-    const [value, low, high] = read(place);
-    return { side, role, held: told ? /** @type {number} */ (config.held) : config.budget, budget: names[config.budget], value, low, high };
+    const role = side === view.choice.treatment ? "treatment" : side === view.choice.baseline ? "baseline" : "other";
+    const [value, low, high] = read(index);
+    return { side, role, held: known ? /** @type {number} */ (config.held) : config.budget, budget: names[config.budget], value, low, high };
   }).filter((point) => Number.isFinite(point.value)).sort((one, other) => d3.ascending(one.held, other.held));
 }
 
-/** @param {Seen} seen */
-function key(seen) {
-  const { baseline, treatment } = seen.choice;
+/** @param {View} view */
+function key(view) {
+  const { baseline, treatment } = view.choice;
   const swatch = (/** @type {string} */ role, /** @type {string} */ mark, /** @type {string} */ text) =>
     make("span", { class: `key ${role}` }, make("b", { "aria-hidden": "true" }, mark), ` ${text}`);
-  const words = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples, of shares exact 95 % intervals", none: "" };
-  const others = seen.told.sides.filter((side) => side !== baseline && side !== treatment);
+  const intervalTexts = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples, of shares exact 95 % intervals", none: "" };
+  const others = view.data.sides.filter((side) => side !== baseline && side !== treatment);
   return make("p", { class: "legend" }, baseline !== treatment && swatch("baseline", "●", baseline), swatch("treatment", "■", treatment),
-    others.length > 0 && swatch("other", "◆", `others: ${others.join(", ")}`), ` ${words[seen.told.interval]}`);
+    others.length > 0 && swatch("other", "◆", `others: ${others.join(", ")}`), ` ${intervalTexts[view.data.interval]}`);
 }

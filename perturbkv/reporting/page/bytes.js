@@ -6,58 +6,58 @@ const decoded = new Map();
 const inflating = new Map();
 
 /**
- * The stored bytes of a block.
+ * Return the stored bytes of a block, read from the page once.
  * @param {string} id
  * @returns {Uint8Array}
  */
-export function stored(id) {
+export function blockBytes(id) {
   const known = decoded.get(id);
   if (known) return known;
-  const held = document.getElementById(id);
-  if (!held) throw new Error(`the page has no block ${id}`);
-  const bytes = fromBase64((held.textContent || "").trim());
-  held.remove();
+  const element = document.getElementById(id);
+  if (!element) throw new Error(`the page has no block ${id}`);
+  const bytes = fromBase64((element.textContent || "").trim());
+  element.remove();
   decoded.set(id, bytes);
   return bytes;
 }
 
 /**
- * A block's bytes, inflated once.
+ * Return a block's bytes, inflated once.
  * @param {string} id
  * @returns {Promise<Uint8Array>}
  */
-export function block(id) {
+export function inflatedBlock(id) {
   let found = inflating.get(id);
   if (!found) {
-    found = inflated(stored(id));
+    found = inflate(blockBytes(id));
     inflating.set(id, found);
   }
   return found;
 }
 
 /**
- * What a raw deflate holds.
+ * Return the bytes that were compressed as raw deflate.
  * @param {Uint8Array} bytes
  * @returns {Promise<Uint8Array>}
  */
-export async function inflated(bytes) {
+export async function inflate(bytes) {
   const part = /** @type {Uint8Array<ArrayBuffer>} */ (bytes);
   const stream = new Blob([part]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
 /**
- * Bytes whose planes lie one behind the other, put together again.
+ * Return the values' bytes from byte planes: first bytes of all values, then second bytes, and so on.
  * @param {Uint8Array} bytes
  * @param {number} width bytes of a value
  * @returns {Uint8Array}
  */
-export function unshuffled(bytes, width) {
+export function joinPlanes(bytes, width) {
   const count = bytes.length / width;
   const whole = new Uint8Array(bytes.length);
   for (let plane = 0; plane < width; plane++) {
     const start = plane * count;
-    for (let place = 0; place < count; place++) whole[place * width + plane] = bytes[start + place];
+    for (let index = 0; index < count; index++) whole[index * width + plane] = bytes[start + index];
   }
   return whole;
 }
@@ -71,6 +71,6 @@ function fromBase64(text) {
   if (made.fromBase64) return made.fromBase64(text);
   const raw = atob(text);
   const bytes = new Uint8Array(raw.length);
-  for (let place = 0; place < raw.length; place++) bytes[place] = raw.charCodeAt(place);
+  for (let index = 0; index < raw.length; index++) bytes[index] = raw.charCodeAt(index);
   return bytes;
 }

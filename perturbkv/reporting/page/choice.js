@@ -5,7 +5,7 @@
  *   head: string, sigma: string, colour: string}} Choice
  */
 
-/** What stands for all samples together: no id is empty. */
+/** The sample id that means the mean over all samples; no sample's id is empty. */
 export const MEAN = "";
 const SHOWS = ["change", "baseline", "treatment"];
 const SIGMAS = ["sigma_stage1", "sigma_topk", "retained_mass"];
@@ -18,11 +18,11 @@ export class Chosen {
   constructor(traces) {
     this.traces = traces;
     /** @type {Choice} */
-    this.now = { ...first(traces[0]), ...valid(traces, fromAddress()) };
-    if (location.hash) keep(this.address());
+    this.now = { ...initialChoice(traces[0]), ...validChoices(traces, fromAddress()) };
+    if (location.hash) writeAddress(this.address());
     /** @type {((changed: Set<string>) => void)[]} */
     this.listeners = [];
-    window.addEventListener("hashchange", () => this.choose(valid(this.traces, fromAddress())));
+    window.addEventListener("hashchange", () => this.choose(validChoices(this.traces, fromAddress())));
   }
 
   /** @param {(changed: Set<string>) => void} listener */
@@ -30,13 +30,13 @@ export class Chosen {
     this.listeners.push(listener);
   }
 
-  /** The choice as an address holds it. */
+  /** Return the choice as the fragment of the page's address. */
   address() {
     return `#${new URLSearchParams(this.now)}`;
   }
 
   /**
-   * Choose anew; whoever draws is told what changed.
+   * Change some of the choices, and call the listeners with the names of those that changed.
    * @param {Partial<Choice>} more
    */
   choose(more) {
@@ -45,16 +45,16 @@ export class Chosen {
     const keys = /** @type {(keyof Choice)[]} */ (Object.keys(this.now));
     const changed = new Set(keys.filter((key) => before[key] !== this.now[key]));
     if (!changed.size) return;
-    keep(this.address());
+    writeAddress(this.address());
     for (const listener of this.listeners) listener(/** @type {Set<string>} */ (changed));
   }
 }
 
 /**
- * Put the choice into the address; a frame of a notebook has no history to replace.
+ * Write the choice into the page's address; a frame of a notebook has no history to replace.
  * @param {string} address
  */
-function keep(address) {
+function writeAddress(address) {
   try {
     history.replaceState(null, "", address);
   } catch {
@@ -63,12 +63,12 @@ function keep(address) {
 }
 
 /**
- * What the page begins with.
+ * Return the choices with which the page opens.
  * @param {Trace} trace
  * @returns {Choice}
  */
-function first(trace) {
-  const { start, sides, budgets, heads, measures } = trace.told;
+function initialChoice(trace) {
+  const { start, sides, budgets, heads, measures } = trace.data;
   const propagated = measures.find((one) => one.key === "propagated");
   return {
     baseline: sides[start.baseline],
@@ -89,21 +89,21 @@ function fromAddress() {
 }
 
 /**
- * The part of a choice that some trace of the page can show; anything may stand in an address.
+ * Return the requested choices that some trace of the page can show; an address may hold anything.
  * @param {Trace[]} traces
  * @param {Record<string, string>} wanted
  * @returns {Partial<Choice>}
  */
-function valid(traces, wanted) {
+function validChoices(traces, wanted) {
   /** @type {Record<string, (value: string) => boolean>} */
   const known = {
-    baseline: (value) => traces.some((one) => one.told.sides.includes(value)),
-    treatment: (value) => traces.some((one) => one.told.sides.includes(value)),
-    budget: (value) => traces.some((one) => one.told.budgets.includes(value)),
+    baseline: (value) => traces.some((one) => one.data.sides.includes(value)),
+    treatment: (value) => traces.some((one) => one.data.sides.includes(value)),
+    budget: (value) => traces.some((one) => one.data.budgets.includes(value)),
     measure: (value) => traces.some((one) => one.measure(value) >= 0),
-    sample: (value) => value === MEAN || traces.some((one) => one.told.samples.some((sample) => sample.id === value)),
+    sample: (value) => value === MEAN || traces.some((one) => one.data.samples.some((sample) => sample.id === value)),
     show: (value) => SHOWS.includes(value),
-    head: (value) => traces.some((one) => one.headPlace(value) >= 0),
+    head: (value) => traces.some((one) => one.headIndex(value) >= 0),
     sigma: (value) => SIGMAS.includes(value),
     colour: (value) => COLOURS.includes(value),
   };

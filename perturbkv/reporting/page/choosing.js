@@ -2,8 +2,8 @@
 
 import { MEAN } from "./choice.js";
 import { fill, make, select } from "./dom.js";
-import { counted } from "./format.js";
-import { listed } from "./words.js";
+import { plural } from "./format.js";
+import { measureOption } from "./words.js";
 
 /** @typedef {import("./choice.js").Chosen} Chosen */
 /** @typedef {import("./choice.js").Choice} Choice */
@@ -14,7 +14,7 @@ import { listed } from "./words.js";
  * @param {HTMLElement} pane
  * @param {Chosen} chosen
  */
-export function choosing(pane, chosen) {
+export function drawChoices(pane, chosen) {
   const lists = /** @type {const} */ (["baseline", "treatment", "budget", "measure", "sample"]);
   const names = { baseline: "Baseline", treatment: "Treatment", budget: "Budget", measure: "Measure", sample: "Sample" };
   const labels = lists.map((key) =>
@@ -22,31 +22,31 @@ export function choosing(pane, chosen) {
   const swap = make("button", { type: "button", class: "swap", title: "Swap baseline and treatment", "aria-label": "Swap baseline and treatment",
     onclick: () => chosen.choose({ baseline: chosen.now.treatment, treatment: chosen.now.baseline }) }, "⇄");
   fill(pane, labels[0], swap, ...labels.slice(1));
-  chosen.listen(() => labels.forEach((label, place) => {
+  chosen.listen(() => labels.forEach((label, index) => {
     const list = label.querySelector("select");
-    if (list) list.value = chosen.now[lists[place]];
+    if (list) list.value = chosen.now[lists[index]];
   }));
 }
 
 /**
- * What any trace of the page has to choose from, each once.
+ * Return the distinct options of a choice over all traces of the page.
  * @param {Chosen} chosen
  * @param {"baseline" | "treatment" | "budget" | "measure" | "sample"} key
  * @returns {Option[]}
  */
 function options(chosen, key) {
-  const traces = chosen.traces.map((one) => one.told);
+  const traces = chosen.traces.map((one) => one.data);
   const same = (/** @type {string} */ text) => ({ value: text, text });
-  if (key === "budget") return once(traces.flatMap((one) => one.budgets.map(same)));
-  if (key === "measure") return once(traces.flatMap((one) => one.measures.map((measure) => ({ value: measure.key, text: listed(measure) }))));
-  if (key !== "sample") return once(traces.flatMap((one) => one.sides.map(same)));
-  const samples = once(traces.flatMap((one) => one.samples.map((sample) => ({ value: sample.id, text: shortened(sample.id) }))));
+  if (key === "budget") return distinct(traces.flatMap((one) => one.budgets.map(same)));
+  if (key === "measure") return distinct(traces.flatMap((one) => one.measures.map((measure) => ({ value: measure.key, text: measureOption(measure) }))));
+  if (key !== "sample") return distinct(traces.flatMap((one) => one.sides.map(same)));
+  const samples = distinct(traces.flatMap((one) => one.samples.map((sample) => ({ value: sample.id, text: shorten(sample.id) }))));
   const counts = [...new Set(traces.map((one) => one.samples.length))];
-  return [{ value: MEAN, text: counts.length === 1 ? `mean of ${counted(counts[0], "sample")}` : "mean of all samples" }, ...samples];
+  return [{ value: MEAN, text: counts.length === 1 ? `mean of ${plural(counts[0], "sample")}` : "mean of all samples" }, ...samples];
 }
 
 /** @param {string} id */
-function shortened(id) {
+function shorten(id) {
   return id.length > 60 ? `${id.slice(0, 57)}…` : id;
 }
 
@@ -54,6 +54,6 @@ function shortened(id) {
  * @param {Option[]} all
  * @returns {Option[]}
  */
-function once(all) {
+function distinct(all) {
   return [...new Map(all.map((one) => [one.value, one])).values()];
 }

@@ -5,7 +5,6 @@ const printing = window.matchMedia("print");
 
 const LIGHT = {
   signed: ["#8f4600", "#e08214", "#fdd7a4", "#f4f4f4", "#cfcbe6", "#8073ac", "#3d1778"],
-  ordered: d3.interpolateViridis,
   grey: "#767676",
   baseline: "#b35806",
   treatment: "#4a2d8f",
@@ -22,22 +21,22 @@ const DARK = {
   warning: "#ff8a80",
 };
 
-/** The colours of the paper that the page is on. */
+/** Return the colours for the page's background, light or dark. */
 export function colours() {
   return dark.matches && !printing.matches ? DARK : LIGHT;
 }
 
 /**
- * Tell when the paper changes.
+ * Call a listener when the page's background changes between light and dark.
  * @param {() => void} listener
  */
-export function whenPaperChanges(listener) {
+export function onPaperChange(listener) {
   dark.addEventListener("change", listener);
   printing.addEventListener("change", listener);
 }
 
 /**
- * Orange below the middle, purple above it, of what lies from −1 to 1.
+ * Return a colour scale from −1 to 1: orange below 0, purple above it.
  * @returns {(value: number) => string}
  */
 export function signed() {
@@ -46,18 +45,7 @@ export function signed() {
 }
 
 /**
- * From first to last, of what has an order.
- * @param {number} count
- * @returns {string[]}
- */
-export function ordered(count) {
-  const [low, high] = dark.matches && !printing.matches ? [0.3, 1] : [0, 0.82];
-  return Array.from({ length: count }, (_, place) =>
-    d3.interpolateViridis(low + ((high - low) * place) / Math.max(1, count - 1)));
-}
-
-/**
- * Layers from the first, dark, to the last; on dark paper the first is not black.
+ * Return the colour scale of layers, from the first, dark, to the last; never black on a dark background.
  * @returns {(share: number) => string}
  */
 export function layerColour() {

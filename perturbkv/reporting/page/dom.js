@@ -6,7 +6,7 @@ const GAP = 24;
 /** @typedef {Record<string, string | number | boolean | ((event: any) => void) | null | undefined>} Given */
 
 /**
- * An element with attributes, listeners (`onclick: …`) and children; strings become text.
+ * Return an element with attributes, listeners (`onclick: …`) and children; strings become text.
  * @template {keyof HTMLElementTagNameMap} Tag
  * @param {Tag} tag
  * @param {Given | null} [given]
@@ -25,7 +25,7 @@ export function make(tag, given, ...children) {
 }
 
 /**
- * A labelled select; `chosen` is told what is picked.
+ * Return a labelled select; `chosen` is called with the value that is picked.
  * @param {string} label
  * @param {string} name
  * @param {{value: string, text: string, disabled?: boolean}[]} options
@@ -41,7 +41,7 @@ export function select(label, name, options, value, chosen) {
 }
 
 /**
- * A table of text; columns whose heading begins with '#' are set to the right.
+ * Return a table of text; columns whose heading begins with '#' are right-aligned.
  * @param {string} caption
  * @param {string[]} headings
  * @param {(string | Node)[][]} rows the first cell of each names it
@@ -49,16 +49,16 @@ export function select(label, name, options, value, chosen) {
  */
 export function table(caption, headings, rows) {
   const side = headings.map((one) => (one.startsWith("#") ? "number" : null));
-  const head = headings.map((one, place) => make("th", { scope: "col", class: side[place] }, one.replace(/^#/, "")));
+  const head = headings.map((one, index) => make("th", { scope: "col", class: side[index] }, one.replace(/^#/, "")));
   const body = rows.map((row) =>
-    make("tr", null, ...row.map((cell, place) =>
-      place ? make("td", { class: side[place], "data-of": headings[place].replace(/^#/, "") }, cell) : make("th", { scope: "row" }, cell))));
+    make("tr", null, ...row.map((cell, index) =>
+      index ? make("td", { class: side[index], "data-of": headings[index].replace(/^#/, "") }, cell) : make("th", { scope: "row" }, cell))));
   return make("table", null, make("caption", null, caption), make("thead", null, make("tr", null, ...head)),
     make("tbody", null, ...body));
 }
 
 /**
- * Put these children in place of what is there.
+ * Replace an element's children.
  * @param {Element} parent
  * @param {...(Node | string | null | false)} children
  */
@@ -67,7 +67,7 @@ export function fill(parent, ...children) {
 }
 
 /**
- * What the page lacks, and how to record it.
+ * Return a paragraph that says what is missing and how to record it.
  * @param {string} sentence
  */
 export function lacking(sentence) {
@@ -75,7 +75,7 @@ export function lacking(sentence) {
 }
 
 /**
- * How wide a pane is, in whole pixels; of one that is not laid out a usual width.
+ * Return a pane's width in whole pixels; a usual width before it is laid out.
  * @param {Element} pane
  */
 export function widthOf(pane) {
@@ -83,12 +83,12 @@ export function widthOf(pane) {
 }
 
 /**
- * Children side by side, as many as there is room for.
+ * Return children side by side in columns, as many as fit.
  * @param {Element} pane
  * @param {number} most
  * @param {(width: number) => (Node | null)[]} children made for this width each
  */
-export function beside(pane, most, children) {
+export function inColumns(pane, most, children) {
   const whole = widthOf(pane);
   const columns = Math.max(1, Math.min(most, Math.floor(whole / LEAST)));
   const width = Math.floor((whole - (columns - 1) * GAP) / columns);
@@ -96,7 +96,7 @@ export function beside(pane, most, children) {
 }
 
 /**
- * Say something to whoever listens to the page.
+ * Announce a text to screen readers.
  * @param {string} text
  */
 export function announce(text) {

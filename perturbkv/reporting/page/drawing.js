@@ -1,17 +1,17 @@
 // Draws the parts of the page when a choice changes: at once what is on the screen, the others as soon as there is time.
 
 import { lacking, make } from "./dom.js";
-import { present } from "./seen.js";
+import { currentViews } from "./view.js";
 
 /** @typedef {import("./choice.js").Chosen} Chosen */
-/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {import("./view.js").View} View */
 /**
- * @typedef {{id: string, needs: string[], controls?: (place: HTMLElement, chosen: Chosen) => void,
- *   draw: (pane: HTMLElement, seen: Seen, chosen: Chosen) => void | Promise<void>}} Part
+ * @typedef {{id: string, needs: string[], controls?: (index: HTMLElement, chosen: Chosen) => void,
+ *   draw: (pane: HTMLElement, view: View, chosen: Chosen) => void | Promise<void>}} Part
  */
 /** @typedef {{part: Part, section: HTMLElement, panes: HTMLElement[], controls: HTMLElement | null}} Placed */
 
-/** Milliseconds after which a part off the screen is drawn, idle or not. */
+/** Most milliseconds that a part off the screen waits for the browser to be idle. */
 const PATIENCE = 300;
 
 export class Drawing {
@@ -23,31 +23,29 @@ export class Drawing {
     this.chosen = chosen;
     this.placed = parts.map((part) => placed(part, chosen));
     this.stale = new Set(this.placed);
-    /** @type {Set<Element>} */
-    this.seen = new Set();
     this.waiting = false;
     this.pending = 0;
-    this.watch = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "200px 0px" });
+    this.watch = new IntersectionObserver((entries) => this.onIntersection(entries), { rootMargin: "200px 0px" });
     for (const one of this.placed) this.watch.observe(one.section);
     chosen.listen((changed) => this.change(changed));
     let width = window.innerWidth;
     window.addEventListener("resize", () => {
       if (width === window.innerWidth) return;
       width = window.innerWidth;
-      this.again();
+      this.redraw();
     });
-    window.addEventListener("beforeprint", () => this.all());
+    window.addEventListener("beforeprint", () => this.drawAll());
   }
 
-  /** Draw everything anew: its width changed, or numbers came. */
-  again() {
+  /** Draw all parts again, as the width changed or arrays were loaded. */
+  redraw() {
     for (const one of this.placed) this.stale.add(one);
-    this.visible();
-    this.rest();
+    this.drawVisible();
+    this.drawRest();
   }
 
-  /** Draw everything anew and at once: onto paper goes also what is not on the screen. */
-  all() {
+  /** Draw all parts at once, also those off the screen, for printing. */
+  drawAll() {
     for (const one of this.placed) this.draw(one);
   }
 
@@ -55,14 +53,14 @@ export class Drawing {
   change(changed) {
     const start = performance.now();
     for (const one of this.placed) if (one.part.needs.some((key) => changed.has(key))) this.stale.add(one);
-    this.tell();
-    this.visible();
+    this.showPending();
+    this.drawVisible();
     afterPaint(() => performance.measure("change", { start, end: performance.now() }));
-    this.rest();
+    this.drawRest();
   }
 
-  /** Draw what is stale and on the screen. */
-  visible() {
+  /** Draw the stale parts that are on the screen. */
+  drawVisible() {
     for (const one of [...this.stale]) if (this.onScreen(one.section)) this.draw(one);
   }
 
@@ -73,22 +71,22 @@ export class Drawing {
   }
 
   /** @param {IntersectionObserverEntry[]} entries */
-  look(entries) {
+  onIntersection(entries) {
     for (const entry of entries) {
       const own = this.placed.find((one) => one.section === entry.target);
       if (own && entry.isIntersecting && this.stale.has(own)) this.draw(own);
     }
   }
 
-  /** Draw the others, one at a time, when nothing else is to be done. */
-  rest() {
+  /** Draw the stale parts off the screen, one at a time, when the browser is idle. */
+  drawRest() {
     if (this.waiting || !this.stale.size) return;
     this.waiting = true;
     const next = () => {
       this.waiting = false;
       const [one] = this.stale;
       if (one) this.draw(one);
-      this.rest();
+      this.drawRest();
     };
     if (window.requestIdleCallback) window.requestIdleCallback(next, { timeout: PATIENCE });
     else window.setTimeout(next, 30);
@@ -98,29 +96,29 @@ export class Drawing {
   draw(one) {
     this.stale.delete(one);
     if (one.controls) follow(one.controls, this.chosen);
-    one.panes.forEach((pane, place) => {
-      const seen = present(this.chosen)[place];
-      if (seen.sample >= 0 && !seen.trace.array("sample")) {
+    one.panes.forEach((pane, index) => {
+      const view = currentViews(this.chosen)[index];
+      if (view.sample >= 0 && !view.trace.array("sample")) {
         pane.replaceChildren(lacking("Single samples are still being read."));
         return;
       }
       this.pending++;
-      Promise.resolve(one.part.draw(pane, seen, this.chosen)).finally(() => {
+      Promise.resolve(one.part.draw(pane, view, this.chosen)).finally(() => {
         this.pending--;
-        this.tell();
+        this.showPending();
       });
     });
-    this.tell();
+    this.showPending();
   }
 
-  /** Say in the page how many parts are yet to be drawn. */
-  tell() {
+  /** Write the number of parts still to be drawn into the page, for tests. */
+  showPending() {
     document.body.dataset.stale = String(this.stale.size + this.pending);
   }
 }
 
 /**
- * A part's section, with a pane for each trace.
+ * Return a part with its section, and a pane per trace.
  * @param {Part} part
  * @param {Chosen} chosen
  * @returns {Placed}
@@ -136,7 +134,7 @@ function placed(part, chosen) {
   }
   const panes = chosen.traces.map((trace) => {
     const pane = make("div", { class: "pane" });
-    const name = chosen.traces.length > 1 && make("h3", null, trace.told.name);
+    const name = chosen.traces.length > 1 && make("h3", null, trace.data.name);
     room.append(make("div", { class: "of-trace" }, ...(name ? [name] : []), pane));
     return pane;
   });
@@ -144,7 +142,7 @@ function placed(part, chosen) {
 }
 
 /**
- * A part's own selects follow choices that were made elsewhere.
+ * Update a part's selects after choices that were made elsewhere.
  * @param {HTMLElement} controls
  * @param {Chosen} chosen
  */

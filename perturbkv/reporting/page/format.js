@@ -3,7 +3,7 @@
 /** @typedef {"interval" | "range" | "none"} Kind */
 
 /**
- * A measured number: three digits.
+ * Return a measured number with three significant digits.
  * @param {number | null | undefined} value
  * @returns {string}
  */
@@ -18,7 +18,7 @@ export function number(value) {
 }
 
 /**
- * A tick of an axis: no more digits than it needs.
+ * Return the label of an axis tick, with no more digits than it needs.
  * @param {number} value
  * @returns {string}
  */
@@ -32,7 +32,7 @@ const NAMED = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 2
 const CLOSE = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2];
 
 /**
- * Ticks of a logarithmic axis of ratios: enough of them, however short it is.
+ * Return ticks of a logarithmic axis of ratios, more than three also on a short axis.
  * @param {number[]} values that the axis holds
  * @returns {number[]}
  */
@@ -43,7 +43,7 @@ export function ratioTicks(values) {
 }
 
 /**
- * A ratio: two digits behind the point, one from ten on, none from a hundred.
+ * Return a ratio with two decimals, one from 10 on, none from 100.
  * @param {number | null | undefined} value
  * @returns {string}
  */
@@ -54,7 +54,7 @@ export function ratio(value) {
 }
 
 /**
- * A share in percent.
+ * Return a share in per cent, without its sign.
  * @param {number | null | undefined} value
  * @returns {string}
  */
@@ -64,7 +64,7 @@ export function percent(value) {
 }
 
 /**
- * A share that may be tiny, in percent.
+ * Return a share in per cent, with three digits where it is small.
  * @param {number} share
  * @returns {string}
  */
@@ -73,7 +73,7 @@ export function percentOf(share) {
 }
 
 /**
- * A difference, with its sign.
+ * Return a difference with its sign.
  * @param {number | null | undefined} value
  * @returns {string}
  */
@@ -83,28 +83,28 @@ export function difference(value) {
 }
 
 /**
- * A number with its interval in brackets, or the range of few samples in parentheses.
- * @param {ArrayLike<number | null>} told value, low, high
+ * Return a number with its interval in brackets, or with the range of few samples in parentheses.
+ * @param {ArrayLike<number | null>} values value, low, high
  * @param {(value: number | null) => string} shown
  * @param {Kind} kind
  * @param {string} [unit] behind the value
  * @returns {string}
  */
-export function estimate(told, shown, kind, unit = "") {
-  const value = `${shown(told[0])}${unit}`;
-  const known = [told[1], told[2]].every((end) => end !== null && end !== undefined && !Number.isNaN(end));
+export function estimate(values, shown, kind, unit = "") {
+  const value = `${shown(values[0])}${unit}`;
+  const known = [values[1], values[2]].every((end) => end !== null && end !== undefined && !Number.isNaN(end));
   if (!known || kind === "none") return value;
-  const [low, high] = [shown(told[1]), shown(told[2])];
+  const [low, high] = [shown(values[1]), shown(values[2])];
   return kind === "range" ? `${value} (${low} … ${high})` : `${value} [${low}, ${high}]`;
 }
 
 /**
- * '1 sample', '8 samples'.
+ * Return a count with its noun: '1 sample', '8 samples'.
  * @param {number} count
  * @param {string} word
  * @returns {string}
  */
-export function counted(count, word) {
+export function plural(count, word) {
   return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 }
 

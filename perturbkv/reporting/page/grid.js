@@ -21,22 +21,22 @@ let hatches = 0;
  * @returns {Grid}
  */
 export function grid(trace, look) {
-  const { layers, heads } = trace.told;
+  const { layers, heads } = trace.data;
   const across = (look.width - LEFT - 2) / layers.length;
   const down = Math.max(6, Math.min(1.7 * across, look.most / heads));
   const [width, height] = [look.width, TOP + down * heads + BOTTOM];
   const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("width", width).attr("height", height)
     .attr("class", "map").attr("role", "img").attr("aria-label", look.label);
-  const places = d3.range(trace.size);
+  const cells = d3.range(trace.size);
   const gap = across > 8 && down > 8 ? 1 : 0.25;
   const cell = (/** @type {any} */ parts) => parts
     .attr("x", (/** @type {number} */ head) => LEFT + Math.floor(head / heads) * across)
     .attr("y", (/** @type {number} */ head) => TOP + (head % heads) * down)
     .attr("width", across - gap).attr("height", down - gap);
-  svg.append("g").selectAll("rect").data(places).join("rect").call(cell).attr("fill", look.colour);
+  svg.append("g").selectAll("rect").data(cells).join("rect").call(cell).attr("fill", look.colour);
   if (look.hatched) {
     const id = hatch(svg);
-    svg.append("g").attr("class", "ties").selectAll("rect").data(places.filter(look.hatched)).join("rect").call(cell)
+    svg.append("g").attr("class", "ties").selectAll("rect").data(cells.filter(look.hatched)).join("rect").call(cell)
       .attr("fill", `url(#${id})`);
   }
   if (look.chosen !== undefined && look.chosen >= 0) svg.append("rect").datum(look.chosen).call(cell).attr("class", "chosen");
@@ -50,12 +50,12 @@ export function grid(trace, look) {
  * @param {{across: number, down: number, width: number, height: number}} size
  */
 function axes(svg, trace, { across, down, width, height }) {
-  const { layers, heads } = trace.told;
+  const { layers, heads } = trace.data;
   const [columns, rows] = [Math.ceil((LABEL * layers.length) / width), Math.ceil(LINE / down)];
   const axis = svg.append("g").attr("class", "axis");
   axis.selectAll("text.layer").data(d3.range(0, layers.length, columns)).join("text").attr("class", "layer")
-    .attr("x", (/** @type {number} */ place) => LEFT + (place + 0.5) * across).attr("y", height - 20)
-    .attr("text-anchor", "middle").text((/** @type {number} */ place) => layers[place]);
+    .attr("x", (/** @type {number} */ index) => LEFT + (index + 0.5) * across).attr("y", height - 20)
+    .attr("text-anchor", "middle").text((/** @type {number} */ index) => layers[index]);
   axis.selectAll("text.head").data(d3.range(0, heads, rows)).join("text").attr("class", "head").attr("x", LEFT - 5)
     .attr("y", (/** @type {number} */ head) => TOP + (head + 0.5) * down + 3.5).attr("text-anchor", "end")
     .text((/** @type {number} */ head) => head);
@@ -71,14 +71,14 @@ function axes(svg, trace, { across, down, width, height }) {
  * @param {number} down
  */
 function headAt(event, trace, across, down) {
-  const { layers, heads } = trace.told;
+  const { layers, heads } = trace.data;
   const [x, y] = d3.pointer(event);
   const [layer, head] = [Math.floor((x - LEFT) / across), Math.floor((y - TOP) / down)];
   return layer >= 0 && layer < layers.length && head >= 0 && head < heads ? layer * heads + head : -1;
 }
 
 /**
- * Give a drawing a hatching of its own; gives its id.
+ * Add a hatching pattern to a drawing and return its id.
  * @param {any} svg
  * @returns {string}
  */
@@ -92,7 +92,7 @@ function hatch(svg) {
 }
 
 /**
- * The colours between two words, and what hatching means where there is some.
+ * Return a legend: a colour scale between two labels, and the meaning of hatching where there is some.
  * @param {string} low
  * @param {string} high
  * @param {(share: number) => string} paint

@@ -5,8 +5,8 @@ import { answers } from "./answers.js";
 import { assumption } from "./assumption.js";
 import { budgets } from "./budgets.js";
 import { Chosen } from "./choice.js";
-import { choosing } from "./choosing.js";
-import { whenPaperChanges } from "./colours.js";
+import { drawChoices } from "./choosing.js";
+import { onPaperChange } from "./colours.js";
 import { lacking, make } from "./dom.js";
 import { Drawing } from "./drawing.js";
 import { head } from "./head.js";
@@ -14,33 +14,33 @@ import { layers } from "./layers.js";
 import { map } from "./map.js";
 import { prompt } from "./prompt.js";
 import { scatter } from "./scatter.js";
-import { page } from "./told.js";
-import { place } from "./tooltip.js";
+import { page } from "./page_data.js";
+import { attachTooltip } from "./tooltip.js";
 import { Trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 
 const PARTS = [verdict, map, scatter, head, prompt, layers, assumption, budgets, ablation, answers];
 
 async function open() {
-  place();
+  attachTooltip();
   document.body.append(make("div", { id: "live", class: "unseen", role: "status", "aria-live": "polite" }));
-  const traces = page().traces.map((told) => new Trace(told));
+  const traces = page().traces.map((data) => new Trace(data));
   document.body.dataset.traces = String(traces.length);
-  await Promise.all(traces.map((trace) => trace.open()));
+  await Promise.all(traces.map((trace) => trace.loadFirst()));
   const chosen = new Chosen(traces);
   const room = /** @type {HTMLElement} */ (document.querySelector("#choose .panes"));
   document.getElementById("choose")?.addEventListener("submit", (event) => event.preventDefault());
-  choosing(room, chosen);
+  drawChoices(room, chosen);
   document.querySelector(".skip")?.addEventListener("click", (event) => {
     event.preventDefault(); // the address is the choice's
     document.getElementById("main")?.focus();
   });
   const drawing = new Drawing(PARTS, chosen);
-  drawing.visible();
+  drawing.drawVisible();
   performance.mark("ready");
-  whenPaperChanges(() => drawing.all());
-  await Promise.all(traces.map((trace) => trace.rest()));
-  drawing.again();
+  onPaperChange(() => drawing.drawAll());
+  await Promise.all(traces.map((trace) => trace.loadRest()));
+  drawing.redraw();
   document.body.dataset.ready = "all";
 }
 

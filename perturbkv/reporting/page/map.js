@@ -4,11 +4,11 @@ import { layerColour, signed } from "./colours.js";
 import { announce, fill, lacking, make, select, widthOf } from "./dom.js";
 import { difference, number, ratio } from "./format.js";
 import { grid, legend, node } from "./grid.js";
-import { BETTER, TIED, together } from "./seen.js";
+import { BETTER, TIED, comparableViews } from "./view.js";
 import { hide, show } from "./tooltip.js";
-import { words } from "./words.js";
+import { measureName } from "./words.js";
 
-/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {import("./view.js").View} View */
 /** @typedef {import("./choice.js").Chosen} Chosen */
 
 const HIGHEST = 340;
@@ -32,25 +32,25 @@ export const map = {
   },
   /**
    * @param {HTMLElement} pane
-   * @param {Seen} seen
+   * @param {View} view
    * @param {Chosen} chosen
    */
-  draw(pane, seen, chosen) {
-    if (seen.lacking) return fill(pane, lacking(seen.lacking));
-    const change = seen.choice.show === "change" && seen.paired;
-    const all = together(chosen);
-    const scale = change ? changeScale(seen, all) : valueScale(seen, all);
+  draw(pane, view, chosen) {
+    if (view.lacking) return fill(pane, lacking(view.lacking));
+    const change = view.choice.show === "change" && view.paired;
+    const all = comparableViews(chosen);
+    const scale = change ? changeScale(view, all) : valueScale(view, all);
     const had = pane.contains(document.activeElement) && document.activeElement instanceof SVGElement;
-    const { layers, heads } = seen.told;
-    const drawn = grid(seen.trace, {
-      width: widthOf(pane), most: HIGHEST, colour: scale.colour, hatched: scale.hatched, chosen: seen.head,
+    const { layers, heads } = view.data;
+    const drawn = grid(view.trace, {
+      width: widthOf(pane), most: HIGHEST, colour: scale.colour, hatched: scale.hatched, chosen: view.head,
       label: `${scale.title}. Map of ${layers.length} layers by ${heads} heads; arrow keys choose a head.`,
     });
     drawn.svg.attr("tabindex", 0);
-    follow(drawn, seen, scale, chosen);
+    follow(drawn, view, scale, chosen);
     fill(pane, make("p", { class: "caption" }, scale.title), node(drawn.svg),
       legend(scale.ends[0], scale.ends[1], scale.paint, change ? "tied" : ""),
-      change && seen.silent() && make("p", { class: "legend" }, "empty: σ ≤ 0.5 on either side, where the bound is no evidence"));
+      change && view.unproven() && make("p", { class: "legend" }, "empty: σ ≤ 0.5 on either side, where the bound is no evidence"));
     if (had) node(drawn.svg).focus({ preventScroll: true });
   },
 };
@@ -58,33 +58,33 @@ export const map = {
 /** @typedef {{title: string, colour: (head: number) => string, hatched: (head: number) => boolean, ends: [string, string], paint: (share: number) => string, text: (head: number) => string}} Scale */
 
 /**
- * @param {Seen} seen
- * @param {Seen[]} all that share the scale
+ * @param {View} view
+ * @param {View[]} all that share the scale
  * @returns {Scale}
  */
-function changeScale(seen, all) {
-  const changes = seen.changes();
-  const verdicts = seen.verdicts();
-  const ratios = seen.measure.compare === "ratio";
+function changeScale(view, all) {
+  const changes = view.changes();
+  const verdicts = view.verdicts();
+  const ratios = view.measure.compare === "ratio";
   const sizes = all.filter((one) => one.paired).map((one) => Array.from(one.changes(), Math.abs));
   const widest = Math.max(...sizes.map((each) => quantile(each, 0.97)), ratios ? 0.14 : 0.01);
   const [less, more] = sizes.some((each) => each.some((one) => one > widest)) ? ["≤ ", "≥ "] : ["", ""];
   const paint = signed();
-  const silent = seen.silent();
-  const side = seen.measure.less ? 1 : -1;
+  const unproven = view.unproven();
+  const side = view.measure.less ? 1 : -1;
   const end = (/** @type {number} */ sign) =>
     (sign < 0 ? less : more) + (ratios ? `× ${ratio(2 ** (sign * widest))}` : difference(sign * widest));
-  const [first, second] = [seen.values(seen.baseline), seen.values(seen.treatment)];
+  const [first, second] = [view.values(view.baseline), view.values(view.treatment)];
   return {
-    title: `${seen.choice.treatment} ${ratios ? "over" : "minus"} ${seen.choice.baseline}: ${words(seen.measure)}, ${seen.of}`,
-    colour: (head) => (Number.isNaN(changes[head]) || silent?.[head] ? "none" : paint((-side * changes[head]) / widest)),
+    title: `${view.choice.treatment} ${ratios ? "over" : "minus"} ${view.choice.baseline}: ${measureName(view.measure)}, ${view.of}`,
+    colour: (head) => (Number.isNaN(changes[head]) || unproven?.[head] ? "none" : paint((-side * changes[head]) / widest)),
     hatched: (head) => verdicts[head] === TIED,
     ends: [`worse ${end(side)}`, `${end(-side)} better`],
     paint: (share) => paint(2 * share - 1),
     text: (head) =>
-      `${number(first[head])} → ${number(second[head])} ${seen.measure.unit}` +
+      `${number(first[head])} → ${number(second[head])} ${view.measure.unit}` +
       ` (${ratios ? `× ${ratio(second[head] / first[head])}` : difference(second[head] - first[head])}), ` +
-      (silent?.[head] ? "σ ≤ 0.5: no evidence" : verdicts[head] === TIED ? "tied" : verdicts[head] === BETTER ? "better" : "worse"),
+      (unproven?.[head] ? "σ ≤ 0.5: no evidence" : verdicts[head] === TIED ? "tied" : verdicts[head] === BETTER ? "better" : "worse"),
   };
 }
 
@@ -97,14 +97,14 @@ function quantile(values, share) {
 }
 
 /**
- * @param {Seen} seen
- * @param {Seen[]} all that share the scale
+ * @param {View} view
+ * @param {View[]} all that share the scale
  * @returns {Scale}
  */
-function valueScale(seen, all) {
-  const name = seen.choice.show === "baseline" ? "baseline" : "treatment";
-  const values = seen.values(seen[name]);
-  const log = seen.measure.compare === "ratio";
+function valueScale(view, all) {
+  const name = view.choice.show === "baseline" ? "baseline" : "treatment";
+  const values = view.values(view[name]);
+  const log = view.measure.compare === "ratio";
   const finite = all.flatMap((one) => [one.baseline, one.treatment].map((config) =>
     Array.from(one.values(config)).filter((value) => !log || value > 0)));
   const low = Math.min(...finite.map((each) => quantile(each, 0.01)));
@@ -114,61 +114,61 @@ function valueScale(seen, all) {
     : (/** @type {number} */ value) => (value - low) / (high - low || 1);
   const paint = layerColour();
   return {
-    title: `${seen.choice[name]}: ${words(seen.measure)}, ${seen.of}`,
+    title: `${view.choice[name]}: ${measureName(view.measure)}, ${view.of}`,
     colour: (head) => (Number.isNaN(values[head]) ? "none" : paint(Math.max(0, Math.min(1, at(values[head]) || 0)))),
     hatched: () => false,
-    ends: [`≤ ${number(low)}`, `≥ ${number(high)} ${seen.measure.unit}${log ? ", logarithmic" : ""}`],
+    ends: [`≤ ${number(low)}`, `≥ ${number(high)} ${view.measure.unit}${log ? ", logarithmic" : ""}`],
     paint,
-    text: (head) => `${number(values[head])} ${seen.measure.unit}`,
+    text: (head) => `${number(values[head])} ${view.measure.unit}`,
   };
 }
 
 /**
- * Pointer and keys: hovering tells, a click or an arrow chooses.
+ * Handle pointer and keys: hovering shows a tooltip, a click or an arrow key chooses a head.
  * @param {import("./grid.js").Grid} drawn
- * @param {Seen} seen
+ * @param {View} view
  * @param {Scale} scale
  * @param {Chosen} chosen
  */
-function follow({ svg, at }, seen, scale, chosen) {
-  const { layers, heads } = seen.told;
+function follow({ svg, at }, view, scale, chosen) {
+  const { layers, heads } = view.data;
   svg.on("pointermove", (/** @type {PointerEvent} */ event) => {
-    const place = at(event);
-    if (place < 0) return hide();
-    show(event, lines(seen, scale, place));
+    const index = at(event);
+    if (index < 0) return hide();
+    show(event, lines(view, scale, index));
   });
   svg.on("pointerleave", hide);
   svg.on("click", (/** @type {MouseEvent} */ event) => {
-    const place = at(event);
-    if (place >= 0) chosen.choose({ head: seen.trace.headName(place) });
+    const index = at(event);
+    if (index >= 0) chosen.choose({ head: view.trace.headName(index) });
   });
   svg.on("keydown", (/** @type {KeyboardEvent} */ event) => {
     const step = STEPS[event.key];
     if (!step) return;
     event.preventDefault();
-    const from = Math.max(0, seen.head);
+    const from = Math.max(0, view.head);
     const layer = Math.max(0, Math.min(layers.length - 1, Math.floor(from / heads) + step[0]));
     const head = Math.max(0, Math.min(heads - 1, (from % heads) + step[1]));
-    const place = layer * heads + head;
-    announce(lines(seen, scale, place).join(", "));
-    chosen.choose({ head: seen.trace.headName(place) });
+    const index = layer * heads + head;
+    announce(lines(view, scale, index).join(", "));
+    chosen.choose({ head: view.trace.headName(index) });
   });
 }
 
 /**
- * What hovering says of a head.
- * @param {Seen} seen
+ * Return the lines of a head's tooltip.
+ * @param {View} view
  * @param {Scale} scale
- * @param {number} place
+ * @param {number} index
  */
-function lines(seen, scale, place) {
-  const { layers, heads } = seen.told;
-  const found = [`layer ${layers[Math.floor(place / heads)]}, head ${place % heads}`, scale.text(place)];
+function lines(view, scale, index) {
+  const { layers, heads } = view.data;
+  const found = [`layer ${layers[Math.floor(index / heads)]}, head ${index % heads}`, scale.text(index)];
   for (const [key, name] of [["retained_mass", "S"], ["sigma_stage1", "σ"]]) {
-    const measure = seen.trace.measure(key);
+    const measure = view.trace.measure(key);
     if (measure < 0) continue;
-    const sides = [...new Set([seen.baseline, seen.treatment])];
-    found.push(`${name} ${sides.map((config) => number(seen.values(config, measure)[place])).join(" → ")}`);
+    const sides = [...new Set([view.baseline, view.treatment])];
+    found.push(`${name} ${sides.map((config) => number(view.values(config, measure)[index])).join(" → ")}`);
   }
   return found;
 }

@@ -1,70 +1,70 @@
 // A trace's arrays: what their bytes mean.
 
-import { block, unshuffled } from "./bytes.js";
+import { inflatedBlock, joinPlanes } from "./bytes.js";
 
 /** @typedef {{kind: "log" | "linear", low: number, step: number}} Scale */
 /** @typedef {{block: string, dtype: "u1" | "u2" | "f4", shape: number[], shuffled: boolean, scale: Scale | Scale[] | null, measures?: number[]}} Stored */
-/** @typedef {{shape: number[], values: Float32Array | Uint16Array | Uint8Array, scale: Scale | Scale[] | null}} Held */
+/** @typedef {{shape: number[], values: Float32Array | Uint16Array | Uint8Array, scale: Scale | Scale[] | null}} LoadedArray */
 
 const WIDTH = { u1: 1, u2: 2, f4: 4 };
 const NOTHING = 65534;
 const ENDLESS = 65535;
 
 /**
- * An array as it is stored: codes where it is quantised.
- * @param {Stored} told
- * @returns {Promise<Held>}
+ * Return an array as it is stored, with codes where it is quantised.
+ * @param {Stored} stored
+ * @returns {Promise<LoadedArray>}
  */
-export async function held(told) {
-  const raw = await block(told.block);
-  const width = WIDTH[told.dtype];
-  const bytes = told.shuffled ? unshuffled(raw, width) : raw.slice();
+export async function loadArray(stored) {
+  const raw = await inflatedBlock(stored.block);
+  const width = WIDTH[stored.dtype];
+  const bytes = stored.shuffled ? joinPlanes(raw, width) : raw.slice();
   const values =
-    told.dtype === "u1" ? bytes : told.dtype === "u2" ? new Uint16Array(bytes.buffer) : new Float32Array(bytes.buffer);
-  return { shape: told.shape, values, scale: told.scale };
+    stored.dtype === "u1" ? bytes : stored.dtype === "u2" ? new Uint16Array(bytes.buffer) : new Float32Array(bytes.buffer);
+  return { shape: stored.shape, values, scale: stored.scale };
 }
 
 /**
- * The part of an array behind the first of its axes, as numbers.
- * @param {Held} array
- * @param {number[]} places along the first axes
+ * Return the numbers of an array at indices along its first axes.
+ * @param {LoadedArray} array
+ * @param {number[]} indices along the first axes
  * @returns {Float32Array}
  */
-export function part(array, ...places) {
+export function part(array, ...indices) {
   let size = 1;
-  for (const length of array.shape.slice(places.length)) size *= length;
+  for (const length of array.shape.slice(indices.length)) size *= length;
   let start = 0;
-  places.forEach((place, axis) => {
-    start = start * array.shape[axis] + place;
+  indices.forEach((index, axis) => {
+    start = start * array.shape[axis] + index;
   });
   const codes = array.values.subarray(start * size, (start + 1) * size);
-  const scale = Array.isArray(array.scale) ? array.scale[places[0]] : array.scale;
+  const scale = Array.isArray(array.scale) ? array.scale[indices[0]] : array.scale;
   if (!scale) return codes instanceof Float32Array ? codes : Float32Array.from(codes);
-  return Float32Array.from(codes, (code) => valueOf(code, scale));
+  return Float32Array.from(codes, (code) => decodeValue(code, scale));
 }
 
 /**
- * One number of an array.
- * @param {Held} array
- * @param {number[]} places along all of its axes
+ * Return one number of an array.
+ * @param {LoadedArray} array
+ * @param {number[]} indices along all of its axes
  * @returns {number}
  */
-export function at(array, ...places) {
+export function at(array, ...indices) {
   let start = 0;
-  places.forEach((place, axis) => {
-    start = start * array.shape[axis] + place;
+  indices.forEach((index, axis) => {
+    start = start * array.shape[axis] + index;
   });
-  const scale = Array.isArray(array.scale) ? array.scale[places[0]] : array.scale;
-  return scale ? valueOf(array.values[start], scale) : array.values[start];
+  const scale = Array.isArray(array.scale) ? array.scale[indices[0]] : array.scale;
+  return scale ? decodeValue(array.values[start], scale) : array.values[start];
 }
 
 /**
- * What a code of two bytes stands for.
+ * Return the number of a two-byte code.
  * @param {number} code
  * @param {Scale} scale
  * @returns {number}
  */
-export function valueOf(code, scale) {
+export function decodeValue(code, scale) {
   if (code === ENDLESS) return Infinity;
   if (code === NOTHING) return NaN;
   if (scale.kind === "linear") return scale.low + code * scale.step;
@@ -72,11 +72,11 @@ export function valueOf(code, scale) {
 }
 
 /**
- * One of verdicts that lie four in a byte: 0 tied, 1 better, 2 worse.
+ * Return one of the verdicts that are packed four to a byte: 0 tied, 1 better, 2 worse.
  * @param {Uint8Array} bytes
- * @param {number} place
+ * @param {number} index
  * @returns {number}
  */
-export function verdictAt(bytes, place) {
-  return (bytes[place >> 2] >> (2 * (place & 3))) & 3;
+export function verdictAt(bytes, index) {
+  return (bytes[index >> 2] >> (2 * (index & 3))) & 3;
 }

@@ -4,18 +4,18 @@ import { make } from "./dom.js";
 
 const LEAST = 250;
 const MOST = 600;
-/** Chunks from which on those off the screen are not laid out. */
+/** Most chunks that are all laid out; of more, those off the screen are not. */
 const LONG = 20;
 const AHEAD = "600px 0px";
 
 /** @typedef {{pieces: string[], compressed: number, cut: number | null, cut_tokens: number}} Text */
-/** @typedef {(place: number) => {mark: string, level: number}} Look */
+/** @typedef {(index: number) => {mark: string, level: number}} Look */
 
 export class Tokens {
   /**
    * @param {HTMLElement} box that scrolls
    * @param {Text} text
-   * @param {(place: number, event: PointerEvent) => void} hovered
+   * @param {(index: number, event: PointerEvent) => void} hovered
    */
   constructor(box, text, hovered) {
     this.box = box;
@@ -24,7 +24,7 @@ export class Tokens {
     this.look = () => ({ mark: "", level: 0 });
     /** @type {Map<HTMLElement, number>} chunks that are made of tokens -> their first token */
     this.open = new Map();
-    this.starts = beginnings(text.pieces);
+    this.starts = chunkStarts(text.pieces);
     this.chunks = this.starts.map((start) => make("div", { class: "chunk", "data-start": start }, this.plain(start)));
     box.replaceChildren(...this.chunks);
     box.classList.toggle("long", this.chunks.length > LONG);
@@ -38,7 +38,7 @@ export class Tokens {
     this.whole = null;
   }
 
-  /** Stop watching. */
+  /** Stop observing the chunks. */
   close() {
     this.watch.disconnect();
   }
@@ -54,30 +54,30 @@ export class Tokens {
 
   /**
    * Scroll to a token and mark it, or all up to another.
-   * @param {number} place
+   * @param {number} index
    * @param {number} [end]
    */
-  jump(place, end = place + 1) {
-    const number = d3.bisectRight(this.starts, place) - 1;
+  jump(index, end = index + 1) {
+    const number = d3.bisectRight(this.starts, index) - 1;
     const chunk = this.chunks[number];
     if (!chunk) return;
-    this.found = [place, end];
+    this.found = [index, end];
     this.fill(chunk);
     for (const [other, start] of this.open) this.colour(other, start);
-    const token = /** @type {HTMLElement | undefined} */ (chunk.children[place - this.starts[number]]);
+    const token = /** @type {HTMLElement | undefined} */ (chunk.children[index - this.starts[number]]);
     const box = this.box.getBoundingClientRect();
     const at = (token || chunk).getBoundingClientRect();
     this.box.scrollTop += at.top - box.top - box.height / 3;
   }
 
   /**
-   * Where a text stands in the prompt, by its tokens: every place, from its first token to the one behind its last.
+   * Return every occurrence of a text in the prompt, as its first token and the token after its last.
    * @param {string} wanted
    * @returns {[number, number][]}
    */
   search(wanted) {
     if (!wanted) return [];
-    this.whole ||= searchable(this.text.pieces);
+    this.whole ||= searchIndex(this.text.pieces);
     /** @type {[number, number][]} */
     const found = [];
     const [{ text, starts }, sought] = [this.whole, wanted.toLowerCase()];
@@ -88,7 +88,7 @@ export class Tokens {
   }
 
   /**
-   * The pieces of the chunk that begins there.
+   * Return the tokens' texts of the chunk that begins at a token.
    * @param {number} start
    */
   pieces(start) {
@@ -114,9 +114,9 @@ export class Tokens {
     if (this.open.has(chunk)) return;
     const start = Number(chunk.dataset.start);
     const { cut, cut_tokens: lost } = this.text;
-    const spans = this.pieces(start).map((piece, place) => {
+    const spans = this.pieces(start).map((piece, index) => {
       const span = make("span", null, piece);
-      if (cut !== null && start + place === cut) span.dataset.cut = `[${lost.toLocaleString("en")} tokens cut] `;
+      if (cut !== null && start + index === cut) span.dataset.cut = `[${lost.toLocaleString("en")} tokens cut] `;
       return span;
     });
     chunk.replaceChildren(...spans);
@@ -130,17 +130,17 @@ export class Tokens {
    */
   colour(chunk, start) {
     const spans = /** @type {HTMLCollectionOf<HTMLElement>} */ (chunk.children);
-    for (let place = 0; place < spans.length; place++) {
-      const { mark, level } = this.look(start + place);
-      const name = start + place >= this.found[0] && start + place < this.found[1] ? `${mark} found` : mark;
-      if (spans[place].className !== name) spans[place].className = name;
-      if (level) spans[place].style.setProperty("--level", level.toFixed(2));
+    for (let index = 0; index < spans.length; index++) {
+      const { mark, level } = this.look(start + index);
+      const name = start + index >= this.found[0] && start + index < this.found[1] ? `${mark} found` : mark;
+      if (spans[index].className !== name) spans[index].className = name;
+      if (level) spans[index].style.setProperty("--level", level.toFixed(2));
     }
   }
 
   /**
    * @param {PointerEvent} event
-   * @param {(place: number, event: PointerEvent) => void} hovered
+   * @param {(index: number, event: PointerEvent) => void} hovered
    */
   point(event, hovered) {
     const span = /** @type {HTMLElement} */ (event.target);
@@ -152,23 +152,23 @@ export class Tokens {
 }
 
 /**
- * Where chunks begin: behind the end of a line if there is one, so that few lines are broken that are none.
+ * Return the first token of every chunk; a chunk ends with a line where possible.
  * @param {string[]} pieces
  */
-function beginnings(pieces) {
+function chunkStarts(pieces) {
   const found = [0];
-  for (let place = 1; place < pieces.length; place++) {
-    const length = place - found[found.length - 1];
-    if (length >= MOST || (length >= LEAST && pieces[place - 1].endsWith("\n"))) found.push(place);
+  for (let index = 1; index < pieces.length; index++) {
+    const length = index - found[found.length - 1];
+    if (length >= MOST || (length >= LEAST && pieces[index - 1].endsWith("\n"))) found.push(index);
   }
   return found;
 }
 
 /**
- * The text in small letters, and where each token begins in it.
+ * Return the text in lower case, and the position where each token begins.
  * @param {string[]} pieces
  */
-function searchable(pieces) {
+function searchIndex(pieces) {
   const small = pieces.map((piece) => piece.toLowerCase());
   let at = 0;
   const starts = small.map((piece) => {

@@ -4,8 +4,8 @@ import { fill, make } from "./dom.js";
 
 const box = make("div", { id: "tooltip", "aria-hidden": "true", hidden: true });
 
-/** Put the box into the page. */
-export function place() {
+/** Add the tooltip's box to the page. */
+export function attachTooltip() {
   document.body.append(box);
 }
 
@@ -23,7 +23,7 @@ export function show(at, lines) {
   box.style.top = `${at.clientY + 18 + height > bottom ? Math.max(4, at.clientY - height - 10) : at.clientY + 18}px`;
 }
 
-/** Take it away. */
+/** Hide the tooltip. */
 export function hide() {
   box.hidden = true;
 }

@@ -1,160 +1,160 @@
 // What to conclude of the pair that is chosen: the sentence, and the numbers behind it.
 
 import { fill, lacking, make } from "./dom.js";
-import { counted, difference, estimate, number, percent, ratio } from "./format.js";
+import { plural, difference, estimate, number, percent, ratio } from "./format.js";
 import { part } from "./numbers.js";
-import { BETTER, TIED, WORSE } from "./seen.js";
-import { words } from "./words.js";
+import { BETTER, TIED, WORSE } from "./view.js";
+import { measureName } from "./words.js";
 
-/** @typedef {import("./seen.js").Seen} Seen */
+/** @typedef {import("./view.js").View} View */
 
 export const verdict = {
   id: "verdict",
   needs: ["baseline", "treatment", "budget", "measure", "sample"],
   /**
    * @param {HTMLElement} pane
-   * @param {Seen} seen
+   * @param {View} view
    */
-  draw(pane, seen) {
-    if (seen.lacking) return fill(pane, lacking(seen.lacking));
-    if (!seen.paired) return fill(pane, lacking(alone(seen)));
-    const said = seen.told.conclusions[`${seen.baseline}-${seen.treatment}`];
-    const tiles = [total(seen), share(seen), counts(seen), ...(known(seen) ? [caches(seen)] : [])];
+  draw(pane, view) {
+    if (view.lacking) return fill(pane, lacking(view.lacking));
+    if (!view.paired) return fill(pane, lacking(unpairedReason(view)));
+    const conclusion = view.data.conclusions[`${view.baseline}-${view.treatment}`];
+    const tiles = [totalTile(view), shareTile(view), countsTile(view), ...(known(view) ? [cachesTile(view)] : [])];
     fill(
       pane,
-      make("p", { class: "said" }, said && seen.measure.key === "propagated" && seen.sample < 0 ? said : plainly(seen)),
+      make("p", { class: "said" }, conclusion && view.measure.key === "propagated" && view.sample < 0 ? conclusion : changeSentence(view)),
       make("dl", { class: "tiles" }, ...tiles.map(([name, value, note]) =>
         make("div", null, make("dt", null, name), make("dd", { class: "big" }, value), make("dd", null, note)))),
     );
   },
 };
 
-/** @param {Seen} seen */
-function alone(seen) {
-  if (seen.baseline === seen.treatment) {
-    return seen.told.lacks.pairs || "Baseline and treatment are the same: choose another to see what changes.";
+/** @param {View} view */
+function unpairedReason(view) {
+  if (view.baseline === view.treatment) {
+    return view.data.lacks.pairs || "Baseline and treatment are the same: choose another to see what changes.";
   }
   return "This pair is not in the page, which holds the pairs of the first configurations.";
 }
 
 /**
- * The change of the sum, and whether it is decided.
- * @param {Seen} seen
+ * Return a sentence with the change of the sum, and whether it is decided.
+ * @param {View} view
  */
-function plainly(seen) {
-  const { baseline, treatment, budget } = seen.choice;
+function changeSentence(view) {
+  const { baseline, treatment, budget } = view.choice;
   const who = `${treatment} against ${baseline} at budget ${budget}`;
-  if (alike(seen)) return `${who}: the ${words(seen.measure)} is the same in all ${counted(seen.trace.size, "head")} (${seen.of}).`;
-  const [, value] = total(seen);
-  const how = seen.measure.compare === "ratio" ? "its sum over heads is" : "its mean over heads changes by";
-  return `${who}: the ${words(seen.measure)} ${decided(seen)}; ${how} ${value} (${seen.of}).`;
+  if (isUnchanged(view)) return `${who}: the ${measureName(view.measure)} is the same in all ${plural(view.trace.size, "head")} (${view.of}).`;
+  const [, value] = totalTile(view);
+  const how = view.measure.compare === "ratio" ? "its sum over heads is" : "its mean over heads changes by";
+  return `${who}: the ${measureName(view.measure)} ${directionText(view)}; ${how} ${value} (${view.of}).`;
 }
 
 /**
- * Whether nothing differs in any head.
- * @param {Seen} seen
+ * Return whether all heads are tied.
+ * @param {View} view
  */
-function alike(seen) {
-  return seen.verdicts().every((one) => one === TIED);
+function isUnchanged(view) {
+  return view.verdicts().every((one) => one === TIED);
 }
 
 /**
- * Whether the sum rises or falls, as far as its interval says.
- * @param {Seen} seen
+ * Return whether the sum rises or falls, as words, as far as its interval decides it.
+ * @param {View} view
  */
-function decided(seen) {
-  const [value, low, high] = sum(seen);
-  const same = seen.measure.compare === "ratio" ? 1 : 0;
+function directionText(view) {
+  const [value, low, high] = sumOverHeads(view);
+  const same = view.measure.compare === "ratio" ? 1 : 0;
   if (Number.isNaN(value)) return "has no sum: it is endless in some head";
-  if (seen.sample >= 0) return `is ${value < same ? "lower" : "higher"} in this sample`;
-  if (seen.told.interval !== "interval") return `of ${counted(seen.told.samples.length, "sample")} cannot be decided`;
+  if (view.sample >= 0) return `is ${value < same ? "lower" : "higher"} in this sample`;
+  if (view.data.interval !== "interval") return `of ${plural(view.data.samples.length, "sample")} cannot be decided`;
   if (low > same || high < same) return value < same ? "is lower" : "is higher";
   return "is not decidedly lower or higher";
 }
 
 /**
- * The change of all heads together, with its ends.
- * @param {Seen} seen
+ * Return the change over all heads, with the ends of its interval.
+ * @param {View} view
  * @returns {number[]}
  */
-function sum(seen) {
-  if (seen.sample >= 0) return [ofSample(seen), NaN, NaN];
-  const found = Array.from(part(seen.need("pair_sum"), seen.place, seen.pair, seen.turned));
-  return alike(seen) ? [found[0], NaN, NaN] : found;
+function sumOverHeads(view) {
+  if (view.sample >= 0) return [sampleChange(view), NaN, NaN];
+  const found = Array.from(part(view.requireArray("pair_sum"), view.measureIndex, view.pair, view.reversed));
+  return isUnchanged(view) ? [found[0], NaN, NaN] : found;
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @returns {[string, string, string]}
  */
-function total(seen) {
-  const { measure, told } = seen;
+function totalTile(view) {
+  const { measure, data } = view;
   const ratios = measure.compare === "ratio";
   const name = ratios ? "Σ over the baseline’s" : "mean difference";
-  const shown = estimate(sum(seen), ratios ? ratio : difference, told.interval);
-  return [name, ratios ? `× ${shown}` : shown, `${words(measure)}, all heads, ${seen.of}`];
+  const shown = estimate(sumOverHeads(view), ratios ? ratio : difference, data.interval);
+  return [name, ratios ? `× ${shown}` : shown, `${measureName(measure)}, all heads, ${view.of}`];
 }
 
 /**
- * Of one sample: the ratio of both sums over heads, or the difference of both means.
- * @param {Seen} seen
+ * Return one sample's ratio of sums over heads, or its difference of means.
+ * @param {View} view
  */
-function ofSample(seen) {
-  const [first, second] = [seen.baseline, seen.treatment].map((config) => d3.sum(seen.values(config)));
-  return seen.measure.compare === "ratio" ? second / first : (second - first) / seen.trace.size;
+function sampleChange(view) {
+  const [first, second] = [view.baseline, view.treatment].map((config) => d3.sum(view.values(config)));
+  return view.measure.compare === "ratio" ? second / first : (second - first) / view.trace.size;
 }
 
 /**
- * Verdicts of the heads that the measure says something of.
- * @param {Seen} seen
+ * Return the verdicts of the heads for which the measure is evidence.
+ * @param {View} view
  */
-function spoken(seen) {
-  const silent = seen.silent();
-  return silent ? seen.verdicts().filter((_, head) => !silent[head]) : seen.verdicts();
+function evidencedVerdicts(view) {
+  const unproven = view.unproven();
+  return unproven ? view.verdicts().filter((_, head) => !unproven[head]) : view.verdicts();
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @returns {[string, string, string]}
  */
-function share(seen) {
-  const { measure, told } = seen;
-  const verdicts = spoken(seen);
-  const known = seen.sample < 0 && measure.ties !== null && seen.trace.array("pair_better");
+function shareTile(view) {
+  const { measure, data } = view;
+  const verdicts = evidencedVerdicts(view);
+  const known = view.sample < 0 && measure.ties !== null && view.trace.array("pair_better");
   const found = known
-    ? part(known, /** @type {number} */ (measure.ties), seen.pair, seen.turned)
+    ? part(known, /** @type {number} */ (measure.ties), view.pair, view.reversed)
     : [d3.mean(verdicts, (one) => Number(one === BETTER)) ?? NaN, null, null];
-  const each = known ? `mean over ${counted(told.samples.length, "sample")} of each one’s share` : `${verdicts.length === seen.trace.size ? "" : `of ${verdicts.length} with σ > 0.5, `}by the ${seen.of}, no interval`;
-  return ["heads better", estimate(found, percent, told.interval, " %"), each];
+  const each = known ? `mean over ${plural(data.samples.length, "sample")} of each one’s share` : `${verdicts.length === view.trace.size ? "" : `of ${verdicts.length} with σ > 0.5, `}by the ${view.of}, no interval`;
+  return ["heads better", estimate(found, percent, data.interval, " %"), each];
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @returns {[string, string, string]}
  */
-function counts(seen) {
-  const verdicts = spoken(seen);
+function countsTile(view) {
+  const verdicts = evidencedVerdicts(view);
   const [better, tied, worse] = [BETTER, TIED, WORSE].map((word) => d3.sum(verdicts, (one) => Number(one === word)));
-  const note = seen.measure.ties === null ? "better / equal / worse" : "better / tied / worse";
-  return ["heads + / = / −", `${better} / ${tied} / ${worse}`, `${note}, each head by its ${seen.sample < 0 ? "mean" : "value"}`];
+  const note = view.measure.ties === null ? "better / equal / worse" : "better / tied / worse";
+  return ["heads + / = / −", `${better} / ${tied} / ${worse}`, `${note}, each head by its ${view.sample < 0 ? "mean" : "value"}`];
 }
 
 /**
- * Whether the trace tells what its caches hold.
- * @param {Seen} seen
+ * Return whether the cache shares of both sides are known.
+ * @param {View} view
  */
-function known(seen) {
-  return [seen.baseline, seen.treatment].every((config) => seen.told.configs[config].held !== null);
+function known(view) {
+  return [view.baseline, view.treatment].every((config) => view.data.configs[config].held !== null);
 }
 
 /**
- * @param {Seen} seen
+ * @param {View} view
  * @returns {[string, string, string]}
  */
-function caches(seen) {
-  const held = [seen.baseline, seen.treatment].map((config) => seen.told.configs[config].held);
-  const stored = [seen.baseline, seen.treatment].map((config) => seen.told.configs[config].bytes);
-  const few = stored.some((share, place) => share !== null && Math.abs(share - (held[place] ?? share)) > 0.005);
+function cachesTile(view) {
+  const held = [view.baseline, view.treatment].map((config) => view.data.configs[config].held);
+  const stored = [view.baseline, view.treatment].map((config) => view.data.configs[config].bytes);
+  const few = stored.some((share, index) => share !== null && Math.abs(share - (held[index] ?? share)) > 0.005);
   const note = few ? `bytes: ${stored.map(number).join(" → ")} of the full cache’s` : "entries of each cache over the full one’s";
   return ["held / full", held.map(number).join(" → "), note];
 }

@@ -1,6 +1,6 @@
 // What a measure is called in a sentence.
 
-/** @typedef {import("./told.js").Measure} Measure */
+/** @typedef {import("./page_data.js").Measure} Measure */
 
 /** @type {Record<string, string>} */
 const NAMES = {
@@ -14,22 +14,22 @@ const NAMES = {
 };
 
 /**
- * 'propagated perturbation', 'isolated perturbation in L2', 'bound θ̂'.
+ * Return a measure's name in a sentence: 'propagated perturbation', 'isolated perturbation in L2', 'bound θ̂'.
  * @param {Measure} measure
  * @returns {string}
  */
-export function words(measure) {
+export function measureName(measure) {
   if (measure.kind !== "perturbation") return NAMES[measure.key] || measure.name;
   const [kind] = measure.key.split("_");
   return `${kind} perturbation${measure.distance === "l1" ? "" : ` in ${measure.unit}`}`;
 }
 
 /**
- * The same with its unit, as a list of measures tells it.
+ * Return a measure's name with its unit, for a list of measures.
  * @param {Measure} measure
  * @returns {string}
  */
-export function listed(measure) {
-  const told = measure.distance === "l1" || measure.kind === "distance";
-  return told && measure.unit !== "share" ? `${words(measure)} (${measure.unit})` : words(measure);
+export function measureOption(measure) {
+  const withUnit = measure.distance === "l1" || measure.kind === "distance";
+  return withUnit && measure.unit !== "share" ? `${measureName(measure)} (${measure.unit})` : measureName(measure);
 }

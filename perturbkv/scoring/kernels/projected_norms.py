@@ -61,27 +61,27 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
     head = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * ENTRIES  # a cache may hold more than 2³¹ elements
     entry, row, column = tl.arange(0, ENTRIES), tl.arange(0, ROWS), tl.arange(0, D_PADDED)
-    there, inside = entry < keys - first, column < D_HEAD
+    exists, inside = entry < keys - first, column < D_HEAD
 
     value_ptr += (head // group).to(tl.int64) * value_head + first * value_key
-    places = value_ptr + entry[:, None] * value_key + column[None, :] * value_d
-    value = tl.load(places, mask=there[:, None] & inside[None, :], other=0.0).to(OPERAND)
+    pointers = value_ptr + entry[:, None] * value_key + column[None, :] * value_d
+    value = tl.load(pointers, mask=exists[:, None] & inside[None, :], other=0.0).to(OPERAND)
 
     w_o_ptr += (head * D_HEAD).to(tl.int64) * w_o_d
-    places = w_o_ptr + row[None, :] * w_o_model + column[:, None] * w_o_d
+    pointers = w_o_ptr + row[None, :] * w_o_model + column[:, None] * w_o_d
     total = tl.zeros((ENTRIES,), dtype=tl.float32)
     for start in range(0, D_MODEL, ROWS):
         mask = (row[None, :] < D_MODEL - start) & inside[:, None]
-        w_o = tl.load(places, mask=mask, other=0.0).to(OPERAND)
+        w_o = tl.load(pointers, mask=mask, other=0.0).to(OPERAND)
         total += tl.sum(tl.abs(tl.dot(value, w_o, input_precision="ieee")), axis=1)
-        places += ROWS * w_o_model
-    tl.store(norms_ptr + head.to(tl.int64) * keys + first + entry, total, mask=there)
+        pointers += ROWS * w_o_model
+    tl.store(norms_ptr + head.to(tl.int64) * keys + first + entry, total, mask=exists)
 
 
 def projected_value_norms(
     value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"]
 ) -> Float[Tensor, "head key"]:
-    """Return ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' own precision.
+    """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' own precision.
 
     `w_o` is `o_proj.weight`. Both are on one device and of one dtype, bfloat16, float16 or float32, with heads of at
     most `LARGEST_HEAD` (see `unsuited`); any strides are supported. No memory is used besides inputs and result. The
@@ -104,10 +104,7 @@ def projected_value_norms(
 
 
 def unsuited(value: Tensor, w_o: Tensor) -> str:
-    """Return the requirement of the kernel that these tensors violate, and their actual value.
-
-    Empty where they suit it.
-    """
+    """Return the kernel's requirement that these tensors violate, with what they have; empty where they suit it."""
     if (value.dtype, value.device) != (w_o.dtype, w_o.device) or value.dtype not in _OPERANDS:
         wanted = ", ".join(str(dtype) for dtype in _OPERANDS)
         got = " and ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (value, w_o))
@@ -119,9 +116,9 @@ def unsuited(value: Tensor, w_o: Tensor) -> str:
 
 @functools.cache
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Return why the kernel cannot run on a device, such as a missing C compiler or too little memory.
+    """Return why the kernel cannot run on a device, such as a missing C compiler; empty where it can.
 
-    Empty where it can. It is tried once, on one entry of the largest head, whose tile needs most shared memory.
+    The kernel is run once, on one entry of the largest head, whose tile needs most shared memory.
     """
     try:
         w_o = torch.ones(LARGEST_HEAD, LARGEST_HEAD, dtype=torch.bfloat16, device=device)
@@ -132,6 +129,6 @@ def triton_unavailable_reason(device: torch.device) -> str:
 
 
 def _tile(dtype: torch.dtype, d_head: int) -> tuple[Tile, int]:
-    """Return the tile, and the head size padded to a size that `tl.dot` accepts."""
+    """Return the tile for a type and head size, and the head size padded to a size that `tl.dot` accepts."""
     padded = max(_SMALLEST_DOT, 1 << (d_head - 1).bit_length())
     return _FLOAT32_TILE if dtype == torch.float32 else _TILES[max(padded, min(_TILES))], padded

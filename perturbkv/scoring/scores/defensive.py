@@ -30,7 +30,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class Defensive(Score):
-    """The most that any query gave, floored, times the head's share of the value norms."""
+    """Largest weight that any query gives an entry, at least the mean of these, times a share of value norms."""
 
     name: ClassVar[str] = "defensive"
     summary: ClassVar[str] = "the most that any query of the window and the group gave, times shares of value norms"
@@ -52,18 +52,18 @@ class Defensive(Score):
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return a row per key/value head."""
+        """Return the score per key/value head."""
         if not layer.prefix:
             return layer.norms.new_zeros(layer.kv_heads, 0, dtype=WORK)
         shown = layer.parts(CHUNK_BYTES)  # rows of attention in bounded memory; only the norms' sum needs all heads
-        rows = [self._worst(part.attention[head, :, : layer.prefix]) for part in shown for head in range(part.heads)]
-        worst = torch.stack(rows).view(layer.kv_heads, layer.group, -1).amax(dim=1)
+        rows = [self._largest(part.attention[head, :, : layer.prefix]) for part in shown for head in range(part.heads)]
+        largest = torch.stack(rows).view(layer.kv_heads, layer.group, -1).amax(dim=1)
         norms = layer.norms[:, : layer.prefix].to(WORK).view(layer.kv_heads, layer.group, -1).mean(dim=1)
-        floored = worst.clamp(min=worst.mean(dim=-1, keepdim=True))
+        floored = largest.clamp(min=largest.mean(dim=-1, keepdim=True))
         return floored * norms / norms.sum(dim=0).clamp(min=torch.finfo(WORK).tiny)
 
-    def _worst(self, rows: Float[Tensor, "query prefix"]) -> Float[Tensor, " prefix"]:
-        """Return one head's largest weight over the window, each row pooled and scaled to its mass."""
+    def _largest(self, rows: Float[Tensor, "query prefix"]) -> Float[Tensor, " prefix"]:
+        """Return the largest weight on each entry over one head's queries, each row pooled and scaled to its mass."""
         pooled = pool(rows, self.pool, self.kernel)
         scale = rows.sum(dim=-1) / pooled.sum(dim=-1).clamp(min=torch.finfo(WORK).tiny)
         return (pooled * scale.unsqueeze(-1)).amax(dim=0)

@@ -21,7 +21,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class KNorm(Score):
-    """Keys of small norm stay."""
+    """Negative norm of an entry's key."""
 
     name: ClassVar[str] = "knorm"
     summary: ClassVar[str] = "keys of small norm stay; no attention is looked at"
@@ -30,6 +30,6 @@ class KNorm(Score):
     signed: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return −‖k‖₂, a row per key/value head."""
+        """Return −‖k‖₂ of each entry's key, per key/value head."""
         norms: Tensor = torch.linalg.vector_norm(layer.keys[:, : layer.prefix], dim=-1, dtype=WORK)
         return -norms

@@ -34,7 +34,7 @@ from perturbkv.theory import WORK
 
 @dataclass(frozen=True)
 class KVzip(Score):
-    """Largest weight of an entry in a replay."""
+    """Largest attention weight that an entry gets in a replay of the context."""
 
     name: ClassVar[str] = "kvzip"
     summary: ClassVar[str] = "the most that any query gives an entry while the context is run once more"
@@ -59,7 +59,7 @@ class KVzip(Score):
         return Replay(self.chunk, self.wording, self.sinks)
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return the largest weights, computed in blocks."""
+        """Return the largest attention weight on each entry over the pass's queries, per query head."""
         largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
         for heads, _, weights in view.rows():
             largest[heads] = torch.maximum(largest[heads], weights.amax(dim=-2).to(WORK))

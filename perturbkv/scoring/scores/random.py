@@ -20,7 +20,7 @@ from perturbkv.scoring.window_attention import seeded
 
 @dataclass(frozen=True)
 class Random(Score):
-    """Uniform numbers."""
+    """Uniform random numbers."""
 
     name: ClassVar[str] = "random"
     summary: ClassVar[str] = "seeded random numbers: what any score has to beat"
@@ -29,5 +29,5 @@ class Random(Score):
     seed: int = option(0, "of the random numbers")
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return uniform numbers, the same on every device."""
+        """Return uniform random numbers per query head, the same on every device."""
         return seeded(layer.heads, layer.prefix, self.seed, layer.sample, layer.layer)

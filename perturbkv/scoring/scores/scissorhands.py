@@ -34,14 +34,14 @@ class Scissorhands(Score):
     history: int = option(400, "last queries whose votes count", low=1)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the share over the last `history` queries."""
+        """Return the share of the last `history` queries that give the entry more than the average weight, per head."""
         keys, rows = layer.entries, min(self.history, layer.queries.shape[1])
         average = 1 / torch.arange(keys - rows + 1, keys + 1, dtype=WORK, device=layer.keys.device)
         last = layer.queries[:, -rows:].view(layer.kv_heads, layer.group, rows, -1)
         shares = []
         for kv_head, group in enumerate(last):
-            own, sinks = layer.keys[kv_head].to(WORK), layer.group_sinks(kv_head)
-            weights = causal_rows(group.to(WORK), own, layer.scale, keys - rows, sinks)
+            head_keys, sinks = layer.keys[kv_head].to(WORK), layer.group_sinks(kv_head)
+            weights = causal_rows(group.to(WORK), head_keys, layer.scale, keys - rows, sinks)
             important = weights[..., : layer.prefix] > average.unsqueeze(-1)
             shares.append(important.to(WORK).mean(dim=-2))
         return torch.cat(shares)

@@ -38,6 +38,6 @@ class ValueNorm(Score):
         return self.sinks
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return Ā ‖v‖₁ per query head."""
+        """Return the window's mean attention times the value norm ‖v‖₁, per query head."""
         norms = torch.linalg.vector_norm(layer.values[:, : layer.prefix], ord=1, dim=-1, dtype=WORK)
         return layer.attention[..., : layer.prefix].mean(dim=-2) * layer.per_head(norms)

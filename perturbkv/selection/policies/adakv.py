@@ -43,17 +43,18 @@ class AdaKV(Pooled):
 
     @property
     def mixes(self) -> bool:
-        """True where the safeguard is the mixture."""
+        """True with the safeguard `mixture`, which mixes scores."""
         return self.safeguard == "mixture"
 
-    def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return ⌊floor · b⌋ without what always stays, for the safeguard `guaranteed`; else 0."""
+    def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
+        """Return ⌊floor · b⌋ minus the `always` kept entries with the safeguard `guaranteed`; else 0."""
         return max(0, entry_count(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each head's count among the layer's largest scores, with the safeguard."""
+        """Return, per kept set, its number of entries among the layer's largest scores, adjusted by the safeguard."""
         heads, mean, order = available.kept_heads, available.free, available.heads_by_score()
         if self.safeguard == "guaranteed":
-            return allocate_above_minimum(order, heads, mean, self.guaranteed(config, available.kept, available.always))
+            least = self.least_stage1(config, available.kept, available.always)
+            return allocate_above_minimum(order, heads, mean, least)
         counts = count_rows(order[: heads * mean], heads)
         return apportion((1 - self.floor) * counts + self.floor * mean, heads * mean)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -28,21 +28,15 @@ from perturbkv.scoring.scores.snapkv import SnapKV
 from perturbkv.selection.layer_budget import LayerBudget
 
 
-@runtime_checkable
-class Places(Protocol):
-    """A score by position alone; hashable, as equal ones are ranked once."""
-
-    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """Return a score for each position of the prefix, 0 to n − w − 1."""
-
-
 @dataclass(frozen=True)
-class LatestFirst:
-    """A score by position with the most recent entries first."""
+class PositionScore:
+    """A score by position alone: the first `sinks` entries, the earliest of them highest, then the most recent ones."""
 
-    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """Return the position itself."""
-        return place
+    sinks: int = 0
+
+    def __call__(self, positions: Int[Tensor, " position"]) -> Int[Tensor, " position"]:
+        """Return the score of each position of the prefix, 0 to n − w − 1."""
+        return torch.where(positions < self.sinks, 2 * len(positions) - positions, positions)
 
 
 BY_SCORE = tuple(name for name in SELECTIONS if name not in ("position", GIVEN))
@@ -56,7 +50,7 @@ class Policy(WithOptions):
     Attributes:
         name, summary, paper: its name, a description and its source; empty where no paper is its source.
         selections: names of the selections that it combines with.
-        budgets: how budgets are shared out: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
+        budgets: how budgets are allocated: `uniform`, `by layer`, or `by head`, which needs a ragged cache.
         own_window, own_granularity: its default window and granularity; None: the preset's.
         own_defaults: options whose default is independent of the preset.
         competes: whether budgets depend on the layer's pooled scores.
@@ -104,26 +98,29 @@ class Policy(WithOptions):
 
     @property
     def ranks_by_another(self) -> bool:
-        """True where another score than the policy's own ranks entries."""
+        """True where the user chose another score than the policy's own."""
         return False
 
     @property
     def first_stage(self) -> Score | None:
-        """The score of a stage 1 of its own, first in budgets and in selection `attention`; None without one."""
+        """The score of the policy's own stage 1, which comes first in budgets and in the selection `attention`.
+
+        None for a policy without a stage 1 of its own.
+        """
         return None
 
     def first_counts(
-        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], places: slice
+        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
-        """Return how many entries a stage 1 of its own takes, the best by `first_stage` of `places`.
+        """Return the number of entries that the policy's own stage 1 takes, by the scores of `first_stage`.
 
-        `places` is the slice of entries that do not always stay.
+        `competing` is the slice of the entries that do not always stay.
         """
         raise NotImplementedError
 
-    def places(self) -> Places:
-        """Return the score by position of the selection `position`."""
-        return LatestFirst()
+    def position_score(self) -> PositionScore:
+        """Return the score by which the selection `position` ranks."""
+        return PositionScore()
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
         """Return the number of first entries that always stay, of `kept` in all."""
@@ -133,15 +130,15 @@ class Policy(WithOptions):
         """Return the number of most recent entries that always stay, at least the window, of `kept` in all."""
         return config.protected_counts(kept)[1]
 
-    def guaranteed(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return the smallest number of entries besides the `always` kept ones that stage 1 takes in every kept set.
+    def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
+        """Return the smallest number of entries that stage 1 takes in every kept set, not counting the `always` kept.
 
         `kept` is the number of all entries that stay.
         """
         return 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return the entries per kept set of one layer besides those that always stay.
+        """Return the number of entries per kept set of one layer, not counting those that always stay.
 
         The result is on the CPU where no score was used.
         """
@@ -150,7 +147,7 @@ class Policy(WithOptions):
 
 @dataclass(frozen=True)
 class Pooled(Policy):
-    """A system that ranks by SnapKV's score, pooled over positions (section 4.2: max, 7), or by the one of `by`."""
+    """A system that ranks by SnapKV's pooled score (section 4.2: maximum over 7), or by the score that `by` names."""
 
     score_options: ClassVar[tuple[str, ...]] = ("by", "pool", "kernel")
     by: str | Choice = option(scores.OWN, "another score to rank by, such as caote(pool=max)", call=True)
@@ -192,20 +189,22 @@ class ByScore(Policy):
         attributes = {
             "name": name,
             "scored": scored,
-            "score_options": tuple(one.name for one in options if one.name not in scored.by_place),
+            "score_options": tuple(field.name for field in options if field.name not in scored.by_place),
             "summary": scored.summary_line(),
             **{name: getattr(scored, name) for name in ("paper", "own_window", "own_defaults")},
         }
         copies = [
-            (one.name, one.type, dataclasses.field(default=one.default, metadata=one.metadata)) for one in options
+            (field.name, field.type, dataclasses.field(default=field.default, metadata=field.metadata))
+            for field in options
         ]
         return dataclasses.make_dataclass(scored.__name__, copies, bases=(ByScore,), namespace=attributes, frozen=True)
 
 
 def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
-    """Raise ConfigError for one set for all heads, protected ends, few bits and corrections: nothing is evicted.
+    """Raise ConfigError for options that a policy without eviction does not support.
 
-    `chosen` names what a head chooses, `does` what the policy does instead of evicting; both are for the message.
+    They are granularity `layer`, protected entries, quantisation and corrections. For the message, `chosen` names what
+    a head chooses, and `does` what the policy does instead of evicting.
     """
     name = config.policy.name
     if config.granularity.name == "layer":
@@ -222,26 +221,22 @@ def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
             raise ConfigError(msg)
 
 
-def apportion(shares: Float[Tensor, " place"], total: int, most: int | None = None) -> Int[Tensor, " place"]:
-    """Return whole numbers that add up to min(total, most · len), each near its share and none above `most`.
+def apportion(shares: Float[Tensor, " item"], total: int, most: int | None = None) -> Int[Tensor, " item"]:
+    """Return the shares rounded to whole numbers of at most `most` that add up to min(total, most · len).
 
     Largest remainder: every item gets its share's floor, what is left goes to the largest fractions, the earlier item
-    first; what a full item cannot take goes on in the same order. Without `most` nothing waits for the device, and
-    the shares add up to `total`.
+    first; what exceeds `most` goes to the next items in the same order. Without `most` nothing waits for the device,
+    and the shares add up to `total`.
     """
     counts: Tensor = round_down_entries(shares)
     fractions = (shares - counts).clamp(min=0).round(decimals=9)
     order = fractions.sort(descending=True, stable=True).indices
     counts = counts.to(torch.int64)
     if most is None:
-        return counts.scatter_add(0, order, _first_ones(total - counts.sum(), order))
+        incremented = torch.arange(len(order), device=order.device) < total - counts.sum()
+        return counts.scatter_add(0, order, incremented.to(torch.int64))
     counts, wanted = counts.clamp(max=most), min(total, most * len(shares))
     while (left := wanted - int(counts.sum())) > 0:
         not_full = order[counts[order] < most]
         counts[not_full[:left]] += 1
     return counts
-
-
-def _first_ones(left: Int[Tensor, ""], order: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-    """Return 1 for the first `left` items, 0 for the others."""
-    return (torch.arange(len(order), device=order.device) < left).to(torch.int64)

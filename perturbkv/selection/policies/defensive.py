@@ -56,25 +56,28 @@ class DefensiveKV(Policy):
 
     @property
     def score(self) -> Score:
-        """The score of worst cases."""
+        """DefensiveKV's score: the largest weight that any query gives."""
         return defensive.Defensive(pool=self.pool, kernel=self.kernel)
 
     @property
     def first_stage(self) -> Score:
-        """Mean attention, the score of its own stage 1."""
+        """The unpooled mean attention of the window, as the score of stage 1."""
         return SnapKV(pool="none", kernel=1)
 
     def first_counts(
-        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], places: slice
+        self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
-        """Return the number of entries strictly before the cumulative mass `mass` − bias, at most the bound."""
+        """Return, per kept set, the number of largest scores whose cumulative share is below `mass` − bias.
+
+        It is at most the released code's bound (see the module). `competing` is the slice of entries that count.
+        """
         prefix, window = scores.shape[-1], config.window
         most = prefix * config.allowed_entries(prefix + window) // (prefix + window) - window
         bias = scores[:, -window:].sum(dim=-1).mean()
-        ordered = scores[:, places].sort(dim=-1, descending=True).values
+        ordered = scores[:, competing].sort(dim=-1, descending=True).values
         share = ordered / ordered.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(WORK).tiny)
         return (share.cumsum(dim=-1) < self.mass - bias).sum(dim=-1).clamp(max=max(0, most))
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each head's count among the layer's largest scores."""
+        """Return, per kept set, its number of entries among the layer's largest scores."""
         return available.counts_among_layer_top()

@@ -29,22 +29,22 @@ class ExternalPolicy(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for a selection, a granularity, a protection, a precision or a correction of ours."""
+        """Raise ConfigError for options that external kept sets do not support, such as a selection or granularity."""
         fields = {"selection": (config.selection.name, GIVEN), "granularity": (str(config.granularity), "kv"),
                  "window": (config.window, 0), "protect_first": (config.protect_first, 0),
                  "protect_recent": (config.protect_recent, 0), "precision": (str(config.precision), FULL),
                  "correction": (str(config.correction), NONE)}  # fmt: skip
-        for what, (got, wanted) in fields.items():
-            if got != wanted:
+        for what, (got, required) in fields.items():
+            if got != required:
                 msg = (
                     f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
-                    f"{wanted}, got {got}; leave it out, pk.grid and --policy then choose it"
+                    f"{required}, got {got}; leave it out, pk.grid and --policy then choose it"
                 )
                 raise ConfigError(msg)
 
     @classmethod
     def complete(cls, choice: Choice) -> Choice:
-        """Return the choice, which has no options. Raises ConfigError where it has one."""
+        """Return the choice after checking that it has no options. Raises ConfigError where it has one."""
         if choice.options:
             msg = f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
             raise ConfigError(msg)
@@ -52,5 +52,5 @@ class ExternalPolicy(Policy):
 
 
 def policy_class(name: str) -> type[ExternalPolicy]:
-    """Return the class of `given:NAME`."""
+    """Return the class of the policy `given:NAME`."""
     return type("Given", (ExternalPolicy,), {"name": name})

@@ -59,32 +59,32 @@ class Press(ExternalPolicy):
         parameter that it lacks, or a value that it refuses; UnknownNameError for a press that does not exist.
         """
         library()
-        whole = _complete(choice, choice.name.partition(":")[2])
-        build(whole)
-        return whole
+        complete = _complete(choice, choice.name.partition(":")[2])
+        build(complete)
+        return complete
 
 
 @functools.cache
 def policy_class(name: str) -> type[Press]:
-    """Return the class of `kvpress:NAME`."""
+    """Return the class of the policy `kvpress:NAME`."""
     return type("NamedPress", (Press,), {"name": name})
 
 
 def is_press(choice: Choice) -> bool:
-    """Return whether a policy is a press."""
+    """Return whether the choice of a policy is a press, `kvpress:NAME`."""
     return choice.name.startswith(f"{PREFIX}:")
 
 
 @functools.cache
 def library() -> Any:
-    """Return the kvpress package. Raises ConfigError where it, or a transformers that it can use, is missing."""
-    here = importlib.metadata.version("transformers")
+    """Return the imported kvpress package. Raises ConfigError without it or with an unsuitable transformers."""
+    installed = importlib.metadata.version("transformers")
     needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
     if not version():
-        msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {here}"
+        msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {installed}"
         raise ConfigError(msg)
-    if tuple(int(number) for number in re.findall(r"\d+", here)[:2]) >= _BELOW:
-        msg = f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {here}"
+    if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) >= _BELOW:
+        msg = f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {installed}"
         raise ConfigError(msg)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def library() -> Any:
 
 
 def version() -> str:
-    """Return the version of kvpress; empty where it is not installed."""
+    """Return the installed version of kvpress; empty where it is not installed."""
     try:
         return importlib.metadata.version("kvpress")
     except importlib.metadata.PackageNotFoundError:
@@ -115,34 +115,38 @@ def _press_class(name: str) -> Any:
 
 
 def _parameters(name: str) -> dict[str, Any]:
-    """Return the parameters of a press -> their defaults, without the ratio and private ones."""
+    """Return name -> default of a press's parameters, without the compression ratio and private ones."""
     parameters = inspect.signature(_press_class(name)).parameters
     return {key: parameter.default for key, parameter in parameters.items() if key != RATIO and not key.startswith("_")}
 
 
 def _complete(choice: Choice, name: str) -> Choice:
-    """Return a press with its parameters in their order, those at a plain default marked as usual."""
+    """Return the choice of the press `name` with all of its parameters, in the order of its signature.
+
+    Parameters at a plain default are marked as defaults.
+    """
     known = _parameters(name)
-    given = dict(_complete_parameter(name, key, value, known) for key, value in choice.options.items())
-    if len(given) < len(choice.options):
+    written = dict(_complete_parameter(name, key, value, known) for key, value in choice.options.items())
+    if len(written) < len(choice.options):
         msg = f"press '{name}' gets one parameter twice: {choice}"
         raise ConfigError(msg)
     plain = {key: default for key, default in known.items() if isinstance(default, _SIMPLE)}
-    whole = {key: {**plain, **given}[key] for key in known if key in given or key in plain}
-    if missing := [key for key, default in known.items() if default is inspect.Parameter.empty and key not in given]:
-        wanted = ", ".join(f"{key}=…" for key in missing)
-        msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({wanted})"
+    complete = {key: {**plain, **written}[key] for key in known if key in written or key in plain}
+    if missing := [key for key, default in known.items() if default is inspect.Parameter.empty and key not in written]:
+        missing_options = ", ".join(f"{key}=…" for key in missing)
+        msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({missing_options})"
         raise ConfigError(msg)
-    usual = {key for key, default in plain.items() if whole[key] == default and key not in _press_options(whole)}
-    return Choice(choice.name, whole, frozenset(usual))
-
-
-def _press_options(options: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in options.items() if isinstance(value, Choice)]
+    usual = {
+        key for key, default in plain.items() if complete[key] == default and not isinstance(complete[key], Choice)
+    }
+    return Choice(choice.name, complete, frozenset(usual))
 
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and value of a parameter, with nested presses completed. Raises ConfigError for an unknown one."""
+    """Return name and value of a press's parameter, with nested presses completed. Raises ConfigError for unknown ones.
+
+    A parameter without a name is the press's first; `known` are the names that the press takes.
+    """
     first = next(iter(inspect.signature(_press_class(name)).parameters), UNNAMED)
     key = first if key == UNNAMED else key
     if key == RATIO:
@@ -157,12 +161,12 @@ def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any
 
 
 def press_parameters(name: str) -> dict[str, Any]:
-    """Return the parameters of a press, given the policy's name -> their defaults. Raises as `Press.complete`."""
+    """Return name -> default of the parameters of the policy `kvpress:NAME`. Raises as `Press.complete`."""
     return _parameters(name.partition(":")[2])
 
 
 def build(choice: Choice) -> Any:
-    """Return the press of a completed choice. Raises ConfigError for a value that the press refuses."""
+    """Return a new press object for a completed choice. Raises ConfigError for a value that the press refuses."""
     name = choice.name.removeprefix(f"{PREFIX}:")
     options = {key: build(value) if isinstance(value, Choice) else value for key, value in choice.options.items()}
     kind = _press_class(name)
@@ -176,13 +180,13 @@ def build(choice: Choice) -> Any:
 
 
 def _parse_numbers(value: Any) -> Any:
-    """Return the numbers of a quoted text, as in compression_ratios="0.5, 0.25"; other values unchanged."""
+    """Return a list of the numbers in a text, as of compression_ratios="0.5, 0.25"; other values unchanged."""
     return [float(number) for number in re.findall(r"[\d.eE+-]+", value)] if isinstance(value, str) else value
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let kvpress log errors alone inside the block."""
+    """Silence kvpress's log below errors inside the block."""
     log = logging.getLogger(PREFIX)
     before = log.level
     log.setLevel(logging.ERROR)
@@ -193,6 +197,6 @@ def quiet() -> Iterator[None]:
 
 
 def failure_message(name: str, what: str, error: Exception) -> str:
-    """Return a one-line message of what a press could not do, with its own error, shortened."""
+    """Return a one-line message that a press cannot be `what`, such as "run", with its own error, shortened."""
     reason = " ".join(str(error).split())
     return f"press '{name}' cannot be {what}: {type(error).__name__}: {reason[:240]}{'…' if len(reason) > 240 else ''}"

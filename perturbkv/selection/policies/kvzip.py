@@ -49,11 +49,11 @@ class KVzip(Policy):
 
     @property
     def score(self) -> Score:
-        """Largest weight of an entry in the replay."""
+        """KVzip's score: the largest attention weight of an entry in the replay."""
         return kvzip.KVzip(chunk=self.chunk, sinks=self.sinks, wording=self.wording)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each head's count among the largest scores of all heads that compete with it."""
+        """Return, per kept set, its number of entries among the largest scores of all heads that compete."""
         if self.across == "head":
             return available.uniform(available.free)
         if self.across == "layer":

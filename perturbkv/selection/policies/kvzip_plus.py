@@ -19,5 +19,5 @@ class KVzipPlus(KVzip):
 
     @property
     def score(self) -> Score:
-        """Largest contribution of an entry to the residual stream of the replay."""
+        """KVzip+'s score: the largest contribution of an entry to the residual stream of the replay."""
         return kvzip_plus.KVzipPlus(chunk=self.chunk, sinks=self.sinks, wording=self.wording)

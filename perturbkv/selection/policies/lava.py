@@ -62,30 +62,33 @@ class LAVa(Pooled):
 
     @property
     def mixes(self) -> bool:
-        """True: entropies and mixtures need scores of 0 and above."""
+        """True, as entropies and mixtures need scores of 0 and above."""
         return True
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each kept set's share of the layer's share."""
+        """Return each kept set's budget: its share of the layer's budget by scores, above the floor."""
         mean, heads = available.free, available.kept_heads
         layers = available.compute_model_wide(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
         floors = torch.full_like(layers, mean) if self.floor_of == "model" else layers
         totals = apportion(heads * ((1 - self.floor) * layers + self.floor * floors), heads * int(layers.sum()))
-        own, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
-        counts = count_rows(available.heads_by_score()[: heads * own], heads)
+        layer_mean, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
+        counts = count_rows(available.heads_by_score()[: heads * layer_mean], heads)
         return apportion((1 - self.floor) * counts + self.floor * least, total)
 
 
-def layer_budgets(rows: Iterable[Float[Tensor, "kept_head place"]], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """Return B_l, the entries per kept set of each layer: `mean` on the average, none above `most`; on the CPU."""
-    entropies = torch.stack([entropy(layer) for layer in rows]).cpu()
-    whole = float(entropies.sum())
-    shares = entropies / whole if whole > 0 else torch.full_like(entropies, 1 / len(entropies))
+def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: int, most: int) -> Int[Tensor, " layer"]:
+    """Return the number of entries per kept set of each layer, with mean `mean` and none above `most`; on the CPU.
+
+    `scores` are those of each layer, in order.
+    """
+    entropies = torch.stack([entropy(layer) for layer in scores]).cpu()
+    total = float(entropies.sum())
+    shares = entropies / total if total > 0 else torch.full_like(entropies, 1 / len(entropies))
     return apportion(len(entropies) * mean * shares, len(entropies) * mean, most)
 
 
-def entropy(scores: Float[Tensor, "kept_head place"]) -> Float[Tensor, ""]:
-    """Return e, the entropy of all entries' scores as a share of the largest possible one; 0 for at most one entry."""
+def entropy(scores: Float[Tensor, "kept_head position"]) -> Float[Tensor, ""]:
+    """Return the entropy of a layer's scores as a share of the largest possible one; 0 for at most one entry."""
     flat = scores.to(theory.WORK).flatten()
     share = flat / flat.sum().clamp(min=torch.finfo(theory.WORK).tiny)
     entropy_share: Tensor = torch.special.entr(share).sum() / math.log(max(2, len(flat)))

@@ -45,7 +45,7 @@ class PyramidKV(Pooled):
                        known=("prefix", "total"))  # fmt: skip
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return the layer's budget on the line, for every kept set."""
+        """Return the layer's budget, which decreases linearly from layer to layer, for every kept set."""
         if self.line == "total":
             most = available.prefix + available.always - available.window
             budgets = (
@@ -57,7 +57,7 @@ class PyramidKV(Pooled):
 
 
 def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Return the prefix entries per head of each layer: `mean` on the average, none above `prefix`."""
+    """Return the number of prefix entries per head of each layer, with mean `mean` and none above `prefix`."""
     if layers == 1:
         return torch.tensor([mean])
     first = min(2 * mean - mean / beta, prefix)
@@ -67,9 +67,9 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
 
 
 def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Return all entries per head of each layer, `kept` on the average and at most `most`.
+    """Return the number of all entries per head of each layer, with mean `kept` and none above `most` (kvpress).
 
-    They are equal where one would be below `least`.
+    All layers get `kept` where one would get fewer than `least`.
     """
     first = min(2 * kept - kept / Fraction(beta), Fraction(most))  # exact: a half is rounded to even, not by its float
     last = 2 * kept - first

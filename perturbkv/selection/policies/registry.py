@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def _base() -> type[Policy]:
+    """Return the base class of policies, imported on first use."""
     from perturbkv.selection.policies.base import Policy as Base
 
     return Base
@@ -43,7 +44,7 @@ _POLICIES: Catalogue[Policy] = Catalogue(
 
 
 _EXTERNAL_MODULES = {"given": "external", "kvpress": "kvpress"}
-"""Prefix of an external policy, before the colon -> its module."""
+"""Part of an external policy's name before the colon -> its module."""
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
@@ -63,19 +64,19 @@ def register_score(score: type[Score]) -> type[Score]:
 
 
 def names() -> list[str]:
-    """Return every policy's name, SnapKV's first and registered ones last; nothing is imported."""
+    """Return the names of all policies, SnapKV's first and registered ones last, without importing them."""
     every = [*_POLICIES.names(), *SCORES.names()]
     added = [*SCORES.registered, *_POLICIES.registered]
     return sorted(dict.fromkeys(every), key=lambda name: (name in added, name != "snapkv"))
 
 
 def known() -> list[type[Policy]]:
-    """Return the class of every policy."""
+    """Return the classes of all policies, in the order of `names`."""
     return [info(name) for name in names()]
 
 
 def info(name: str) -> type[Policy]:
-    """Return a policy's class. Raises UnknownNameError with the known names, the nearest first, and PluginError."""
+    """Return the class of the policy with this name. Raises UnknownNameError and PluginError."""
     if _is_external(name):
         return _external_class(name)
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
@@ -96,13 +97,14 @@ def _is_score(name: str) -> bool:
 
 @functools.cache
 def _score_policy(score: type[Score], name: str) -> type[Policy]:
+    """Return the class of the policy that ranks by this score."""
     from perturbkv.selection.policies.base import ByScore
 
     return ByScore.subclass_for(score, name)
 
 
 def plugins(config: EvictionConfig) -> dict[str, str]:
-    """Return the names of a configuration's plugins, scores or policies -> a digest of their version."""
+    """Return name -> digest of the source code, of a configuration's scores and policies that are plugins."""
     policy = info(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used = {config.policy.name: getattr(policy, "scored", policy)}
@@ -111,6 +113,7 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
 
 
 def _is_external(name: str) -> bool:
+    """Return whether a policy's name is that of an external one, such as `kvpress:SnapKVPress`."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix in _EXTERNAL_MODULES
 
@@ -122,33 +125,34 @@ def _external_class(name: str) -> type[ExternalPolicy]:
 
 
 def build(choice: Choice) -> Policy:
-    """Return the policy of a choice, with defaults for missing options. Raises as `complete_choice`."""
+    """Return a policy object from its choice, with defaults for missing options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
-    whole = choice if choice.defaults is not None else _complete(choice)
-    return info(choice.name)(**whole.options)
+    complete = choice if choice.defaults is not None else _complete(choice)
+    return info(choice.name)(**complete.options)
 
 
 def name_first_argument(choice: Choice) -> Choice:
-    """Return the choice with a first argument without a name, `adakv(caote)`, under its name: `adakv(by=caote)`."""
+    """Return the choice with an unnamed first argument, as in `adakv(caote)`, named: `adakv(by=caote)`."""
     if UNNAMED not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
         return choice
     return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
 
 def _complete(choice: Choice) -> Choice:
+    """Return the choice of a policy with all of its options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name).complete(choice)
-    whole = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
-    by = whole.options.get("by")
+    complete = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
+    by = complete.options.get("by")
     if not isinstance(by, Choice):
-        return whole.without(["by"])
+        return complete.without(["by"])
     own = info(choice.name)().score.name
-    return dataclasses.replace(whole, options={**whole.options, "by": _resolve_other_score(by, own)})
+    return dataclasses.replace(complete, options={**complete.options, "by": _resolve_other_score(by, own)})
 
 
 def _resolve_other_score(by: Choice, own: str) -> Choice:
-    """Return the choice of another score with all its options. Raises ConfigError for the policy's `own` score."""
+    """Return the choice of the score `by` with all its options. Raises ConfigError for the policy's `own` score."""
     if by.name == own:
         msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
         raise ConfigError(msg)
@@ -156,20 +160,20 @@ def _resolve_other_score(by: Choice, own: str) -> Choice:
 
 
 def normalise(config: EvictionConfig) -> EvictionConfig:
-    """Return the configuration with every option that makes a difference, as it is planned and stored in a trace.
+    """Return the configuration with exactly the options that make a difference, as it is planned and stored.
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """
     info(config.policy.name).check(config)
-    whole = dataclasses.replace(config, policy=_complete(config.policy))
-    without_effect = effects.options_without_effect(whole, build(whole.policy))
+    complete = dataclasses.replace(config, policy=_complete(config.policy))
+    without_effect = effects.options_without_effect(complete, build(complete.policy))
     for (owner, name), needs in without_effect.items():
-        choice: Choice = getattr(whole, owner)
+        choice: Choice = getattr(complete, owner)
         if name in choice.shown_options:
             msg = f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out"
             raise ConfigError(msg)
     effective = {
-        owner: getattr(whole, owner).without(name for other, name in without_effect if other == owner)
+        owner: getattr(complete, owner).without(name for other, name in without_effect if other == owner)
         for owner in CHOICES
     }
-    return dataclasses.replace(whole, **effective)
+    return dataclasses.replace(complete, **effective)

@@ -13,23 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
 from perturbkv.configs.option import option
-from perturbkv.selection.policies.base import Places, Policy
-
-
-@dataclass(frozen=True)
-class SinksFirst:
-    """A score by position: the sinks first, the earliest of them foremost, then the most recent entries."""
-
-    sinks: int
-
-    def __call__(self, place: Int[Tensor, " place"]) -> Int[Tensor, " place"]:
-        """Return the position, and for a sink a number above all positions."""
-        return torch.where(place < self.sinks, 2 * len(place) - place, place)
+from perturbkv.selection.policies.base import Policy, PositionScore
 
 
 @dataclass(frozen=True)
@@ -44,9 +29,9 @@ class StreamingLLM(Policy):
     positions: str = option("kept", "kept: keys at their places of the prompt; in-cache: at 0 … b − 1",
                             known=("kept", "in-cache"))  # fmt: skip
 
-    def places(self) -> Places:
+    def position_score(self) -> PositionScore:
         """Return the score by position with the sinks first."""
-        return SinksFirst(self.sinks)
+        return PositionScore(self.sinks)
 
     @property
     def in_cache(self) -> bool:

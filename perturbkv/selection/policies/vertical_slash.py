@@ -46,7 +46,7 @@ class VerticalSlash(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for one set for all heads, for protected ends, few bits and corrections."""
+        """Raise ConfigError for granularity `layer`, protected entries, quantisation and corrections."""
         check_non_evicting(config, "lines", "reads the prompt in a prefill of its own")
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:

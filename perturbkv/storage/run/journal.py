@@ -37,8 +37,8 @@ from perturbkv.trace import FailedSample, SampleTrace
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Variable -> its type and shape, in the order in which they are stored."""
 _HEAD, _DATA, _TEXTS = "head.npy", "data.npy", "texts.npy"
-_DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
-_NEEDED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
+_DAMAGE_ERRORS = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, PerturbkvError)
+_REQUIRED = frozenset(name for name, variable in VARIABLES.items() if not variable.optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Entry:
             return _read_arrays(archive, set(names))
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, that of kept_code without unused bytes. Raises as `arrays`."""
+        """Return variable name -> shape, where kept_code counts without unused bytes. Raises as `arrays`."""
         with self._open() as archive:
             head = _read_head(archive)
         layout = _parse_layout(head)
@@ -74,10 +74,11 @@ class Entry:
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
+        """Open the file as an archive. Raises TraceError where it is damaged or missing, and removes it."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 yield archive
-        except (FileNotFoundError, *_DAMAGE):
+        except (FileNotFoundError, *_DAMAGE_ERRORS):
             self.path.unlink(missing_ok=True)
             msg = (
                 f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "
@@ -87,7 +88,7 @@ class Entry:
 
 
 def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write an entry's file atomically."""
+    """Write the file of an entry with these variables atomically."""
     contiguous = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     layout = [[name, array.dtype.str, array.shape] for name, array in contiguous.items()]
     head: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
@@ -106,7 +107,7 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry of a file without reading its numbers; None where the file is damaged."""
+    """Return the entry that a file holds without reading its numbers; None where the file is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             head = _read_head(archive)
@@ -114,13 +115,13 @@ def read_entry(path: Path) -> Entry | None:
                 return Entry(path.parent, path.name, head["id"], (), head["reason"])
             entry, layout = Entry(path.parent, path.name, head["id"], tuple(head["configs"])), _parse_layout(head)
             each_once = len(set(entry.labels)) == len(entry.labels) == layout["kept_count"][1][0]
-            return entry if each_once and layout.keys() >= _NEEDED else None
-    except (OSError, *_DAMAGE):
+            return entry if each_once and layout.keys() >= _REQUIRED else None
+    except (OSError, *_DAMAGE_ERRORS):
         return None
 
 
 def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> None:
-    """Write an array of bytes as a member that NumPy can read."""
+    """Write the parts as one array of bytes, which NumPy can read, into the member `name` of an archive."""
     length = sum(memoryview(part).nbytes for part in parts)
     with archive.open(name, "w", force_zip64=True) as member:
         header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
@@ -130,22 +131,24 @@ def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> N
 
 
 def _read_bytes(archive: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
-    """Return an array of bytes after checking its CRC-32."""
+    """Return the array of bytes in the member `name` of an archive after checking its CRC-32."""
     content = archive.read(name)
     begin = 10 + int.from_bytes(content[8:10], "little")  # after NumPy's header
     return np.frombuffer(content, dtype=np.uint8, offset=begin)
 
 
 def _read_head(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Return the JSON object that describes an entry's file."""
     return dict(json.loads(_read_bytes(archive, _HEAD).tobytes()))
 
 
 def _parse_layout(head: Mapping[str, Any]) -> Layout:
+    """Return the types and shapes of an entry's variables from its description."""
     return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in head["arrays"]}
 
 
 def _read_arrays(archive: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
-    """Return those of the named variables that the file holds."""
+    """Return those of the named variables that an entry's file holds."""
     data, begin, arrays = _read_bytes(archive, _DATA), 0, {}
     texts = json.loads(_read_bytes(archive, _TEXTS).tobytes()) if _TEXTS in archive.namelist() else {}
     for name, (dtype, shape) in _parse_layout(_read_head(archive)).items():
@@ -187,11 +190,11 @@ class Journal:
         """Raise OutputError where the path is a file, or a folder with files that do not belong to a journal."""
         if not self.folder.exists():
             return
-        foreign: Path | None = self.folder
+        other: Path | None = self.folder
         if self.folder.is_dir():
-            foreign = next((file for file in self.folder.iterdir() if not _is_journal_file(file)), None)
-        if foreign is not None:
-            msg = f"expected a run's journal at {self.folder}, got {foreign}; move it away, or choose another place"
+            other = next((file for file in self.folder.iterdir() if not _is_journal_file(file)), None)
+        if other is not None:
+            msg = f"expected a run's journal at {self.folder}, got {other}; move it away, or choose another place"
             raise OutputError(msg)
 
     def run(self) -> RunConfig | None:
@@ -213,7 +216,7 @@ class Journal:
         write_atomically(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
-        """Store the configurations `labels` of a sample, or its failure, beside what is already stored."""
+        """Store a sample measured for the configurations `labels`, or its failure, as a new entry; return the entry."""
         file, name = self._free_path(sample.sample_id).name, sample.sample_id
         if isinstance(sample, FailedSample):
             entry, arrays = Entry(self.folder, file, name, (), sample.reason), {}
@@ -223,7 +226,7 @@ class Journal:
         return entry
 
     def entries(self) -> list[Entry]:
-        """Return all entries, older parts of a sample before newer ones; damaged files are left out."""
+        """Return all entries, the older ones of a sample before its newer ones; damaged files are left out."""
         entries = map(read_entry, self._paths())
         return [self._share_memory(entry) for entry in entries if entry is not None]
 
@@ -232,7 +235,7 @@ class Journal:
         return list(dict.fromkeys(entry.sample_id for entry in self.entries()))
 
     def discard(self) -> None:
-        """Remove the folder, last of all the file with its run: a kill in between leaves an identifiable journal."""
+        """Remove the folder, the file with its run last, so that a kill in between leaves an identifiable journal."""
         with suppress(OSError):
             for path in self._paths():
                 path.unlink(missing_ok=True)
@@ -263,6 +266,6 @@ class Journal:
 
 
 def _is_journal_file(file: Path) -> bool:
-    """Return whether a file belongs to a journal, also a temporary one, or is one that file systems add."""
+    """Return whether a file, even a temporary one, belongs to a journal or was added by the file system."""
     system_file = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
     return file.name in (_RUN, SHARD, DONE) or file.suffix == ".npz" or ".tmp" in file.name or system_file

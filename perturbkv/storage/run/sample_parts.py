@@ -6,7 +6,7 @@ concatenated; those that describe the full cache are the same run measured twice
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -30,25 +30,20 @@ _FILLED = (*KEPT, DIGEST, *PREFILLS)
 
 
 class Part(Protocol):
-    """A stored part of a sample: some of its configurations, their numbers unread."""
+    """A stored part of a sample, which has some of its configurations."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The configurations along its `config` axis."""
-
-    def arrays(self, names: Iterable[str] = ...) -> dict[str, NDArray[Any]]:
-        """Return those of the named variables that it holds, by default all, as in a `SampleTrace`."""
-
-    def shapes(self) -> Shapes:
-        """Return variable name -> shape after `join_parts`, without reading the large variables."""
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 def disjoint_parts(parts: Sequence[AnyPart]) -> list[AnyPart]:
-    """Return a subset of a sample's parts, given older ones first, that holds no configuration twice.
+    """Return the parts of a sample that can be joined, in order: a subset in which no configuration is twice.
 
+    `parts` lists older parts before newer ones.
     A larger part is preferred to a smaller, a newer to an older: bytes of caches and noise floors belong to a part as a
     whole, so that a part cannot be split.
     """
@@ -62,7 +57,7 @@ def disjoint_parts(parts: Sequence[AnyPart]) -> list[AnyPart]:
 
 
 def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]) -> SampleTrace:
-    """Return the sample that consists of parts, its configurations in the order of `labels`.
+    """Join the parts of a sample into one with its configurations in the order of `labels`.
 
     Each part comes with the labels along its `config` axis. Noise floors are the maximum over the parts: differences
     below count as rounding, so the maximum is conservative. Bytes of caches are added. Every other variable without a
@@ -137,7 +132,7 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 
 def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
-    """Return variable name -> shape after `join_parts` of parts of these shapes."""
+    """Return variable name -> shape after `join_parts`, from the shapes of the parts."""
     present = {name for part in parts for name in _FILLED if name in part}
     parts = [{**{name: _missing_shape(name, part) for name in present}, **part} for part in parts]
     first, *others = parts
@@ -163,6 +158,7 @@ def code_bytes(arrays: Arrays) -> int:
 
 
 def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
+    """Return a variable of the joined sample from its arrays in the parts; `order` indexes their configurations."""
     if VARIABLES[name].dims[:1] == ("config",):
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
@@ -175,7 +171,10 @@ def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[An
 
 
 def _merge_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Return offsets and codes, sorted by (config, layer, head); heads that shared a code still do."""
+    """Return the joined codes of kept positions and their offsets; heads that shared a code still share one.
+
+    `order` indexes the configurations of all parts; codes are sorted by (config, layer, head).
+    """
     codes = [sample.arrays["kept_code"] for sample in samples]
     starts = np.cumsum([0, *map(len, codes)])[:-1]
     shifted = [sample.arrays["kept_offset"] + start for sample, start in zip(samples, starts, strict=True)]
@@ -184,7 +183,7 @@ def _merge_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[st
     first, number = distinct_codes(offsets, lengths)
     begins, sizes = offsets.reshape(-1)[first], lengths.reshape(-1)[first]
     all_codes = _concatenate(codes)
-    merged = _concatenate([all_codes[begin:end] for begin, end in _slices(begins, sizes)])
+    merged = _concatenate([all_codes[begin:end] for begin, end in _covering_slices(begins, sizes)])
     return {"kept_offset": (np.cumsum(sizes) - sizes)[number].reshape(offsets.shape), "kept_code": merged}
 
 
@@ -194,7 +193,7 @@ def _concatenate(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first index of each distinct (offset, length), in order of occurrence, and the number of each row's.
+    """Return the first index of each distinct code, in order of occurrence, and per head the number of its code.
 
     Both offset and length are compared, as an empty code starts where the next one does.
     """
@@ -206,7 +205,7 @@ def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArra
     return first[order], rank[number.reshape(-1)]
 
 
-def _slices(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
+def _covering_slices(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
     """Return (start, stop) of the fewest slices that cover the codes in their order, to copy few large blocks."""
     breaks = np.flatnonzero(starts[1:] != (starts + lengths)[:-1]) + 1
     begin, end = np.array([0, *breaks]), np.array([*breaks, len(starts)]) - 1

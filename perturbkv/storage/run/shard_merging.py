@@ -47,11 +47,11 @@ def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> T
     read; OutputError for shards of different runs, and where another process is writing.
     """
     merge_shards(Path(path), overwrite=overwrite, wait=wait)
-    return read_trace(Path(path))
+    return read_trace(path)
 
 
 def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
-    """Merge the shards beside `path`, as `merge` does; return their number.
+    """Merge the shards beside the trace `path`, as `merge` does; return their number, 0 for a complete trace.
 
     `texts` are the texts to store in the trace; None: those of the shards, all or none of which have text.
     """
@@ -79,9 +79,14 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
 
 
 def measured_shards(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard]:
-    """Return the measured shards of a run: marked as done, already in the trace, or without any samples."""
+    """Return the measured shards of a run: those marked as done, already in the trace, or without any samples.
+
+    `record` is the record of any shard of the run.
+    """
     count = record.shard.count
-    marked = {one.shard.number for one in find_shards(path) if one.shard.count == count and one.is_done()}
+    marked = {
+        journal.shard.number for journal in find_shards(path) if journal.shard.count == count and journal.is_done()
+    }
     old = existing_trace(path, record.run, overwrite)
     whole = set(old.sample_ids) if old and set(old.labels) >= set(record.run.labels()) else set()
 
@@ -112,7 +117,7 @@ def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) ->
 
 
 def joint_provenance(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -> dict[str, str]:
-    """Return the joint provenance of a process and of the shards that it resumes."""
+    """Return the joint provenance of this process, `attrs`, and of the shards that it resumes."""
     return merge_provenance([*(record.attrs for shard in shards if (record := shard.record())), attrs])
 
 
@@ -143,12 +148,14 @@ def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecor
 
 
 def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> None:
+    """Raise MissingShardError unless every shard of the run is measured."""
     finished = set(measured_shards(path, record, overwrite))
     if lacking := [shard for shard in record.shards() if shard not in finished]:
         raise MissingShardError(_missing_message(path, record, lacking))
 
 
 def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
+    """Return the message of the error for missing shards, with the command that measures the first of them."""
     count = record.shard.count
     return (
         f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {format_shards(lacking)} "
@@ -177,7 +184,10 @@ def _create_writer(
 
 
 def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
-    """Return None where all samples have their text, an empty dict where none has. Raises TraceError for a mixture."""
+    """Return the texts to store in a merged trace: None where all samples have theirs, empty where none has.
+
+    Raises TraceError where only some samples have their text.
+    """
     if not any(record.text for record in records):
         return {}
     old = existing_trace(path, records[0].run, overwrite)
@@ -245,7 +255,7 @@ class ShardWriter:
         return self.shard.journal.folder
 
     def failures(self) -> dict[str, str]:
-        """Return sample -> why it failed."""
+        """Return sample -> why it failed, for samples of the shard that failed."""
         return self._writer.failures()
 
     def _begin(self) -> None:
@@ -269,7 +279,7 @@ class ShardWriter:
 def _missing_share(
     record: ShardRecord, missing: dict[str, tuple[EvictionConfig, ...]], existing: dict[str, set[str]]
 ) -> dict[str, tuple[EvictionConfig, ...]]:
-    """Return sample -> the missing configurations that belong to the shard and are not in `existing`."""
+    """Return sample -> the configurations of the record's shard that are in `missing` and not in `existing`."""
     samples, configs = record.share(record.shard)
     share = {
         name: tuple(
@@ -281,7 +291,7 @@ def _missing_share(
 
 
 def _existing_labels(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
-    """Return sample -> labels in the existing trace, or in the journal of a run without shards."""
+    """Return sample -> labels of the configurations in the existing trace or in the journal of a run without shards."""
     labels: dict[str, set[str]] = defaultdict(set)
     if old := existing_trace(trace, run, overwrite):
         labels.update({name: set(old.labels) for name in old.sample_ids if name not in old.failures})
@@ -311,6 +321,7 @@ def _check_other_shards(trace: Path, record: ShardRecord, overwrite: bool) -> No
 
 
 def _remove_shard(shard: ShardJournal, expected: ShardRecord) -> None:
+    """Remove a shard, unless a living process writes it or its record is no longer the expected one."""
     with suppress(LockedOutputError), Lock(shard.path):
         if shard.record() == expected:  # it was not begun anew meanwhile
             shard.journal.discard()

@@ -36,7 +36,7 @@ def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
 
 
 def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
-    """Return the fields that prevent extending `old` to `run`; none where `old` is a part of `run`."""
+    """Return the names of the fields that prevent extending `old` to `run`; none where `old` is a part of `run`."""
     may_grow = {
         "samples": old.samples <= run.samples,
         "configs": set(old.configs) <= set(run.configs),
@@ -48,7 +48,7 @@ def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
 
 
 def _changed_plugins(run: RunConfig, old: RunConfig) -> str:
-    """Return a text with the scores and policies that have changed since; empty where none has."""
+    """Return a text that names the scores and policies of which `run` has another version; empty without any."""
     names = [name for name, version in old.plugins.items() if run.plugins.get(name, version) != version]
     return f" ({', '.join(names)} is another version now)" if names else ""
 
@@ -90,6 +90,7 @@ class Command:
         return self._format([str(word) for word in (*self.words[: index - 1], *self.words[index + 1 :])])
 
     def _format(self, words: Sequence[str]) -> str:
+        """Format a command line for a shell, with a change of folder where its folder is not the current one."""
         change_folder = "" if self.folder == str(Path.cwd()) else f"cd {shlex.quote(self.folder)} && "
         return change_folder + shlex.join(words)
 
@@ -121,7 +122,7 @@ class ShardRecord:
         return shard.select(self.sample_ids, self.run.configs)
 
     def is_equivalent(self, other: ShardRecord) -> bool:
-        """Return whether both describe the same share of the same run, whatever the command and the machine."""
+        """Return whether both records describe the same share of one run, whatever the command and the machine."""
         return dataclasses.replace(self, attrs=other.attrs, command=other.command) == other
 
     def shards(self) -> list[Shard]:
@@ -129,7 +130,7 @@ class ShardRecord:
         return [dataclasses.replace(self.shard, number=number + 1) for number in range(self.shard.count)]
 
     def document(self) -> dict[str, Any]:
-        """Return everything but the run, which the journal holds, as a JSON object."""
+        """Return the record as a JSON object, without the run, which the journal holds."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
         return {**values, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
 
@@ -159,7 +160,7 @@ class ShardJournal:
         return ShardRecord(shard, run, ids, attrs, text, command, kept)
 
     def begin(self, record: ShardRecord) -> None:
-        """Make the journal and store the record, without the mark that it is done, so that it is not merged."""
+        """Make the journal, store the record, and remove the mark that the shard is done, so that it is not merged."""
         (self.journal.folder / DONE).unlink(missing_ok=True)
         self.journal.begin(record.run)
         text = json.dumps(record.document())
@@ -179,7 +180,7 @@ class ShardJournal:
 
 
 def find_shards(trace: Path) -> list[ShardJournal]:
-    """Return the shards that have a journal beside a trace, sorted."""
+    """Return the shards that have a journal beside a trace, sorted by count and number."""
     target = real_path(trace)
     pattern = f"{glob.escape(target.name)}.shard-*-of-*{SUFFIX}"
     journals = [_parse_folder(target, folder) for folder in target.parent.glob(pattern)]
@@ -207,9 +208,9 @@ def _parse_folder(trace: Path, folder: Path) -> ShardJournal | None:
 
 
 def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
-    """Raise OutputError where shards belong to different runs or to different divisions of one.
+    """Raise OutputError unless all records are of shards of one run, divided in one way.
 
-    The first record may be a new one.
+    The first record may be that of a shard that is about to be measured.
     """
     first, *others = records
     for other in others:
@@ -235,7 +236,7 @@ def format_shards(shards: Sequence[Shard]) -> str:
 
 
 def merge_provenance(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the joint provenance of several processes: differing values joined, each once; `created` is the latest."""
+    """Return the joint provenance of several processes: differing values in one text; the latest value of `created`."""
     names = dict.fromkeys(name for process in attrs for name in process)
     merged = {name: "; ".join(dict.fromkeys(process[name] for process in attrs if name in process)) for name in names}
     return merged | {"created": max(process["created"] for process in attrs)} if "created" in names else merged

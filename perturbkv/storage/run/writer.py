@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +41,15 @@ class ExistingTrace:
     """
 
     def __init__(self, path: Path) -> None:
-        found = describe_whole(path)
-        self.sample_ids, self.failures, self.labels = found.sample_ids, found.failures, tuple(found.run.labels())
-        self.with_text, self.with_kept = frozenset(found.with_text), frozenset(found.with_kept)
-        self.with_answers, self.has_answers = frozenset(found.with_answers), "generated" in found.variables
+        stored = describe_whole(path)
+        self.sample_ids, self.failures, self.labels = stored.sample_ids, stored.failures, tuple(stored.run.labels())
+        self.with_text, self.with_kept = frozenset(stored.with_text), frozenset(stored.with_kept)
+        self.with_answers, self.has_answers = frozenset(stored.with_answers), "generated" in stored.variables
         self._path, self._stamp = path, path.stat().st_mtime_ns
-        self._indices = {name: index for index, name in enumerate(found.sample_ids) if name not in found.failures}
+        self._indices = {name: index for index, name in enumerate(stored.sample_ids) if name not in stored.failures}
 
     def part(self, sample_id: str) -> ExistingSample | None:
-        """Return a sample; None where it failed or the trace does not have it."""
+        """Return a complete sample of the trace; None where it failed or the trace does not have it."""
         index = self._indices.get(sample_id)
         return None if index is None else ExistingSample(self._path, self._stamp, index, self.labels)
 
@@ -92,7 +91,7 @@ class ExistingSample:
             return read_sample(file, names, self.index)
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, that of kept_code without unused bytes."""
+        """Return variable name -> shape, where kept_code counts without unused bytes."""
         with open_trace(self.path, self.stamp) as file:
             varying = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in varying}
@@ -102,22 +101,6 @@ class ExistingSample:
 
 
 _log = logging.getLogger(__name__)
-
-
-class _FinishedSamples(AbstractSet[str]):
-    """A live view of the samples of a run that are complete, or failed in it."""
-
-    def __init__(self, known: frozenset[str], lacking: Mapping[str, object], failed: set[str]) -> None:
-        self._known, self._lacking, self._failed = known, lacking, failed
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known and (name not in self._lacking or name in self._failed)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._known if name in self)
-
-    def __len__(self) -> int:
-        return len(self._known) - len(self._lacking) + sum(name in self._lacking for name in self._failed)
 
 
 class TraceWriter:
@@ -167,8 +150,7 @@ class TraceWriter:
         self._entries = self._journal_entries()
         self._begun = False
         self._failed: set[str] = set()
-        self._known = frozenset(self.sample_ids)
-        self._lacking = {name: configs for name in self.sample_ids if (configs := self._missing_configs(name))}
+        self._lacking = self._find_missing()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
         """Return sample -> the configurations still to be measured, in the run's order; complete samples are absent.
@@ -178,12 +160,9 @@ class TraceWriter:
         left = self._lacking.keys() - self._failed
         return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
-    def done(self) -> AbstractSet[str]:
-        """Return a live view of the samples that need not be measured: complete, or failed in this run.
-
-        It changes as samples are appended; its length takes constant time, however many samples there are.
-        """
-        return _FinishedSamples(self._known, self._lacking, self._failed)
+    def done(self) -> set[str]:
+        """Return the samples that need not be measured: complete, or failed in this run."""
+        return set(self.sample_ids) - self.missing().keys()
 
     def count_text_changes(self) -> int:
         """Return how many finished samples of the older file will gain or lose their text."""
@@ -192,7 +171,7 @@ class TraceWriter:
         return sum(self._changes_text(self._old, name) for name in self._old_samples(self._old))
 
     def _changes_text(self, old: ExistingTrace, name: str) -> bool:
-        """Return whether a sample of the older file will gain or lose its prompt's or its answers' text."""
+        """Return whether a sample of the older file will gain or lose the text of its prompt or of its answers."""
         has_text = [name in old.with_text, *([name in old.with_answers] if old.has_answers else [])]
         return any(has != bool(self.texts) for has in has_text)
 
@@ -215,10 +194,10 @@ class TraceWriter:
         stored or whose number is not the sample's, and where the sample's full-cache run is not the one measured
         before. A complete sample replaces its parts.
         """
-        if sample.sample_id not in self._known:
+        if sample.sample_id not in self._entries:
             msg = f"expected a sample of this run, got '{sample.sample_id}'"
             raise TraceError(msg)
-        labels = self._check_labels(self.run.configs if configs is None else configs)
+        labels = self._known_labels(self.run.configs if configs is None else configs)
         if self._begun and not self._journal.exists_on_disk():
             self._forget_vanished()
         if isinstance(sample, SampleTrace):
@@ -227,7 +206,7 @@ class TraceWriter:
             self._journal.begin(self.run)
             self._begun = True
         entry = self._journal.append(sample if self.kept else without_kept(sample), labels)
-        self._entries.setdefault(sample.sample_id, []).append(entry)
+        self._entries[sample.sample_id].append(entry)
         if isinstance(sample, FailedSample):
             self._failed.add(sample.sample_id)
         else:
@@ -243,12 +222,12 @@ class TraceWriter:
 
     def failures(self) -> dict[str, str]:
         """Return sample -> why it failed when it was last measured, for samples that lack a configuration."""
-        reasons = {name: self._reason(name) for name in self._lacking}
+        reasons = {name: self._failure_reason(name) for name in self._lacking}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def unmeasured(self) -> list[str]:
         """Return the samples that lack a configuration and did not fail."""
-        return [name for name in self._lacking if self._reason(name) is None]
+        return [name for name in self._lacking if self._failure_reason(name) is None]
 
     def finish(self) -> Path:
         """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
@@ -262,13 +241,14 @@ class TraceWriter:
             )
             raise TraceError(msg)
         if not self._is_finished():
-            with atomic_path(self.path, folders=False) as beside:
-                write_trace(beside, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
+            with atomic_path(self.path, folders=False) as temporary:
+                write_trace(temporary, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
         for journal in (self._journal, *self._shards):
             journal.discard()
         return self.path
 
     def _check_ids(self) -> None:
+        """Raise TraceError unless there is a sample, and every sample id is there once."""
         if not self.sample_ids:
             msg = "expected at least one sample in a run, got none"
             raise TraceError(msg)
@@ -276,7 +256,8 @@ class TraceWriter:
             msg = "expected every sample id once, got one of them twice"
             raise TraceError(msg)
 
-    def _check_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
+    def _known_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
+        """Return the labels of configurations. Raises TraceError for one that is not of this run or is there twice."""
         labels = [config.label() for config in configs]
         invalid = [label for label in labels if label not in self._configs or labels.count(label) > 1]
         if invalid:
@@ -285,15 +266,16 @@ class TraceWriter:
         return labels
 
     def _forget_vanished(self) -> None:
-        """Mark the samples of the journal, whose folder was removed during the run, as missing."""
+        """Forget the entries of the journal, whose folder was removed during the run: their samples are missing."""
         self._begun, before = False, sum(map(len, self._entries.values()))
         self._entries = {
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
         }
-        lost = before - sum(map(len, self._entries.values()))
-        self._lacking.clear()
-        self._lacking.update({name: configs for name in self.sample_ids if (configs := self._missing_configs(name))})
-        _log.info("%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, lost)
+        vanished = before - sum(map(len, self._entries.values()))
+        self._lacking = self._find_missing()
+        _log.info(
+            "%s vanished, and %d samples in it; the same command measures them again", self._journal.folder, vanished
+        )
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
         """Raise TraceError for a part that cannot be joined with those already stored."""
@@ -326,9 +308,8 @@ class TraceWriter:
         if run is None:
             return []
         check_extends(self.run, run, journal.folder)
-        ids = set(self.sample_ids)
-        entries = journal.entries()
-        return [entry for entry in entries if entry.sample_id in ids and self._configs.keys() >= set(entry.labels)]
+        ids, labels = set(self.sample_ids), self._configs.keys()
+        return [entry for entry in journal.entries() if entry.sample_id in ids and labels >= set(entry.labels)]
 
     def _is_new(self, entry: Entry) -> bool:
         """Return whether the file lacks a shard's entry, which it has where a merge was killed after writing it."""
@@ -340,17 +321,22 @@ class TraceWriter:
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
         """Return the stored parts of a sample, each configuration once, older parts before newer ones."""
         old = self._old.part(name) if self._old else None
-        entries = [entry for entry in self._entries.get(name, []) if entry.reason is None]
+        entries = [entry for entry in self._entries[name] if entry.reason is None]
         return disjoint_parts([*([old] if old else []), *entries])
 
+    def _find_missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
+        """Return sample -> the configurations that it lacks, for every sample that is not complete."""
+        return {name: configs for name in self.sample_ids if (configs := self._missing_configs(name))}
+
     def _missing_configs(self, name: str) -> tuple[EvictionConfig, ...]:
+        """Return the configurations that a sample lacks, in the run's order."""
         stored = {label for part in self._parts(name) for label in part.labels}
         return tuple(config for label, config in self._configs.items() if label not in stored)
 
-    def _reason(self, name: str) -> str | None:
+    def _failure_reason(self, name: str) -> str | None:
         """Return why the sample failed when it was last measured; None where it did not."""
-        reasons = [entry.reason for entry in self._entries.get(name, []) if entry.reason is not None]
-        if not reasons and self._old and not self._entries.get(name):
+        reasons = [entry.reason for entry in self._entries[name] if entry.reason is not None]
+        if self._old and not self._entries[name]:
             return self._old.failures.get(name)
         return reasons[-1] if reasons else None
 
@@ -361,17 +347,19 @@ class TraceWriter:
             return False
         if self.count_text_changes() or self.count_kept_changes()[0]:
             return False
-        return not any(self._entries.get(name) and self._parts(name) != [old.part(name)] for name in self.sample_ids)
+        return not any(self._entries[name] and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
+        """Return variable name -> shape of a sample in the finished file; None where the sample failed."""
         if name in self._lacking:
             return None
         shapes = with_text_shapes(name, merged_shapes([part.shapes() for part in self._parts(name)]), self.texts)
         return shapes if self.kept else without_kept_shapes(shapes)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
+        """Return a sample of the finished file, joined from its stored parts."""
         if name in self._lacking:
-            return FailedSample(name, str(self._reason(name)))
+            return FailedSample(name, str(self._failure_reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]
         sample = single_complete_part(parts, list(self._configs)) or join_parts(parts, list(self._configs))
         return with_text(sample if self.kept else without_kept(sample), self.texts)

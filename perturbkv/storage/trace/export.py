@@ -11,7 +11,7 @@ The same table is available as a pandas table, and the trace as an xarray datase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,12 @@ AXES = ("config", "step", "layer", "head")
 SUFFIXES = (".csv", ".parquet")
 _FORMULA, _NUMBER = r"(?s)^[=+\-@\t\r].", r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _COUNTS = ("budget", "protect_first", "protect_recent")
-_WIDER = {frozenset({int, float}): float}
 _TOKENS = pa.schema([("sample", pa.string()), ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string())])
 _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
-    """Return the variables that become columns: those whose axes are the table's, without codes and texts."""
+    """Return the variables that are columns of the table: those along its axes alone, without codes and texts."""
     return {
         name: variable
         for name, variable in VARIABLES.items()
@@ -48,19 +47,19 @@ def columns(trace: Trace) -> dict[str, Variable]:
 
 
 def schema(trace: Trace) -> pa.Schema:
-    """Return the table's schema: types, units and provenance."""
+    """Return the table's Arrow schema: types, units and provenance."""
     fields = [pa.field("sample", pa.string()), pa.field("config", pa.string())]
     fields += [pa.field(name, kind) for name, (kind, _) in _config_columns(trace.run.configs).items()]
     fields += [pa.field(axis, pa.int32()) for axis in AXES[1:]]
     for name, variable in columns(trace).items():
-        about = {"units": variable.units, "long_name": variable.long_name}
-        fields.append(pa.field(name, pa.from_numpy_dtype(np.dtype(variable.dtype)), metadata=about))
-    about = {"run": trace.run.to_json(), "trace": trace.source, "trace_digest": trace.digest, **trace.attrs}
-    return pa.schema(fields, metadata=about)
+        meaning = {"units": variable.units, "long_name": variable.long_name}
+        fields.append(pa.field(name, pa.from_numpy_dtype(np.dtype(variable.dtype)), metadata=meaning))
+    provenance = {"run": trace.run.to_json(), "trace": trace.source, "trace_digest": trace.digest, **trace.attrs}
+    return pa.schema(fields, metadata=provenance)
 
 
 def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
-    """Return all rows of the sample at an index of the trace's `sample` axis."""
+    """Return all rows of a sample; `sample` is its index along the trace's `sample` axis."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
     cells = np.indices(shape).reshape(len(shape), -1)
     measured = trace.measured[sample][cells[AXES.index("step")]]
@@ -80,24 +79,32 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
-    """Write the table, one sample in memory at a time; return the number of rows.
+    """Write the table of a trace, one sample in memory at a time, and return its number of rows.
 
     The path's suffix determines the format. The file is written atomically; `finished` is called after each sample.
     Raises ConfigError for another suffix.
     """
+    batches = (sample_rows(trace, int(sample)) for sample in np.flatnonzero(trace.ok))
+    return _write_batches(path, schema(trace), batches, finished)
+
+
+def _write_batches(
+    path: Path, table_schema: pa.Schema, batches: Iterable[pa.RecordBatch], finished: Callable[[], None] = lambda: None
+) -> int:
+    """Write a table batch by batch and return its number of rows; otherwise as `write`."""
     check_suffix(path)
-    written = 0
-    with atomic_path(path) as beside, _writer_class(path)(beside, schema(trace)) as writer:
-        for place in np.flatnonzero(trace.ok):
-            batch = sample_rows(trace, int(place))
-            writer.write_batch(escape_formulas(batch) if path.suffix == ".csv" else batch)
+    is_csv, written = path.suffix == ".csv", 0
+    writer_class = pa.csv.CSVWriter if is_csv else pa.parquet.ParquetWriter
+    with atomic_path(path) as temporary, writer_class(temporary, table_schema) as writer:
+        for batch in batches:
+            writer.write_batch(escape_formulas(batch) if is_csv else batch)
             written += batch.num_rows
             finished()
     return written
 
 
 def escape_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Put an apostrophe before each text of the rows that a spreadsheet would evaluate.
+    """Return the rows with an apostrophe before each text that a spreadsheet would evaluate.
 
     A spreadsheet evaluates a text that begins with = + - @, a tab or a carriage return, has more characters, and is no
     number.
@@ -107,12 +114,9 @@ def escape_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _escape_texts(texts: pa.StringArray) -> pa.StringArray:
+    """Return texts with an apostrophe before those that a spreadsheet would evaluate."""
     formulas = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
     return pc.if_else(formulas, pc.binary_join_element_wise("'", texts, ""), texts)
-
-
-def _writer_class(path: Path) -> Any:
-    return pa.csv.CSVWriter if path.suffix == ".csv" else pa.parquet.ParquetWriter
 
 
 def tokens_path(path: Path) -> Path:
@@ -121,24 +125,16 @@ def tokens_path(path: Path) -> Path:
 
 
 def write_tokens(trace: Trace, path: Path) -> int:
-    """Write the prompts' tokens, one row each, as `write` does; return the number of rows.
+    """Write the table of the prompts' tokens, one row each, as `write` does, and return its number of rows.
 
     The trace must hold their text.
     """
-    check_suffix(path)
-    written = 0
-    with atomic_path(path) as beside, _writer_class(path)(beside, _TOKENS) as writer:
-        for name in trace.sample_ids:
-            batch = _token_rows(trace.sample(name))
-            writer.write_batch(escape_formulas(batch) if path.suffix == ".csv" else batch)
-            written += batch.num_rows
-    return written
+    return _write_batches(path, _TOKENS, (_token_rows(trace.sample(name)) for name in trace.sample_ids))
 
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
     """Return a row per token of one sample; none where it failed or was stored without text."""
-    texts = [] if isinstance(sample, FailedSample) else token_texts(sample)
-    if isinstance(sample, FailedSample) or not texts:
+    if isinstance(sample, FailedSample) or not (texts := token_texts(sample)):
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
     values_of = [[sample.sample_id] * len(texts), range(len(texts)), sample.arrays["prompt_token"], texts]
     columns = [pa.array(values, kind) for values, kind in zip(values_of, _TOKENS.types, strict=True)]
@@ -153,14 +149,14 @@ def check_suffix(path: Path) -> None:
 
 
 def check_not_source(trace: Path, path: Path) -> None:
-    """Raise ConfigError where the output's path is that of the trace that it is made from."""
+    """Raise ConfigError where the output `path` is the trace file itself, under whatever name."""
     if real_path(trace) == real_path(path):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise ConfigError(msg)
 
 
 def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
-    """Return the columns of the configurations' choices: name -> type and every configuration's value.
+    """Return the columns of the configurations' choices: name -> type and a value per configuration.
 
     Budgets and protected lengths are text: 128 are entries, 0.05 is a fraction.
     """
@@ -171,13 +167,13 @@ def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.Dat
         if name in _COUNTS:
             values = list(map(str, values))
         kinds = {type(value) for value in values if value is not None}
-        kind = kinds.pop() if len(kinds) == 1 else _WIDER.get(frozenset(kinds), str)
+        kind = kinds.pop() if len(kinds) == 1 else float if kinds == {int, float} else str
         columns[name] = (_TYPES[kind], [value if value is None else kind(value) for value in values])
     return columns
 
 
 def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return a variable's value for every row, repeated along the axes that it lacks."""
+    """Return one sample's variable as a value per row of the table, repeated along the axes that it lacks."""
     aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
 
@@ -197,11 +193,11 @@ def to_dataset(trace: Trace) -> Any:
     }
     variables["complete"] = (("sample",), trace.ok.astype(np.uint8), {})
     variables["failure"] = (("sample",), [trace.failures.get(name, "") for name in trace.sample_ids], {})
-    made = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
-    counted = {axis: np.arange(length) for axis, length in made.sizes.items() if axis not in {*coordinates, *ROWS}}
-    if "layer" in counted:
-        counted["layer"] = np.array([trace.layer_name(int(place)) for place in counted["layer"]])
-    return made.assign_coords(counted)
+    dataset = xr.Dataset(variables, coordinates, {"run": trace.run.to_json(), **trace.attrs})
+    indices = {axis: np.arange(length) for axis, length in dataset.sizes.items() if axis not in {*coordinates, *ROWS}}
+    if "layer" in indices:
+        indices["layer"] = np.array([trace.layer_name(int(layer)) for layer in indices["layer"]])
+    return dataset.assign_coords(indices)
 
 
 def to_table(trace: Trace) -> Any:

@@ -27,24 +27,24 @@ from perturbkv.schema import ROWS
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, STORED
 
-_FAILURES = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
+_HDF5_ERRORS = (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions that h5py raises on a defective file."""
 _OPEN_MESSAGE = "already open for write"
 """Part of HDF5's message for a file that was not closed after writing, which need not be damaged."""
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 _LOCAL_LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
-_UNSTORED = 16 * 2**20
+_MAX_FILL_BYTES = 16 * 2**20
 """Bytes of a variable, or of a chunk of it, that may exceed what the file stores (fill values)."""
-_DEFLATED = 1032
+_MAX_COMPRESSION = 1032
 """Largest ratio of deflate compression (zlib: 258 bytes in two bits)."""
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[StoredFile]:
-    """Open a file for reading. Raises TraceError where HDF5 cannot open it."""
+    """Open an HDF5 file for reading. Raises TraceError where HDF5 cannot open it."""
     try:
         file = h5py.File(path, "r")
-    except _FAILURES as error:
+    except _HDF5_ERRORS as error:
         if isinstance(error, OSError) and (error.errno is not None or _OPEN_MESSAGE in str(error)):
             raise TraceUnavailableError(path, error) from error
         msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
@@ -54,7 +54,7 @@ def open_file(path: Path) -> Iterator[StoredFile]:
 
 
 class StoredFile:
-    """A file that is open for reading; every method raises TraceError for a defect."""
+    """An HDF5 file that is open for reading; every method raises TraceError for a defect of the file."""
 
     def __init__(self, file: h5py.File, path: Path) -> None:
         self.path, self._file = path, file
@@ -91,7 +91,10 @@ class StoredFile:
             return bool(kind.equal(_little_endian(dtype)))
 
     def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Return axes, shape, type, unit, meaning and bytes of a variable not in the format; None for another item."""
+        """Return axes, shape, type, unit, meaning and bytes of a variable that the format does not have.
+
+        None for an item that is no variable.
+        """
         with self._translate_errors(f"the variable {name}"):
             item = self._file[name]
             scales = _dimension_scales(self._file, item) if isinstance(item, h5py.Dataset) else []
@@ -106,7 +109,7 @@ class StoredFile:
             return axes, item.shape, str(item.dtype), str(units), str(meaning), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Return the one of the `known` axes attached to each dimension of a variable, else 'none' or 'another'."""
+        """Return the name of the axis attached to each dimension of a variable: one of `known`, 'none' or 'another'."""
         with self._translate_errors(f"the axes of {name}"):
             scales = _dimension_scales(self._file, self._dataset(name))
         datasets = {axis: self._dataset(axis) for axis in known}
@@ -123,7 +126,7 @@ class StoredFile:
         return {key: value for key, value in values.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
-        """Return the text of a variable's attribute."""
+        """Return the text of the attribute `key` of a variable."""
         if (name, key) in self._texts:
             return self._texts[name, key]
         with self._translate_errors(f"the text '{key}' of {name}"):
@@ -153,28 +156,21 @@ class StoredFile:
         return numbers
 
     def refuse(self, expected: str, got: str) -> NoReturn:
-        """Raise TraceError for a damaged file."""
+        """Raise TraceError for a damaged file, which names what was expected in it and what was there instead."""
         advice = "the file is damaged or was changed since it was made; make it again"
         msg = f"expected {expected} in {self.path}, got {got[:200]}; {advice}"
         raise TraceError(msg)
 
-    def refuse_version(self, version: int, known: int) -> NoReturn:
-        """Raise TraceError for a format version that is newer than this reader, or too old for it."""
-        measure_again = "measure it again: the perturbkv trace that made it, with --overwrite"
-        todo = "update perturbkv" if version > known else measure_again
-        msg = f"expected a trace of format {known} at {self.path}, got format {version}; {todo}"
-        raise TraceError(msg)
-
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """Turn any failure of HDF5 inside the block into a TraceError; the block may call only HDF5."""
+        """Turn any exception inside the block, which may call only HDF5, into a TraceError about `what` is read."""
         try:
             yield
-        except _FAILURES:
+        except _HDF5_ERRORS:
             self.refuse(what, "what HDF5 cannot read")
 
     def _dataset(self, name: str) -> Any:
-        """Return a variable or an axis whose numbers are stored in this file."""
+        """Return a variable or an axis. Raises TraceError unless its numbers are stored in this file."""
         if name not in self._datasets:
             with self._translate_errors(f"the variable {name}"):
                 item = self._file[name]
@@ -198,10 +194,10 @@ class StoredFile:
     def _check_size(self, name: str, item: h5py.Dataset) -> None:
         """Raise TraceError for a shape whose numbers the file cannot hold, before memory is allocated for them."""
         stored, samples = item.id.get_storage_size(), item.shape[0] if item.shape else 1
-        if item.nbytes > max(_UNSTORED, stored * _DEFLATED * max(samples, 1)):
+        if item.nbytes > max(_MAX_FILL_BYTES, stored * _MAX_COMPRESSION * max(samples, 1)):
             self.refuse(f"the numbers of {name}", f"the shape {item.shape} and {stored} bytes of them")
         chunk = np.prod(item.chunks or (0,), dtype=float) * item.dtype.itemsize
-        if chunk > max(_UNSTORED, item.nbytes):
+        if chunk > max(_MAX_FILL_BYTES, item.nbytes):
             self.refuse(f"{name} in chunks no larger than itself", f"chunks of {item.chunks}")
 
 
@@ -212,7 +208,7 @@ def _little_endian(dtype: str) -> Any:
 
 
 def _dimension_scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
-    """Return the dimension scale of each dimension of a variable; None where it has none.
+    """Return the dimension scale of each dimension of a variable; None for a dimension without one.
 
     The attribute is read as the specification of dimension scales defines it, as HDF5's own reader crashes on
     attributes of another type.
@@ -239,7 +235,7 @@ def _plain_attribute(attrs: h5py.AttributeManager, key: str) -> str | int | floa
 
 
 _HEADER = b"GCOL\x01\0\0\0"
-_BLOCK = 2**26
+_BLOCK_BYTES = 2**26
 _OBJECT_HEADER = struct.Struct("<HH4xQ")
 """Index, references, size; objects begin at multiples of 8 after the header and their heap's size."""
 
@@ -269,7 +265,7 @@ def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
 def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
     """Yield the offsets of all global heaps."""
     begin, overlap = 0, b""
-    while block := stream.read(_BLOCK):
+    while block := stream.read(_BLOCK_BYTES):
         block = overlap + block
         index = block.find(_HEADER)
         while index >= 0:

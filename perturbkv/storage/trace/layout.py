@@ -57,7 +57,7 @@ CHECKSUM = "crc32"
 
 
 def checksum_of(block: NDArray[Any], before: int = 0) -> int:
-    """Return the CRC-32 of numbers or texts, continued from `before`."""
+    """Return the CRC-32 of numbers or texts, continued from `before`, the CRC-32 of earlier ones."""
     if block.dtype.kind in "OU":
         return zlib.crc32("".join(f"{text}\0" for text in block.flat).encode(), before)
     return zlib.crc32(np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<")).data, before)
@@ -91,10 +91,10 @@ def checksum_document(attributes: Mapping[str, str], texts: Mapping[str, str]) -
 
 
 def first_difference(document: str, attributes: Mapping[str, str], texts: Mapping[str, str]) -> str | None:
-    """Return the first attribute or variable whose text is missing or differs from the checksums; None without one.
+    """Return the name of the first attribute or variable whose text is missing or was changed; None where none was.
 
-    `document` is that of `checksum_document`; texts without a checksum in it are ignored. Raises ValueError for any
-    other text.
+    `document` is the text of `checksum_document`; texts without a checksum in it are ignored. Raises ValueError for
+    any other document.
     """
     checksums = json.loads(document)
     if not isinstance(checksums, dict) or checksums.keys() != {"attributes", "variables"}:
@@ -109,4 +109,5 @@ def first_difference(document: str, attributes: Mapping[str, str], texts: Mappin
 
 
 def _text_checksums(texts: Mapping[str, str]) -> dict[str, int]:
+    """Return the CRC-32 of each text, by its name."""
     return {name: zlib.crc32(text.encode()) for name, text in texts.items()}

@@ -82,7 +82,7 @@ def token_texts(sample: SampleTrace) -> list[str]:
 
 
 def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
-    """Return the sample with exactly the text that `texts` has for it; unchanged where `texts` is None."""
+    """Return the sample with its text from `texts` and no other text; unchanged where `texts` is None."""
     if texts is None or isinstance(sample, FailedSample):
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -91,7 +91,7 @@ def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> Sample
 
 
 def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
-    """Return variable name -> shape after `with_text`, for a sample of these shapes."""
+    """Return variable name -> shape of a sample after `with_text`, from its shapes before."""
     if texts is None:
         return shapes
     others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -114,6 +114,6 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
 
 
 def without_kept_shapes(shapes: Shapes) -> Shapes:
-    """Return variable name -> shape after `without_kept`, for a sample of these shapes."""
+    """Return variable name -> shape of a sample after `without_kept`, from its shapes before."""
     others = {name: shape for name, shape in shapes.items() if name not in KEPT}
     return {**others, DIGEST: shapes["kept_count"]} if KEPT[0] in shapes else shapes

@@ -62,7 +62,7 @@ def read_sample(file: StoredFile, names: Iterable[str], index: int) -> dict[str,
 
 
 class LazyArrays(Mapping[str, NDArray[np.generic]]):
-    """Arrays by name: `arrays` are in memory, those named in `later` are read by `read` when first used."""
+    """Arrays by name: `arrays` are in memory; those named in `later` are read, by `read(name)`, when first used."""
 
     def __init__(
         self, arrays: Mapping[str, NDArray[Any]], later: Sequence[str], read: Callable[[str], NDArray[Any]]
@@ -108,11 +108,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _is_large(name: str) -> bool:
+    """Return whether a variable may be larger than memory should hold, so that it is read when first used."""
     return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
 
 
 def _variable_reader(path: Path) -> Callable[[str], Any]:
-    """Return a function that reads one variable; it raises TraceError after the file was written again."""
+    """Return a function that reads a variable by its name; it raises TraceError once the file was written again."""
     stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
@@ -125,7 +126,7 @@ def _variable_reader(path: Path) -> Callable[[str], Any]:
 
 
 def _check_contents(file: StoredFile, name: str, contents: Any) -> None:
-    """Raise TraceError for positions outside a prompt or its text, and for invalid lists of answers."""
+    """Raise TraceError for a large variable with positions outside a prompt or its text, or invalid lists of texts."""
     if name == "kept_code":
         related = {other: file.read(other) for other in (*KEPT[:2], "kept_count", "prompt_tokens")}
         check_codes(file.path, related, file.read("complete") != 0, contents)
@@ -138,7 +139,7 @@ def _check_contents(file: StoredFile, name: str, contents: Any) -> None:
 
 @dataclass(frozen=True)
 class StoredVariable:
-    """The description of a variable in the file."""
+    """The description of a variable in a trace file, without its numbers."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -169,7 +170,6 @@ class Description:
 
 def describe(path: Path) -> Description:
     """Return a trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
-    path = Path(path)
     with open_trace(path) as file:
         run = _check_and_read_run(file)
         ids, failures = _read_samples(file)
@@ -182,16 +182,19 @@ def describe(path: Path) -> Description:
 
 
 def _samples_with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the samples that are stored with their prompt's text."""
     counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
 
 
 def _samples_with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the samples that are stored with the text of answers."""
     answers = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
     return tuple(name for name, expected in zip(ids, answers.tolist(), strict=True) if expected)
 
 
 def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the complete samples that are stored with every head's kept positions."""
     if not all(name in file for name in KEPT):
         return ()
     counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
@@ -220,7 +223,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def describe_whole(path: Path) -> Description:
-    """Return the description of a whole trace, which can be extended.
+    """Return the description of a trace that has every required variable, so that it can be extended.
 
     Raises TraceError as `describe` does, and where a variable is missing that a trace MUST hold.
     """
@@ -256,10 +259,10 @@ def _missing_message(path: Path) -> str:
     """Return the message of the error for a missing trace, which may be unfinished or in shards."""
     journal = Journal(journal_path(path))
     if journal.folder.exists():
-        kept = len(journal.sample_ids())
-        return f"the run of {path} is unfinished, {kept} samples are kept; run the same command again to go on"
+        count = len(journal.sample_ids())
+        return f"the run of {path} is unfinished, {count} samples are kept; run the same command again to go on"
     if shards := find_shards(path):
-        finished, count = sum(one.is_done() for one in shards), shards[0].shard.count
+        finished, count = sum(shard.is_done() for shard in shards), shards[0].shard.count
         return (
             f"the run of {path} is in shards, of which {finished} of {count} are done; perturbkv merge {path} joins "
             "them, or says which is missing"
@@ -310,6 +313,7 @@ def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
 
 
 def _read_names(file: StoredFile, axis: str) -> list[str]:
+    """Return the coordinate of an axis of texts."""
     return [str(name) for name in file.read(axis)]
 
 
@@ -326,5 +330,6 @@ def _provenance(file: StoredFile) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
+    """Return a short digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:12]

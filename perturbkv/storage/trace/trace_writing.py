@@ -30,7 +30,7 @@ from perturbkv.storage.run.sample_parts import Shapes
 from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.trace.texts import storable_text
-from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, whole_sizes, write_sample
+from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, trace_sizes, write_sample
 
 
 class Stream(io.RawIOBase):
@@ -95,6 +95,7 @@ class Stream(io.RawIOBase):
         return end
 
     def _write_all(self, data: memoryview) -> None:
+        """Write all of the data at the offset. Raises OSError."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], self._at + done)
@@ -122,18 +123,18 @@ def run_uninterrupted(work: Callable[[threading.Event], None]) -> None:
             stop.set()
 
 
-_CHUNK = 2**16
+_CHUNK_LENGTH = 2**16
 """Numbers in a chunk of a one-dimensional variable: few enough for HDF5's cache while samples come one by one."""
 _CHUNK_BYTES = 2**15
 """Bytes of small samples that share a chunk and a call, as a call of HDF5 takes as long for a single one."""
-_DEFLATED = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
+_COMPRESSION = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 _WITHOUT_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 """netCDF's mark of a dimension without a coordinate: one for kept_code would take eight times the code's size."""
-_VERSIONS = ("v110", "v110")
+_HDF5_VERSIONS = ("v110", "v110")
 """The file format of HDF5 1.10, whose headers, links and indices have checksums, and which netCDF reads."""
-_SCALARS = 512
+_SCALARS_PER_WRITE = 512
 """Number of samples whose scalars are written in one call."""
-_CACHED = 2**18
+_CACHE_BYTES = 2**18
 """Bytes of HDF5's chunk cache per variable, for those that are written in parts."""
 
 
@@ -150,14 +151,14 @@ def write_trace(
     `shapes` returns the shapes of a sample's variables, None where it failed; `sample` returns the sample itself.
     Raises TraceError where the samples' axes differ, OSError where the file cannot be written.
     """
-    sizes, names = whole_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
+    sizes, names = trace_sizes(run, sample_ids, ((name, shapes(name)) for name in sample_ids))
     texts = {name: storable_text(str(value)) for name, value in attrs.items()}  # file names may have arbitrary bytes
     texts |= {"format": FORMAT, "run": run.to_json()}
     _check_free_space(path.parent, least_bytes(sizes, names))
 
     def write(stop: Event) -> None:
         with Stream(path) as stream:
-            with h5py.File(stream, "w", libver=_VERSIONS, track_order=True, rdcc_nbytes=_CACHED) as file:
+            with h5py.File(stream, "w", libver=_HDF5_VERSIONS, track_order=True, rdcc_nbytes=_CACHE_BYTES) as file:
                 variables = _create_variables(file, texts, sizes, names, sample_ids, run.labels())
                 filled = dict.fromkeys(ROWS, 0)
                 for index, name in enumerate(sample_ids):
@@ -165,10 +166,13 @@ def write_trace(
                     if stop.is_set():
                         return
                     _write_sample(variables, index, sample(name), filled)
-                variables.finish()
-                file.attrs[layout.CHECKSUM] = layout.checksum_document(
-                    texts, {name: _checksum_text(file[name]) for name in file}
-                )
+                for variable in variables.values():
+                    variable.finish()
+                meanings = {
+                    name: layout.checksum_text(item.attrs["units"], item.attrs["long_name"])
+                    for name, item in file.items()
+                }
+                file.attrs[layout.CHECKSUM] = layout.checksum_document(texts, meanings)
             stream.check()
 
     run_uninterrupted(write)
@@ -188,26 +192,24 @@ def _create_variables(
     names: set[str],
     sample_ids: Sequence[str],
     labels: list[str],
-) -> _Variables:
-    """Write the file's attributes and coordinates, and return its variables, still empty."""
+) -> dict[str, _ChecksummedVariable]:
+    """Write the file's attributes and coordinates, and return its variables, still empty, by name."""
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in attrs.items():
         file.attrs[name] = text
     measured = attrs.get(MEASURED_LAYERS)
     _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(measured)[0] if measured else None)
-    chosen = {name: variable for name, variable in STORED.items() if name in names | FLAGS.keys()}
-    return _Variables(file, chosen, sizes)
+    return {
+        name: _ChecksummedVariable(_create_variable(file, name, variable, sizes), variable)
+        for name, variable in STORED.items()
+        if name in names | FLAGS.keys()
+    }
 
 
 def _storable_texts(value: Any) -> NDArray[Any]:
-    """Return a text, or an array of texts, as HDF5 can store them."""
+    """Return an array of texts, or a single text as an array without axes, as HDF5 can store them."""
     texts = [storable_text(str(text)) for text in np.asarray(value, dtype=object).flat]
     return np.array(texts, dtype=object).reshape(np.shape(value))
-
-
-def _checksum_text(dataset: h5py.Dataset) -> str:
-    """Return a variable's unit and meaning as the text that is checksummed."""
-    return layout.checksum_text(dataset.attrs["units"], dataset.attrs["long_name"])
 
 
 def _write_coordinates(
@@ -245,32 +247,11 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     if 0 in shape:
         return options
     if len(shape) == 1:
-        deflated = _DEFLATED if dtype == "uint8" else {}
-        return {**options, "chunks": (min(shape[0], _CHUNK),), "fletcher32": True, **deflated}
+        deflated = _COMPRESSION if dtype == "uint8" else {}
+        return {**options, "chunks": (min(shape[0], _CHUNK_LENGTH),), "fletcher32": True, **deflated}
     sample_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
     samples_per_chunk = max(1, min(shape[0], _CHUNK_BYTES // sample_bytes))
-    return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_DEFLATED}
-
-
-class _Variables:
-    """The variables of a file that is being written, with their checksums."""
-
-    def __init__(self, file: h5py.File, chosen: Mapping[str, Variable], sizes: Mapping[str, int]) -> None:
-        self._by_name = {
-            name: _SummedVariable(_create_variable(file, name, variable, sizes), variable)
-            for name, variable in chosen.items()
-        }
-
-    def __contains__(self, name: str, /) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str, /) -> _SummedVariable:
-        return self._by_name[name]
-
-    def finish(self) -> None:
-        """Write buffered blocks and the checksums."""
-        for variable in self._by_name.values():
-            variable.finish()
+    return {**options, "chunks": (samples_per_chunk, *shape[1:]), "fletcher32": True, **_COMPRESSION}
 
 
 def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
@@ -283,7 +264,7 @@ def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapp
     return dataset
 
 
-class _SummedVariable:
+class _ChecksummedVariable:
     """A variable that is written by whole samples or consecutive rows, and its checksums."""
 
     def __init__(self, dataset: h5py.Dataset, variable: Variable) -> None:
@@ -291,33 +272,34 @@ class _SummedVariable:
         self._shape = () if variable.in_rows else dataset.shape[1:]
         self._dtype = np.dtype(object) if variable.dtype == "str" else dataset.dtype
         self._begin, self._end, self._bytes = 0, 0, 0
-        self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS
+        self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS_PER_WRITE
         self._waiting: list[NDArray[Any]] = []
         empty = np.full(self._shape, fill_value(variable.dtype), dtype=self._dtype)
         initial = 0 if variable.in_rows else layout.checksum_of(empty)
-        self._sums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
+        self._checksums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the whole variable."""
         return tuple(self._dataset.shape)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_storable_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
-            self._sums[0] = layout.checksum_of(block, int(self._sums[0]))
+            self._checksums[0] = layout.checksum_of(block, int(self._checksums[0]))
             self._buffer(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
-            self._sums[where] = layout.checksum_of(whole)
+            self._checksums[where] = layout.checksum_of(whole)
             self._buffer(where, whole[np.newaxis])
 
     def finish(self) -> None:
         """Write buffered blocks and the checksums."""
         self._write()
-        self._dataset.attrs[layout.CHECKSUM] = self._sums
+        self._dataset.attrs[layout.CHECKSUM] = self._checksums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
-        """Buffer a block, and write the buffer once it fills a chunk."""
+        """Buffer a block for the rows from `begin` on, and write the buffer once it fills a chunk."""
         if begin != self._end:
             self._write()
             self._begin = begin
@@ -330,6 +312,7 @@ class _SummedVariable:
             self._write()
 
     def _write(self) -> None:
+        """Write the buffered blocks to the file."""
         if self._end > self._begin:
             block = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
             self._dataset[self._begin : self._end] = block
@@ -337,9 +320,15 @@ class _SummedVariable:
 
 
 def _write_sample(
-    variables: _Variables, index: int, sample: SampleTrace | FailedSample, filled: dict[str, int]
+    variables: Mapping[str, _ChecksummedVariable],
+    index: int,
+    sample: SampleTrace | FailedSample,
+    filled: dict[str, int],
 ) -> None:
-    """Write one sample after the rows that are `filled`, its `complete` flag last."""
+    """Write the sample at an index of the `sample` axis, its `complete` flag last.
+
+    `filled`: axis of `ROWS` -> the rows that earlier samples fill; it grows by the sample's own.
+    """
     if isinstance(sample, FailedSample):
         variables["failure"][index] = sample.reason
     else:
@@ -352,12 +341,12 @@ def save(trace: Trace, path: Path) -> Path:
 
     Raises TraceError where a required variable is missing.
     """
-    shapes = {
-        name: sample.shapes() if isinstance(sample, SampleTrace) else None
-        for name in trace.sample_ids
-        for sample in [trace.sample(name)]
-    }
+
+    def shapes(name: str) -> Shapes | None:
+        sample = trace.sample(name)
+        return sample.shapes() if isinstance(sample, SampleTrace) else None
+
     attrs = {name: value for name, value in trace.attrs.items() if name not in ("format", "format_version")}
     with atomic_path(path) as temporary:
-        write_trace(temporary, trace.run, trace.sample_ids, attrs, shapes.__getitem__, trace.sample)
+        write_trace(temporary, trace.run, trace.sample_ids, attrs, shapes, trace.sample)
     return path

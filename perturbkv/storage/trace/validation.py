@@ -25,7 +25,6 @@ from perturbkv.storage.trace.hdf5 import StoredFile
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED
 
 Arrays = Mapping[str, NDArray[Any]]
-_FLAGS = ("evicted", "top1_agreement")
 _MOST_TOKENS = 2**31
 """Positions are 32-bit numbers."""
 _MEASURED = tuple(name for name, variable in VARIABLES.items() if not variable.optional and variable.dtype == "float64")
@@ -33,7 +32,7 @@ _MEASURED = tuple(name for name, variable in VARIABLES.items() if not variable.o
 
 
 def check_states(path: Path, complete: NDArray[Any], reasons: NDArray[Any]) -> None:
-    """Raise TraceError unless every sample is complete without a reason, or failed with one."""
+    """Raise TraceError unless every sample is either complete, or failed and has a reason."""
     for index, (flag, reason) in enumerate(zip(complete.tolist(), reasons.tolist(), strict=True)):
         if flag not in (0, 1) or bool(flag) == bool(reason):
             _refuse(path, f"sample {index} complete, or failed for a reason,", f"complete {flag} and '{reason}'")
@@ -42,12 +41,12 @@ def check_states(path: Path, complete: NDArray[Any], reasons: NDArray[Any]) -> N
 def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
     """Raise TraceError unless counts, flags and measured numbers are possible.
 
-    `measured`: (sample, step) True where a step has numbers. Absent variables are skipped.
+    `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked.
     """
     ok = np.asarray(measured.any(axis=1))
-    for name in _FLAGS:
+    for name in ("evicted", "top1_agreement"):
         if name in arrays and (arrays[name] > 1).any():
-            _refuse(path, f"{name} of 0 or 1", str(arrays[name].max()))
+            _refuse(path, f"{name} of 0 or 1", arrays[name].max())
     for name in _MEASURED:
         if name in arrays:
             _check_finite(path, name, arrays[name], measured)
@@ -59,7 +58,7 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
 
 
 def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArray[Any]) -> None:
-    """Raise TraceError unless every head's code is absent or has `kept_count` positions within the prompt.
+    """Raise TraceError unless every stored code of kept positions has `kept_count` of them, within the prompt.
 
     `arrays` holds kept_offset, kept_length, kept_count and prompt_tokens; offsets point into `codes`.
     """
@@ -99,6 +98,7 @@ def check_expected_answers(path: Path, expected: NDArray[Any]) -> None:
 
 
 def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:
+    """Raise TraceError for impossible counts of tokens or entries in the samples that are `ok`."""
     tokens, kept, stage1 = (arrays[name][ok] for name in ("prompt_tokens", "kept_count", "stage1_count"))
     _check_within(path, "prompt_tokens", tokens, 1, np.full_like(tokens, _MOST_TOKENS))
     _check_within(path, "kept_count", kept, 0, _broadcast(tokens, kept) + 1)
@@ -106,10 +106,11 @@ def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:
     if {"prompt_count", "question_tokens"} <= arrays.keys():
         stored, question = arrays["prompt_count"][ok], arrays["question_tokens"][ok]
         if ((stored != 0) & (stored != tokens + question)).any():
-            _refuse(path, "prompt_count of the prompt's tokens and its question's", str(stored.tolist()))
+            _refuse(path, "prompt_count of the prompt's tokens and its question's", stored.tolist())
 
 
 def _check_finite(path: Path, name: str, numbers: NDArray[Any], measured: NDArray[np.bool_]) -> None:
+    """Raise TraceError for NaN in a variable where a (sample, step) was measured."""
     steps = np.moveaxis(numbers, VARIABLES[name].axes.index("step"), 1)
     if np.isnan(steps[measured]).any():
         _refuse(path, f"a number everywhere in {name} where a step was measured", "NaN")
@@ -120,7 +121,7 @@ def _check_within(path: Path, name: str, numbers: NDArray[Any], low: int, high: 
     wrong = (numbers < low) | (numbers >= high)
     if wrong.any():
         index = tuple(np.argwhere(wrong)[0].tolist())
-        _refuse(path, f"{name} from {low} to {high[index] - 1}", f"{numbers[index]}")
+        _refuse(path, f"{name} from {low} to {high[index] - 1}", numbers[index])
 
 
 def _broadcast(per_sample: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
@@ -128,7 +129,8 @@ def _broadcast(per_sample: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
     return np.broadcast_to(per_sample.reshape(-1, *[1] * (like.ndim - 1)), like.shape)
 
 
-def _refuse(path: Path, expected: str, got: str) -> NoReturn:
+def _refuse(path: Path, expected: str, got: object) -> NoReturn:
+    """Raise TraceError for a file that was changed, which names what was expected in it and what was there."""
     msg = f"expected {expected} in {path}, got {got}; the file was changed since it was made; make it again"
     raise TraceError(msg)
 
@@ -154,17 +156,17 @@ def check_structure(file: StoredFile) -> None:
 
 
 def known_axes(names: list[str]) -> list[str]:
-    """Return the known axes among these names."""
+    """Return the axes of the format that are among the names of a file's items."""
     return [axis for axis in AXES if axis in names]
 
 
 def known_variables(names: list[str]) -> list[str]:
-    """Return the known variables among these names."""
+    """Return the variables of the format that are among the names of a file's items."""
     return [name for name in STORED if name in names]
 
 
 def check_version(file: StoredFile) -> None:
-    """Raise TraceError for another format, or another version of it."""
+    """Raise TraceError for a file of another format, or of another version of it."""
     attrs = file.attributes
     if attrs.get("format") != FORMAT:
         file.refuse("a perturbkv trace", "another HDF5 file")
@@ -172,11 +174,14 @@ def check_version(file: StoredFile) -> None:
     if not isinstance(version, int) or version < 1:
         file.refuse(f"the format_version {FORMAT_VERSION}", str(version))
     if version != FORMAT_VERSION:
-        file.refuse_version(version, FORMAT_VERSION)
+        measure_again = "measure it again: the perturbkv trace that made it, with --overwrite"
+        advice = "update perturbkv" if version > FORMAT_VERSION else measure_again
+        msg = f"expected a trace of format {FORMAT_VERSION} at {file.path}, got format {version}; {advice}"
+        raise TraceError(msg)
 
 
 def parse_run(file: StoredFile) -> RunConfig:
-    """Return the file's run. Raises TraceError where it is invalid."""
+    """Return the configuration of the file's run. Raises TraceError where it is invalid."""
     text = file.attributes.get("run")
     if not isinstance(text, str):
         file.refuse("the run as JSON", "none")
@@ -187,11 +192,13 @@ def parse_run(file: StoredFile) -> RunConfig:
 
 
 def _check_type(file: StoredFile, name: str, dtype: str) -> None:
+    """Raise TraceError unless a variable or axis has this type; any type passes for an empty `dtype`."""
     if dtype and not file.has_dtype(name, dtype):
         file.refuse(f"{name} of the type {dtype}", "another")
 
 
 def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
+    """Raise TraceError unless a variable has the type, the axes and the unit of the format."""
     variable = STORED[name]
     _check_type(file, name, variable.dtype)
     if (stored := file.axes(name, axes)) != variable.axes:
@@ -218,75 +225,61 @@ def _check_checksums(file: StoredFile, names: list[str]) -> None:
             file.refuse(f"the sums of {name}", "none")
 
 
-_AGAIN = "the file was changed since it was made; make it again"
-Shape = tuple[int, ...]
 Counts = NDArray[np.int64]
 
 
 def check_configs(path: Path, labels: Sequence[str], stored: Sequence[str]) -> None:
     """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order."""
     if len(stored) != len(labels):
-        counts = f"the {len(labels)} configurations of the run along 'config' in {path}, got {len(stored)}"
-        msg = f"expected {counts}; {_AGAIN}"
-        raise TraceError(msg)
+        _refuse(path, f"the {len(labels)} configurations of the run along 'config'", len(stored))
     for index, (expected, got) in enumerate(zip(labels, stored, strict=True)):
         if expected != got:
-            where = f"at place {index} along 'config' in {path}"
-            msg = f"expected '{expected}', as the run says, {where}, got '{got}'; {_AGAIN}"
-            raise TraceError(msg)
+            _refuse(path, f"'{expected}', as the run says, at place {index} along 'config'", f"'{got}'")
 
 
 def check_run(path: Path, lengths: Mapping[str, int], run: RunConfig) -> None:
-    """Raise TraceError unless there are as many samples and steps as the run has."""
+    """Raise TraceError unless the axes of samples and steps are as long as the run says."""
     for axis, expected in (("sample", run.samples), ("step", run.steps)):
         if lengths[axis] != expected:
-            msg = f"expected the {expected} places of the run along '{axis}' in {path}, got {lengths[axis]}; {_AGAIN}"
-            raise TraceError(msg)
+            _refuse(path, f"the {expected} places of the run along '{axis}'", lengths[axis])
 
 
 def check_samples(path: Path, ids: Sequence[str]) -> None:
     """Raise TraceError unless sample ids are unique."""
     if len(set(ids)) < len(ids):
         twice = next(name for name in ids if list(ids).count(name) > 1)
-        msg = f"expected every sample id once along 'sample' in {path}, got '{twice}' twice; {_AGAIN}"
-        raise TraceError(msg)
+        _refuse(path, "every sample id once along 'sample'", f"'{twice}' twice")
 
 
 def check_coordinate(path: Path, axis: str, stored: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
-    """Raise TraceError unless a coordinate is 0, 1, 2, …, or the indices of the measured layers."""
+    """Raise TraceError unless an axis has the coordinate 0, 1, 2, …, or the indices of the measured layers."""
     if not np.array_equal(stored, np.arange(len(stored)) if measured is None else np.array(measured)):
         expected = f"0 … {len(stored) - 1}" if measured is None else " ".join(map(str, measured))
-        msg = f"expected the places {expected} along '{axis}' in {path}, got {stored[:8].tolist()} …; {_AGAIN}"
-        raise TraceError(msg)
+        _refuse(path, f"the places {expected} along '{axis}'", f"{stored[:8].tolist()} …")
 
 
-def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, Shape]) -> None:
+def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
     for name, shape in shapes.items():
         axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
         expected = tuple(lengths[axis] for axis in axes)
         if shape != expected:
-            msg = f"expected {name} of the shape {expected} along {' '.join(axes)} in {path}, got {shape}; {_AGAIN}"
-            raise TraceError(msg)
+            _refuse(path, f"{name} of the shape {expected} along {' '.join(axes)}", shape)
 
 
 def check_step_counts(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
     """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
     wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
     if wrong.any():
-        place = int(wrong.argmax())
-        expected = f"1 … {steps}" if ok[place] else "0, as the sample failed,"
-        msg = f"expected steps_measured of {expected} for sample {place} in {path}, got {measured[place]}; {_AGAIN}"
-        raise TraceError(msg)
+        sample = int(wrong.argmax())
+        expected = f"1 … {steps}" if ok[sample] else "0, as the sample failed,"
+        _refuse(path, f"steps_measured of {expected} for sample {sample}", measured[sample])
 
 
 def check_ranges(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, rows: int) -> None:
-    """Raise TraceError unless the ranges given by two variables, offset and count, are within the `rows` of `axis`."""
+    """Raise TraceError unless the ranges of two variables, offset and count, lie within the `rows` of an axis."""
     wrong = (offset < 0) | (count < 0) | (count > rows - offset)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())
-        msg = (
-            f"expected {' and '.join(names)} within the {rows} places along '{axis}' in {path}, "
-            f"got {offset[where]} and {count[where]} at {where}; {_AGAIN}"
-        )
-        raise TraceError(msg)
+        got = f"{offset[where]} and {count[where]} at {where}"
+        _refuse(path, f"{' and '.join(names)} within the {rows} places along '{axis}'", got)

@@ -1,4 +1,4 @@
-// What the page is told: the document of its traces.
+// The page's JSON document: its types, and reading it.
 
 /** @typedef {import("./numbers.js").Stored} Stored */
 /** @typedef {[number | null, number | null, number | null]} Estimate */
@@ -28,16 +28,16 @@
  *   pairs: [number, number][], pairs_left_out: number, conclusions: Record<string, string>, lacks: Record<string, string>,
  *   arrays: Record<string, Stored>, prompts: Record<string, PromptBlocks>, losses: number, distances: string[], stepped: string[], ablation: Setting[] | null,
  *   answers: Answers | null, step_samples: number[], kl_floor: number | null,
- *   held_heads: {of: number, held: number, why: string}}} Told
+ *   held_heads: {of: number, held: number, why: string}}} TraceData
  */
-/** @typedef {{format: number, made_with: string, traces: Told[]}} Page */
+/** @typedef {{format: number, made_with: string, traces: TraceData[]}} Page */
 
 /**
- * The document that the page was made of.
+ * Return the page's JSON document.
  * @returns {Page}
  */
 export function page() {
-  const held = document.getElementById("page");
-  if (!held) throw new Error("the page has no document");
-  return JSON.parse(held.textContent || "");
+  const element = document.getElementById("page");
+  if (!element) throw new Error("the page has no document");
+  return JSON.parse(element.textContent || "");
 }
