@@ -47,8 +47,7 @@ def bar(
     console: Console | None = None,
     status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """Show a progress bar with the remaining time inside the block: in a notebook's cell, or on a console (else
-    stderr).
+    """Show a progress bar with the remaining time inside the block: in a notebook's cell or on a console (else stderr).
 
     `status` is called whenever the bar is drawn, and returns a text to show next to it, such as `7 of 8 workers`.
 

@@ -78,9 +78,7 @@ def footprint(planned: Plan) -> Footprint:
 
 
 def memory_bytes(planned: Plan) -> int:
-    """Return the bytes of weights, the longest prompt's full cache, the largest evicted batch and working memory,
-    summed.
-    """
+    """Return the bytes of weights, longest prompt's full cache, largest evicted batch and working memory, summed."""
     weights = planned.files.weights_bytes(planned.placement.dtype)
     return weights + planned.caches_bytes() + planned.resources.chunk_bytes
 

@@ -114,7 +114,7 @@ class Plan:
         )
 
     def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
-        """Return the plan of the prompts with ids in `samples`, with the given configurations. Raises PerturbkvErrors.
+        """Return the plan of the prompts with ids in `samples` and of the given configurations. Raises PerturbkvErrors.
         """
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
         settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
@@ -265,7 +265,6 @@ def _bound_memory(
 
 
 def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """Return the batches of the prompt that needs most memory. Raises ConfigError where one exceeds the memory bound.
-    """
+    """Return the batches of the prompt that needs most memory. Raises ConfigError if one exceeds the memory bound."""
     planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

@@ -75,8 +75,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the isolated quantities (config, step, layer, head) and their noise floors (step, layer, head), by name.
-    """
+    """Return name -> isolated quantity (config, step, layer, head), or its noise floor (step, layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
@@ -100,8 +99,7 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the largest evicted outputs (config, layer, head, lost_entry) and the full Σ A ν (layer, head), by name.
-    """
+    """Return the largest evicted outputs (config, layer, head, lost_entry) and Σ A ν of all entries (layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].lost:
@@ -224,7 +222,7 @@ def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
 
 
 def attention_array(layers: Sequence[LayerResult]) -> Arrays:
-    """Return the reference attention (step, layer, head, key), NaN for later entries than the step's."""
+    """Return the reference attention (step, layer, head, key), NaN for entries later than the step."""
     longest = layers[0].attention[-1].shape[-1]
     padded = [
         [torch.nn.functional.pad(a, (0, longest - a.shape[-1]), value=torch.nan).cpu() for a in layer.attention]
@@ -235,8 +233,7 @@ def attention_array(layers: Sequence[LayerResult]) -> Arrays:
 
 
 def pad_steps(arrays: Arrays, steps: int) -> Arrays:
-    """Return the arrays padded to length `steps` along `step`: floats with NaN, tokens with −1, other integers with 0.
-    """
+    """Return the arrays padded to length `steps` along `step`: floats by NaN, tokens by −1, other integers by 0."""
     return {name: _pad_variable(name, array, steps) for name, array in arrays.items()}
 
 

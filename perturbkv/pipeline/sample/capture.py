@@ -47,9 +47,7 @@ class Observer:
 
 @contextmanager
 def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
-    """Call the methods of `observer` in every forward pass inside the block; all hooks are removed on exit, even after
-    errors.
-    """
+    """Call the methods of `observer` in every forward pass inside the block; all hooks are removed on exit."""
     with ExitStack() as stack:
         if observer.attention is not None:
             stack.enter_context(
@@ -119,7 +117,7 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 def _attend_to_cache(
     cache_layers: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention output over the module's layer of a compact cache: a replacement of an attention function.
+    """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
     `cache_layers` are keyed by the identity of the attention modules.
     """
@@ -141,14 +139,13 @@ def _set_positions(
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
-    """Let a batch of identical rows decode from a `SharedCache` inside the block, with row 0's attention for all rows.
-    """
+    """Let a batch of identical rows decode from a `SharedCache` inside the block, with row 0's attention for all."""
     with intercept_attention(adapter, _attend_row_0, all_layers=True):
         yield
 
 
 def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the stock attention of row 0, expanded to all rows: a replacement of an attention function."""
+    """Return the stock attention of row 0, expanded to all rows: an attention replacement."""
     query, key, value, mask, *rest = args
     first = mask[:1] if isinstance(mask, Tensor) else mask
     output, weights = stock(module, query[:1], key, value, first, *rest, **kwargs)
@@ -163,9 +160,7 @@ def _observe_attention(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Call `callback` with the attention's inputs, and return the stock attention: a replacement of an attention
-    function.
-    """
+    """Call `callback` with the attention's inputs, and return the stock attention: an attention replacement."""
     callback(layer_of(module), args[0], args[1], args[2])
     return stock(module, *args, **kwargs)
 

@@ -76,13 +76,11 @@ class FullLayer:
         return self.adapter.sinks(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-        """Return the attention weights A of a decode step on the layer's entries, and the weight of each head's sink.
-        """
+        """Return a decode step's attention weights A on the layer's entries, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
-        """Return the groups of configurations with their kept sets; `realised` is A of the first decode step, if known.
-        """
+        """Return the groups of configurations with their kept sets; `realised` is A of the first decode step."""
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)
 
     def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Tensor) -> list[Bool[Tensor, "kept_head n"]]:

@@ -200,8 +200,7 @@ def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype)
 
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return head outputs and hidden states of the full and the evicted runs in float32, by name, for `--save outputs`.
-    """
+    """Return name -> head outputs or hidden states of the full or evicted runs in float32, for `--save outputs`."""
     device = evicted.logits.device
     return {
         "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),

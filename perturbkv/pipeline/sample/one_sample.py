@@ -169,8 +169,7 @@ class _BatchDecoder:
         self.finite, self.passing = FiniteCheck(), is_single_pass(sample.run)
 
     def batch(self, indices: tuple[int, ...]) -> BatchResult:
-        """Evict the cache for the configurations with the given indices, decode from it, and return the measurements.
-        """
+        """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
         with phase("evict"):
             sparse = self._sparse_prefills(indices)
             evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
@@ -193,8 +192,7 @@ class _BatchDecoder:
         return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """Return index -> result, for the configurations with a sparse prefill whose budget is smaller than the prompt.
-        """
+        """Return index -> result, for configurations with a sparse prefill and a budget below the prompt's length."""
         configs = {index: self.run.configs[index] for index in indices}
         context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
         n = len(context)

@@ -152,7 +152,7 @@ class Statistics:
     def _layer_statistics(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
     ) -> LayerStatistics:
-        """Return one layer's statistics for selection, with an unpooled score and a policy's own stage-1 score, if any.
+        """Return one layer's statistics for selection, with the unpooled scores of the policy and of its own stage 1.
         """
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
@@ -186,9 +186,7 @@ class Prefill:
 
 
 def requested_scores(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
-    """Return the score requests of a configuration: its score and, if its policy has a stage 1 of its own, that
-    stage's.
-    """
+    """Return the requests for a configuration's score and, where its policy has its own stage 1, that stage's score."""
     scores = (config.system.score, config.system.first_stage)
     return tuple(ScoreRequest(score.unpooled(), config.window) for score in scores if score is not None)
 
