@@ -222,8 +222,7 @@ class _RowView:
         return slice(part.start * self.group, part.stop * self.group)
 
     def _view_part(self, part: slice, name: str) -> LayerView:
-        """Return the layer view of the kept sets in the slice `part`, all of one length; `name` extends the sample id.
-        """
+        """Return the layer view of the kept sets in the slice `part`, of one length; `name` extends the sample's id."""
         heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(

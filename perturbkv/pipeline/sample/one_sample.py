@@ -192,7 +192,7 @@ class _BatchDecoder:
         return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """Return index -> result, for configurations with a sparse prefill and a budget below the prompt's length."""
+        """Return index -> result, for configurations with a sparse prefill and a budget below the prompt."""
         configs = {index: self.run.configs[index] for index in indices}
         context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
         n = len(context)

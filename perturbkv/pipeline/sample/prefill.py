@@ -113,7 +113,7 @@ class Statistics:
         return kept_groups(configs, self.scores(layer, realised), self.tokens, external)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """Return a function from a configuration to the scores of one layer, cached by the score's options.
+        """Return a function from a configuration to the scores of one layer, computed once per set of requested scores.
 
         `realised` is A of the first decoding query, where it is known.
         """
@@ -152,8 +152,7 @@ class Statistics:
     def _layer_statistics(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
     ) -> LayerStatistics:
-        """Return one layer's statistics for selection, with the unpooled scores of the policy and of its own stage 1.
-        """
+        """Return one layer's statistics for selection, with the unpooled scores of policy and own stage 1."""
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,

@@ -37,8 +37,7 @@ class Correction:
 def corrections(
     layer: FullLayer, entries: Mapping[int, KeptEntries], configs: Sequence[EvictionConfig]
 ) -> dict[int, Correction]:
-    """Return index -> correction of the corrected configurations in one layer; `entries` maps indices to kept entries.
-    """
+    """Return index -> correction of the corrected configurations in one layer; `entries` maps index to kept entries."""
     result = {}
     for index in (index for index in entries if configs[index].corrected):
         evicted = _evicted_mask(entries[index], layer.keys.shape[1], layer.tokens, layer.adapter.heads)

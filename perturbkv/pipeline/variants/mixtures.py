@@ -261,8 +261,7 @@ class MixtureMeasurer:
                 self.store.add_failure(sample, str(error))
 
     def measure_coalitions(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
-        """Measure the coalitions' mixtures in the prompts with ids in `samples`. Raises ActivationError for NaN or Inf.
-        """
+        """Measure the coalitions' mixtures in the prompts with ids `samples`. Raises ActivationError for NaN or Inf."""
         for sample in samples:
             self._measure(sample, [self.game.mixture(coalition) for coalition in coalitions])
 
@@ -277,9 +276,7 @@ class MixtureMeasurer:
             self._report_progress()
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
-        """Return a prompt after its prefill, from memory if possible; the oldest prefill is dropped when memory is
-        full.
-        """
+        """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full."""
         if self.model is None:
             self.model = self.planned.model()
             self.most = _prompts_in_memory(self.planned) if self.repeated else 1

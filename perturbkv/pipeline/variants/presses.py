@@ -101,7 +101,8 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
 
 
 def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> tuple[list[Any], list[Any]]:
-    """Return, per layer, the keys and values after the press, and the mask of removed entries set by the press."""
+    """Return, per layer, the keys and values after the press, and the indices of masked entries, if the press sets any.
+    """
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
@@ -116,9 +117,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
 
 @contextmanager
 def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Seed the random numbers by the prompt inside the block, restore the generators after, and silence the press's
-    log.
-    """
+    """Seed the random numbers by the prompt inside the block, then restore them; silence the press's log."""
     devices = [device] if device.type == "cuda" else []
     with kvpress.quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(zlib.crc32(str(list(token_ids)).encode()))
@@ -127,8 +126,7 @@ def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> I
 
 @contextmanager
 def restore_model(adapter: Adapter) -> Iterator[None]:
-    """Remove everything that presses leave on a model after the block: hooks, masks, rotary modules, replaced forwards.
-    """
+    """Remove after the block everything that presses leave on a model: hooks, masks, rotary modules, forwards."""
     model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.model.model]
     before = [(module, dict(vars(module)), dict(module._modules), dict(module._forward_hooks)) for module in touched]
     attention = model.config._attn_implementation
@@ -202,8 +200,7 @@ def sources(
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError if a configuration uses a KVPress press and the model has layers that presses cannot compress.
-    """
+    """Raise ModelError if a configuration uses a KVPress press and presses cannot compress some layer of the model."""
     for config in configs:
         if kvpress.is_press(config.policy):
             check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
@@ -217,8 +214,7 @@ def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, 
 
 
 def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
-    """Return a source of the user's masks for a configuration. Raises ConfigError for missing masks and wrong shapes.
-    """
+    """Return a source of the user's masks for a configuration. Raises ConfigError for missing or misshapen masks."""
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)

@@ -54,8 +54,7 @@ def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, K
 
 
 def _with_decoded(entries: KeptEntries, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return padded keys and values (kept_head, entry, d_head) of kept and decoded entries, and the mask of unpadded
-    entries.
+    """Return padded keys and values (kept_head, entry, d_head) of kept and decoded entries, and the padding mask.
 
     `keys` and `values` (kv_head, entry, d_head) are those of the decoded tokens; shorter kept sets are padded.
     """

@@ -67,8 +67,7 @@ def last_query_weights(
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
-    """Return the attention weights and norms for the choice of a layer's lines; `queries` are the prompt's last ones.
-    """
+    """Return the attention weights and norms that decide a layer's lines; `queries` are the prompt's last ones."""
     sharing, sinks = len(queries) // len(keys), adapter.sinks(layer)
     groups = [slice(first, first + sharing) for first in range(0, len(queries), sharing)]
     rows = [
@@ -183,8 +182,7 @@ class _LineAttention:
     def _attend_in_chunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, per chunk of queries, outputs (head, query, d_head) and the mean number of attended entries per head.
-        """
+        """Yield, per chunk of queries, outputs (head, query, d_head) and the mean number of attended entries."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
         size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
         for first in range(0, n, size):
