@@ -36,8 +36,7 @@ def _describe_selections(selections: tuple[str, ...]) -> str:
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError for an incompatible combination of policy, selection, granularity, correction and cache layout.
-    """
+    """Raise ConfigError for incompatible choices of policy, selection, granularity, correction and cache layout."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         msg = (

@@ -52,9 +52,7 @@ def option_example(name: str) -> str:
 
 
 def _owners_of(name: str) -> list[tuple[str, str]]:
-    """Return the (kind, name) pairs of the policies and choices that have the named option, such as ("policy",
-    "adakv").
-    """
+    """Return (kind, name) pairs of the policies and choices with the named option, such as ("policy", "adakv")."""
     return [owner for owner, options in _options_by_owner().items() if name in options]
 
 
@@ -234,8 +232,7 @@ def configuration(
     selection: Choice | str = "two-stage",
     **choices: Any,
 ) -> EvictionConfig:
-    """Return the configuration of a single combination of `grid`, without a compatibility check of policy and
-    selection.
+    """Return a single configuration of `grid`, without checking that policy and selection are compatible.
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, and an option without effect.
     """

@@ -95,14 +95,12 @@ class LayerBudget:
         return result
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
-        """Return each kept set's number of entries in the layer's top scores, which are as many as the layer's budget.
-        """
+        """Return each kept set's number of entries among the layer's k highest scores, k the budget of the layer."""
         order = self.heads_by_score()[: self.kept_heads * self.free]
         return count_rows(order, self.kept_heads).to(torch.int64)
 
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
-        """Return each kept set's number of entries in the model's top scores, which are as many as the model's budget.
-        """
+        """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
         order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(list(layers))))
         counts = self.compute_model_wide(

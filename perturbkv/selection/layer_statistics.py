@@ -65,8 +65,7 @@ class LayerStatistics:
         return self.realised
 
     def selected_norms(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
-        """Return the value norms ν, in the norm that the selection uses, in float64. Raises ConfigError without norms.
-        """
+        """Return the value norms ν, in the norm that the selection uses, in float64. Raises ConfigError without any."""
         if not config.euclidean:
             return self.norms.to(WORK)
         if self.euclidean is None:
@@ -83,6 +82,6 @@ class LayerStatistics:
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Return a mask of the indices at both ends: the `first` ones from `begin` on, and the `recent` ones before `end`.
+    """Return a mask of the indices at both ends: `first` indices from `begin` on, and the last `recent` before `end`.
     """
     return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

@@ -114,8 +114,7 @@ class Plan:
         )
 
     def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
-        """Return the plan for the prompts with ids in `samples` and the given configurations. Raises PerturbkvErrors.
-        """
+        """Return the plan of the prompts with ids `samples` and of the given configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
         settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
         prompts = replace(self.prompts, prompts=chosen)

@@ -101,8 +101,7 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
 
 
 def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> tuple[list[Any], list[Any]]:
-    """Return, per layer, the keys and values after the press, and the indices of masked entries, if the press sets any.
-    """
+    """Return, per layer, the keys and values after the press, and the indices of masked entries, None without any."""
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
