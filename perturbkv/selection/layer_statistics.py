@@ -82,6 +82,5 @@ class LayerStatistics:
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Return a mask of the indices at both ends: `first` indices from `begin` on, and the last `recent` before `end`.
-    """
+    """Return a mask of the indices at both ends: `first` ones from `begin` on, and the last `recent` before `end`."""
     return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

@@ -35,8 +35,7 @@ def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
 def block_scores(
     score: Float[Tensor, "kept_head prefix"], size: int, reduction: str
 ) -> Float[Tensor, "kept_head block"]:
-    """Return the scores reduced, by `sum` or `max`, over every full block of `size` entries; the remainder is left out.
-    """
+    """Return the sum or maximum of the scores in every full block of `size` entries; the remainder is left out."""
     if size == 1:
         return score
     heads, prefix = score.shape
@@ -249,7 +248,7 @@ class Scores:
         return score.masked_fill(is_at_ends(index, begin, prefix, ends.first, ends.recent), -torch.inf)
 
     def _mask_missing(self, score: Score) -> Score:
-        """Return the score with −∞ for padding."""
+        """Return the score with −∞ at padding, where a kept set has no entry."""
         valid = self.statistics.valid
         return score if valid is None else score.masked_fill(~valid, -torch.inf)
 

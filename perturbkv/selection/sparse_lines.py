@@ -104,9 +104,7 @@ def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
 
 
 def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Return, per offset d = 0 … n − 1, the total weight of the last queries on the entry d positions before each
-    query.
-    """
+    """Return, per offset d = 0 … n − 1, the last queries' total weight on the entries d positions before them."""
     heads, queries, n = weights.shape
     sums = weights.new_zeros(heads, n)
     for row in range(queries):
@@ -139,8 +137,7 @@ def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tens
 def _summed_attention(
     config: ResolvedConfig, attention: Float[Tensor, "head query key"]
 ) -> Float[Tensor, "head query key"]:
-    """Return the attention to sum along lines, zeroed where it is always kept: on the first entries and the local band.
-    """
+    """Return the attention to sum along lines, with 0 on the always-kept first entries and local band, if excluded."""
     policy = _policy(config)
     if policy.sums == "all":
         return attention

@@ -31,7 +31,9 @@ class KVzipPlus(KVzip):
     holds_norms: ClassVar[bool] = True
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return each entry's largest weight over its query's input norm, times its projected value norm, per head."""
+        """Return the largest ratio of attention weight to the query's input norm, times the projected value norm, per
+        head.
+        """
         if view.hidden is None:
             msg = "hidden of the layer was not captured: no score of the run needs it"
             raise PluginError(msg)

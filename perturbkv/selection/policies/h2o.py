@@ -37,7 +37,5 @@ class H2O(Policy):
         return h2o.H2O(pool=self.pool, kernel=self.kernel)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Return the number of recent entries that are always kept: ⌊recent · b⌋, at least the window and protected
-        ones.
-        """
+        """Return the number of recent entries that are always kept: ⌊recent · b⌋, at least the window's."""
         return max(super().recent_entries(config, kept), int(round_down_entries(self.recent * kept)))

@@ -45,7 +45,7 @@ class HeadKV(Pooled):
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
-    """Return the budget, in prefix entries, of all kept sets of the model; their mean is `mean`, none exceeds `prefix`.
+    """Return the budgets, in prefix entries, of all kept sets of the model, with mean `mean` and none above `prefix`.
     """
     share = scores.double() / scores.double().sum()
     budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta

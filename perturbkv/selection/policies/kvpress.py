@@ -77,8 +77,7 @@ def is_press(choice: Choice) -> bool:
 
 @functools.cache
 def library() -> Any:
-    """Return the kvpress module. Raises ConfigError if it is not installed or transformers has an unsuitable version.
-    """
+    """Return the kvpress module. Raises ConfigError if it is missing or transformers has an unsuitable version."""
     installed = importlib.metadata.version("transformers")
     needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
     if not version():
@@ -106,9 +105,7 @@ def exported_names() -> list[str]:
 
 
 def _press_class(name: str) -> Any:
-    """Return the kvpress class of a press. Raises UnknownNameError, and ConfigError for a press that cannot be
-    measured.
-    """
+    """Return the kvpress class of a press. Raises UnknownNameError, ConfigError for a press that cannot be measured."""
     if name in REFUSED:
         msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/kvpress.md)"
         raise ConfigError(msg)
@@ -146,8 +143,7 @@ def _complete(choice: Choice, name: str) -> Choice:
 
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return (name, value) of a press's parameter, with nested presses completed. Raises ConfigError for an unknown
-    name.
+    """Return (name, value) of a press's parameter, with nested presses completed. Raises ConfigError if unknown.
 
     A parameter without a name is the press's first; `known` are the names that the press takes.
     """
@@ -170,8 +166,7 @@ def press_parameters(name: str) -> dict[str, Any]:
 
 
 def build(choice: Choice) -> Any:
-    """Return a new kvpress press object of a completed choice. Raises ConfigError for a value that the press refuses.
-    """
+    """Return a new kvpress object of a completed choice. Raises ConfigError for a value that the press refuses."""
     name = choice.name.removeprefix(f"{PREFIX}:")
     options = {key: build(value) if isinstance(value, Choice) else value for key, value in choice.options.items()}
     kind = _press_class(name)

@@ -53,7 +53,9 @@ class KVzip(Policy):
         return kvzip.KVzip(chunk=self.chunk, sinks=self.sinks, wording=self.wording)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each kept set's number of entries among the highest scores of all competing heads."""
+        """Return the number of entries per kept set: equal, or by the layer's or model's highest scores, as `across`
+        says.
+        """
         if self.across == "head":
             return available.uniform(available.free)
         if self.across == "layer":

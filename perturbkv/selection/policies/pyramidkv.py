@@ -67,8 +67,7 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
 
 
 def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Return the total number of entries per head of every layer, as in kvpress; the mean is `kept`, none exceeds
-    `most`.
+    """Return the total number of entries per head of every layer (kvpress), with mean `kept` and none above `most`.
 
     All layers get `kept` where one would get fewer than `least`.
     """

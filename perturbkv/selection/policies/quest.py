@@ -37,7 +37,5 @@ class Quest(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for options that Quest does not support: granularity `layer`, protection, quantisation,
-        correction.
-        """
+        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
         check_non_evicting(config, "pages", "reads pages of the model's own cache")

@@ -87,8 +87,7 @@ def info(name: str) -> type[Policy]:
 
 
 def _is_score(name: str) -> bool:
-    """Return whether the class that a user's file defines is a score. Raises PluginError for neither score nor policy.
-    """
+    """Return whether the class in a user's file is a score. Raises PluginError for neither score nor policy."""
     kind = load_class(name)
     if isinstance(kind, type) and not issubclass(kind, (SCORES.base(), _POLICIES.base())):
         msg = f"expected '{name}' to be a subclass of Score or Policy, got {kind.__name__}"
