@@ -63,14 +63,13 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fork(self) -> CompactLayer:
-        """Return an independent layer that shares the frozen entries; valid only before any decoding."""
+        """Return a second layer with the same frozen entries, not copied; valid only before any decoding."""
         other = copy.copy(self)
         other.tail_from = [0] * self.batch
         return other
 
     def _freeze(self, entries: Sequence[KeptEntries]) -> None:
-        """Store the kept entries of all rows in blocks. Raises ConfigError for unequal lengths in a rectangular layout.
-        """
+        """Store the kept entries of all rows in blocks. Raises ConfigError for unequal lengths if rectangular."""
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
             msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
             raise ConfigError(msg)
@@ -95,8 +94,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and log-sum-exps of the logits.
-        """
+        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and logits' log-sum-exps."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
@@ -251,7 +249,7 @@ class CompactCache(Cache):  # type: ignore[misc]
         self.position_offsets = [self.position_offsets[row] for row in rows] if self.position_offsets else []
 
     def fork(self) -> CompactCache:
-        """Return an independent cache that shares the kept entries; valid only before any decoding.
+        """Return a second cache with the same kept entries, not copied; valid only before any decoding.
 
         Later decoding or compression in one of them does not change the other.
         """

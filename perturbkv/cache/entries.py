@@ -238,9 +238,7 @@ def rotate_to_cache_positions(
 def move_positions(
     entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
-    """Return copies of the entries with keys rotated from `position` to 0, 1, … in each kept set; sets are equally
-    long.
-    """
+    """Return copies of the entries with keys rotated from `position` to 0, 1, …; kept sets are equally long."""
     new = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
     angle = _angles(new, frequencies) - _angles(position, frequencies)
     index = torch.arange(len(position), device=position.device)

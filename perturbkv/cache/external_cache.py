@@ -26,9 +26,7 @@ LayerEntries = tuple[Tensor, Tensor]
 
 
 def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError if a layer has
-    none.
-    """
+    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError without any."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
@@ -247,8 +245,7 @@ def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
 
 
 def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return [keys, values] of the external and of the full cache, divided by the full cache's root mean square norm.
-    """
+    """Return [keys, values] of the external and of the full cache, divided by the full cache's RMS norm."""
     scaled, full_scaled = [], []
     for vectors, full_vectors in ((key, full_key), (value, full_value)):
         unit = full_vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)

@@ -73,9 +73,7 @@ def group_lengths(count: int, group: int) -> list[int]:
 
 
 def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of the first `counts` entries of each kept set, in concatenated kept sets of `lengths`
-    entries.
-    """
+    """Return the indices of the first `counts` entries of each kept set, in concatenated sets of lengths `lengths`."""
     begin, indices = 0, []
     for length, count in zip(lengths, counts, strict=True):
         indices.append(torch.arange(begin, begin + count))

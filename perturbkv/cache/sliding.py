@@ -126,7 +126,7 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fork(self) -> SlidingLayer:
-        """Return an independent layer that shares the window; valid only before any decoding."""
+        """Return a second layer with the same window, not copied; valid only before any decoding."""
         return copy.copy(self)
 
     def attend(

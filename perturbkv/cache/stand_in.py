@@ -36,8 +36,7 @@ class PredictedStandIn:
     bias: Float[Tensor, " head"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
-        """Return the predicted log-mass of the evicted entries per query: the logarithm of their summed softmax terms.
-        """
+        """Return the predicted log-mass of the evicted entries per query, the log of their summed softmax terms."""
         work = torch.promote_types(query.dtype, torch.float32)
         return (query.to(work) * self.key.to(work).unsqueeze(1)).sum(dim=-1) * scale + self.bias.to(work).unsqueeze(1)
 

@@ -34,8 +34,7 @@ def layer_scores(
 
 
 def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:
-    """Return a score of the context entries repeated in a replay pass. Raises PluginError if an external score fails.
-    """
+    """Return a score of the context entries repeated in a replay pass. Raises PluginError if a plugin's score fails."""
     if is_builtin(type(score)):
         return score.score_replay(view)
     try:

@@ -39,7 +39,7 @@ def read_required(path: Path | None, model_config: Any, policy: str | None, work
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
-    """Return the head scores in a file, one row per layer; a list of numbers per head is averaged, as in HeadKV's own
+    """Return the head scores in a file, one row per layer; a head's list of numbers is averaged, as in HeadKV's own
     files.
 
     `layers` are the indices of the measured layers. Raises ConfigError for other layers or heads, and for a score that
@@ -64,9 +64,7 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
 
 
 def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadScores:
-    """Return validated head scores from one row of numbers per layer. Raises ConfigError for a wrong shape or all
-    zeros.
-    """
+    """Return head scores from one row of numbers per layer. Raises ConfigError for a wrong shape or for all zeros."""
     rows = tuple(tuple(_score(value, "head scores") for value in row) for row in scores)
     if len(rows) != layers or any(len(row) != heads for row in rows):
         got = f"{len(rows)} × {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
@@ -98,8 +96,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _score(value: Any, where: str) -> float:
-    """Return a score, or the mean of a list of scores. Raises ConfigError, which names the place `where`, for other
-    values.
+    """Return a score, or the mean of a list of scores. Raises ConfigError, naming the place `where`, for other values.
     """
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):

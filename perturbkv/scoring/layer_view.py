@@ -306,8 +306,7 @@ class LayerView:
         return self if window == self.window else replace(self, window=window)
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
-        """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself if all heads fit.
-        """
+        """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself if all fit."""
         each = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
         size = max(1, chunk_bytes // max(1, each))
         if size >= self.kv_heads:

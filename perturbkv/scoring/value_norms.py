@@ -70,9 +70,7 @@ def euclidean_value_norms(
 
 
 def check_kernel(kernel: str, device: torch.device) -> None:
-    """Raise UnknownNameError for a kernel that is not in `NORM_KERNELS`, ConfigError if `triton` cannot run on
-    `device`.
-    """
+    """Raise UnknownNameError for a kernel not in `NORM_KERNELS`, ConfigError if `triton` cannot run on `device`."""
     if kernel not in NORM_KERNELS:
         raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
     if kernel == "triton" and (why := triton_unavailable_reason(device)):

@@ -48,12 +48,11 @@ class Defensive(Score):
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Return True, as norms are normalised over entries of equal position, which evicted kept sets need not have.
-        """
+        """Return True, as norms are normalised over heads at equal position, where evicted kept sets differ."""
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the largest (or mean) attention weight over queries times a share of value norms, per key/value head.
+        """Return the largest attention weight over queries, at least the mean, times the value-norm share, per KV head.
         """
         if not layer.prefix:
             return layer.norms.new_zeros(layer.kv_heads, 0, dtype=WORK)
@@ -65,8 +64,7 @@ class Defensive(Score):
         return floored * norms / norms.sum(dim=0).clamp(min=torch.finfo(WORK).tiny)
 
     def _largest(self, rows: Float[Tensor, "query prefix"]) -> Float[Tensor, " prefix"]:
-        """Return the largest weight on each entry over the queries of one head, rows pooled and rescaled to their mass.
-        """
+        """Return each entry's largest weight over the queries of one head, rows pooled and rescaled to their mass."""
         pooled = pool(rows, self.pool, self.kernel)
         scale = rows.sum(dim=-1) / pooled.sum(dim=-1).clamp(min=torch.finfo(WORK).tiny)
         return (pooled * scale.unsqueeze(-1)).amax(dim=0)

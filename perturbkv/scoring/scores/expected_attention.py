@@ -80,9 +80,7 @@ class ExpectedAttention(Score):
         keys: Float[Tensor, "key d_head"],
         rotation: Float[Tensor, "d_head d_head"],
     ) -> Float[Tensor, "group key"]:
-        """Return the log expected weights of one key/value head; `keys` include the scale, `rotation` is the mean
-        rotation.
-        """
+        """Return one key/value head's log expected weights; `keys` are scaled, `rotation` is the mean rotation."""
         mean = queries.mean(dim=1)
         exponents = mean @ rotation.T @ keys.T
         if self.use_covariance:

@@ -31,9 +31,7 @@ class KVzipPlus(KVzip):
     holds_norms: ClassVar[bool] = True
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return the largest ratio of attention weight to the query's input norm, times the projected value norm, per
-        head.
-        """
+        """Return the largest weight over the query's input norm, times the projected value norm, per query head."""
         if view.hidden is None:
             msg = "hidden of the layer was not captured: no score of the run needs it"
             raise PluginError(msg)

@@ -45,8 +45,7 @@ class HeadKV(Pooled):
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
-    """Return the budgets, in prefix entries, of all kept sets of the model, with mean `mean` and none above `prefix`.
-    """
+    """Return the budgets of all the model's kept sets, in prefix entries, with mean `mean` and none above `prefix`."""
     share = scores.double() / scores.double().sum()
     budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta
     return apportion(budgets.flatten(), scores.numel() * mean, prefix).view(scores.shape)
