@@ -39,8 +39,7 @@ def read_required(path: Path | None, model_config: Any, policy: str | None, work
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
-    """Return the head scores in a file, one row per layer; a head's list of numbers is averaged, as in HeadKV's own
-    files.
+    """Return the head scores in a file, one row per layer; a head's list of numbers is averaged, as in HeadKV's files.
 
     `layers` are the indices of the measured layers. Raises ConfigError for other layers or heads, and for a score that
     is not a number of at least 0.
@@ -96,7 +95,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _score(value: Any, where: str) -> float:
-    """Return a score, or the mean of a list of scores. Raises ConfigError, naming the place `where`, for other values.
+    """Return a score, or the mean of a list of scores. Raises ConfigError, naming its place `where`, for other values.
     """
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):

@@ -147,9 +147,7 @@ class PatchingStore:
             self._open(path, overwrite)
 
     def add(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
-        """Add a batch, and append it to the file; `same` (layer, kept_head) marks equal kept sets of both
-        configurations.
-        """
+        """Add a batch, and append it to the file; `same` (layer, kept_head): True for equal kept sets of both sides."""
         self._append({**batch.record(), "same": same.tolist()})
         self._add_batch(batch, same)
 

@@ -57,8 +57,8 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
     D_MODEL: tl.constexpr, D_HEAD: tl.constexpr, D_PADDED: tl.constexpr,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
+    """Write ‖V_i W_O^h‖₁ of a tile of entries for one query head, summed over tiles of rows of W_O: a Triton kernel."""
     # Entries run fastest: programs that are there together share one head's slice of W_O, which stays in L2.
-    """Write ‖V_i W_O^h‖₁ of a tile of entries for one query head, accumulated over tiles of rows of W_O: a Triton kernel."""
     head = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * ENTRIES  # a cache may hold more than 2³¹ elements
     entry, row, column = tl.arange(0, ENTRIES), tl.arange(0, ROWS), tl.arange(0, D_PADDED)
