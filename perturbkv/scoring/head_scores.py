@@ -95,8 +95,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _score(value: Any, where: str) -> float:
-    """Return a score, or the mean of a list of scores. Raises ConfigError, naming its place `where`, for other values.
-    """
+    """Return a score, or the mean of a list of scores. Raises ConfigError with its place `where` for other values."""
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
         msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"

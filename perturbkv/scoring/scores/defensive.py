@@ -52,8 +52,7 @@ class Defensive(Score):
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the largest attention weight over queries, at least its mean, times a value-norm share, per KV head.
-        """
+        """Return the largest attention weight over queries, at least its mean, times a value-norm share, per head."""
         if not layer.prefix:
             return layer.norms.new_zeros(layer.kv_heads, 0, dtype=WORK)
         shown = layer.parts(CHUNK_BYTES)  # rows of attention in bounded memory; only the norms' sum needs all heads

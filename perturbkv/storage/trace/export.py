@@ -201,7 +201,6 @@ def to_dataset(trace: Trace) -> Any:
 
 
 def to_table(trace: Trace) -> Any:
-    """Return the trace as a `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `write`.
-    """
+    """Return the trace as a `pandas.DataFrame`, one row per sample × configuration × step × layer × head."""
     batches = [sample_rows(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

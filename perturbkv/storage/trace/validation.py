@@ -252,7 +252,7 @@ def check_samples(path: Path, ids: Sequence[str]) -> None:
 
 
 def check_coordinate(path: Path, axis: str, stored: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
-    """Raise TraceError if an axis' coordinate is neither 0, 1, 2, … nor, if given, the measured layers' indices."""
+    """Raise TraceError if an axis' coordinate is not 0, 1, 2, …, or not the layer indices `measured`, if given."""
     if not np.array_equal(stored, np.arange(len(stored)) if measured is None else np.array(measured)):
         expected = f"0 … {len(stored) - 1}" if measured is None else " ".join(map(str, measured))
         _refuse(path, f"the places {expected} along '{axis}'", f"{stored[:8].tolist()} …")
