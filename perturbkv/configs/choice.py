@@ -174,8 +174,7 @@ class _Parser:
         return True
 
     def word(self, expected: str) -> str:
-        """Consume and return a bare word. Raises ConfigError, with a description of what was expected, if none is next.
-        """
+        """Consume and return a bare word. Raises ConfigError, naming what was `expected`, if none comes next."""
         self.skip()
         match = _NAME.match(self.text, self.position)
         if match is None:

@@ -237,8 +237,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, by: str = BY[0]) -> Self:
-        """Return the shard written as text, such as `3/16`. Raises ConfigError for other texts, such as 0/16 or 17/16.
-        """
+        """Return the shard written as text, such as `3/16`. Raises ConfigError for any other text, such as 0/16."""
         match = _SHARD.fullmatch(text)
         if match is None or len(text) > 2 * _DIGITS:
             msg = f"expected a shard such as 3/16, got '{text[:40]}'; shards are counted from 1"
