@@ -152,9 +152,7 @@ def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | Ke
 
 
 def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
-    """Return the trace with the losses of the kept sets in the situation `single`, or with the reason for their
-    absence.
-    """
+    """Return the trace with the losses of the kept sets in the situation `single`, or with the reason for none."""
     kept = [_kept_sets(trace, prompt.sample_id) for prompt in prompts]
     known = [sets for sets in kept if sets is not None]
     if len(known) < len(kept):
@@ -171,8 +169,7 @@ def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt],
 
 
 def _kept_sets(trace: AuditTrace, sample: str) -> loss.Sets | None:
-    """Return a prompt's kept sets per key/value head; None if unknown, or if different within a group of query heads.
-    """
+    """Return a prompt's kept sets per key/value head; None if unknown or different within a group of query heads."""
     for run in trace.runs:
         if run.sample == sample and run.row == 0 and run.entries is not None:
             if run.entries.heads == trace.kv_heads:

@@ -54,9 +54,7 @@ class Eviction:
     decode: Decode | None = None
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """Return the evicted cache after reading prompts. Raises UnreadableCacheError unless it is a transformers
-        cache.
-        """
+        """Return the evicted cache of prompts. Raises UnreadableCacheError unless it is a transformers cache."""
         cache = self.evict(model, input_ids, attention_mask)
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
@@ -203,8 +201,7 @@ def _parse_eviction(text: str) -> Eviction | KeptFile:
 
 
 def _lookup(module: ModuleType, name: str, path: str) -> Any:
-    """Return the object of the given name in a file's module. Raises UnknownNameError, which lists the defined names.
-    """
+    """Return the object of the given name in a file's module. Raises UnknownNameError, listing the defined names."""
     own = [
         own_name
         for own_name, value in vars(module).items()

@@ -163,8 +163,7 @@ def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
 
 
 def _key_distance(cache: Cache, full: Layers) -> float:
-    """Return the distance between first-layer keys of cache and full cache in the last row; 0 for a cache without keys.
-    """
+    """Return the first-layer distance of the last row's keys from the full cache's; 0 for a cache without keys."""
     try:
         first = layer_tensors(cache)[0]
         (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)

@@ -171,7 +171,7 @@ def excess_rotations(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
-    """Return the excess rotation of each key, as a number of positions from −most to most.
+    """Return the number of positions by which each key is rotated too far, between −most and most.
 
     None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
     with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
@@ -203,8 +203,7 @@ def describe_rotation(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> str:
-    """Return a description of the rotation between the keys and the full cache's; empty if none explains the
-    difference.
+    """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
     """

@@ -119,8 +119,7 @@ def _prefix_length(positions: Integers) -> int:
 
 
 def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
-    """Return the losses of kept sets and of control configurations at the first decoding step, averaged over prompts.
-    """
+    """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protection(kept, tokens), _budget(kept, tokens)
     external = external_configuration("audited", budget)

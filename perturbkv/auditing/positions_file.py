@@ -114,8 +114,7 @@ def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _parse_row(values: Any, what: str) -> NDArray[Any]:
-    """Return values as a 1D array of whole numbers; `what` names them in messages. Raises ValueError for other values.
-    """
+    """Return values as a 1D array of whole numbers; `what` names them in messages. Raises ValueError otherwise."""
     row = np.asarray(values)
     booleans = isinstance(values, list) and any(isinstance(value, bool) for value in values)
     if row.ndim != 1 or booleans or (row.size and row.dtype.kind not in "iu"):

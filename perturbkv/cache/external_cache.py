@@ -196,7 +196,9 @@ def _match_head(
     full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, per entry of a head, the matching position and the distances of key and value from the full cache's."""
+    """Return the matching positions (entry,) of a head's entries, and the distances of keys and of values from the
+    matches.
+    """
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     unmatched = (indices == NOWHERE).nonzero().squeeze(-1)

@@ -56,7 +56,7 @@ def pool_signed(
 def reduce_group(
     score: Float[Tensor, "rows prefix"], kept_heads: int, reduction: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Return scores per kept set, reduced (`mean` or `max`) over the rows that share a kept set.
+    """Return scores per kept set, reduced by `reduction` (`mean` or `max`) over the rows that share a kept set.
 
     Rows are repeated where there are fewer of them than kept sets.
     """

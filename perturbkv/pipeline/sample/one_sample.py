@@ -244,7 +244,7 @@ class _BatchDecoder:
         return [0, *offsets, *[0] * (self.rows - 1 - len(offsets))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
-        """Return the propagated quantities of a (full, evicted) pair of step records, without padding rows."""
+        """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""
         quantities = measure.propagated_quantities(self.adapter, *step)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(*step)
