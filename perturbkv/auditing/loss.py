@@ -121,7 +121,7 @@ def _prefix_length(positions: Integers) -> int:
 def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
     """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
-    protected, budget = protection(kept, tokens), _budget(kept, tokens)
+    protected, budget = protection(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
     controls, freed = _controls(budget, protected, min(tokens))
     masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
@@ -131,7 +131,7 @@ def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], r
     return LossComparison(losses, protected, (external, *controls), freed)
 
 
-def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
+def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
     """Return the mean kept-set size: in entries if all prompts keep equally many, else as a share of the prompt."""
     means = [float(np.mean([len(positions) for layer in sets for positions in layer])) for sets in kept]
     counts = {max(1, round(mean)) for mean in means}

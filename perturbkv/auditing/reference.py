@@ -142,7 +142,7 @@ def attends_to_later(record: ForwardPass) -> bool:
 
 
 def hides_entries(record: ForwardPass) -> bool:
-    """Return whether the mask hides from any new token itself, or an entry visible to another new token."""
+    """Return whether the mask hides a new token from itself, or an entry that is visible to a different new token."""
     new = record.query[0].shape[2]
     for layer, mask in record.mask.items():
         entries = record.entries[layer]

@@ -106,7 +106,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return (weights @ values).view(rows, heads, queries, d_head), total
 
     def _excluded_tail(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """Return a mask of the tail entries hidden from a query: later ones, and ones already in a block of the row."""
+        """Return a mask of the tail entries hidden from a query: later ones, and those stored in a block of the row."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         index = torch.arange(self.length, device=device)
         compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
@@ -187,12 +187,12 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         dead = min(self.tail_from)
         if dead == 0 or not self.is_initialized:
             return
-        self.keys, self.values = (_drop_entries(tail, dead, self.length) for tail in (self.keys, self.values))
+        self.keys, self.values = (_copy_tail(tail, dead, self.length) for tail in (self.keys, self.values))
         self.seen, self.length = self.seen + dead, self.length - dead
         self.tail_from = [start - dead for start in self.tail_from]
 
 
-def _drop_entries(tail: Tensor, dead: int, length: int) -> Tensor:
+def _copy_tail(tail: Tensor, dead: int, length: int) -> Tensor:
     """Return a copy of the tail's entries from `dead` to `length`, with at least the initial capacity."""
     capacity = max(FIRST, length - dead)
     fresh = tail.new_empty(*tail.shape[:2], capacity, tail.shape[3])

@@ -196,9 +196,7 @@ def _match_head(
     full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the matching positions (entry,) of a head's entries, and the distances of keys and of values from the
-    matches.
-    """
+    """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match."""
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     unmatched = (indices == NOWHERE).nonzero().squeeze(-1)

@@ -60,7 +60,7 @@ class Tail:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values (row, kv_head, query, d_head) of decoded tokens, and return these two tensors.
+        """Append the keys and values (row, kv_head, query, d_head) of decoded tokens, and return both tensors.
 
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """

@@ -57,7 +57,7 @@ def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
 
 
 def with_all_options(choice: Choice, options: Mapping[str, Any]) -> Choice:
-    """Return a choice parsed from text, completed with `options`; those in the text are shown and come first."""
+    """Return a choice parsed from text, completed with `options`; options in the text are shown and come first."""
     ordered = {name: options[name] for name in (*choice.options, *options)}
     return Choice(choice.name, ordered, frozenset(options) - frozenset(choice.options))
 

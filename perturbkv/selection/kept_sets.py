@@ -210,7 +210,7 @@ def kept_groups(
     prompt_tokens: int,
     external: Mapping[ResolvedConfig, Bool[Tensor, "kv_head key"]],
 ) -> list[Group]:
-    """Return one layer's groups of evicting configurations: `ranking_groups`, and a group of `external` kept sets.
+    """Return one layer's groups of evicting configurations: `ranking_groups`, and one group of `external` kept sets.
 
     Groups come in the same order in all layers; configurations that evict nothing are left out.
     """

@@ -82,7 +82,7 @@ def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
     verticals = int(round_down_entries(policy.vertical * free))
-    first, second = _weights(config, queries)
+    first, second = _line_weights(config, queries)
     alphas = to_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
     random = _random_scores(config, queries, kept_heads, n) if config.selection.name == "random" else None
     choices = []
@@ -118,7 +118,7 @@ def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "hea
     return weights.sum(dim=1)
 
 
-def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
+def _line_weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
     """Return the weights (kept_head, query, key) that lines are scored by: A in stage 1, A ν in stage 2.
 
     None in place of the latter where there are no stages.

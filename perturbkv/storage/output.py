@@ -95,7 +95,7 @@ def check_file_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Create a folder with its parents; return the created ones, innermost first."""
+    """Create a folder with its parents; return the newly created folders, innermost first."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the empty ones among `folders`, which lists the innermost first."""
+    """Remove every empty folder in `folders`, which lists the innermost first."""
     for folder in folders:
         with suppress(OSError):  # another process may have put something there
             folder.rmdir()

@@ -148,7 +148,7 @@ class Generation(Sequence[Answers]):
 
     def _repr_html_(self) -> str:
         """Return the tables of all prompts as HTML, for notebooks."""
-        return as_html(list(map(_table, self.rows)))
+        return as_html(list(map(_answers_table, self.rows)))
 
 
 def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -158,10 +158,10 @@ def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _byte_share(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
     """Return {`bytes_share`: share} of a cache; empty where the prompt's row has no such shares."""
-    return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_bytes(row) else {}
+    return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_byte_shares(row) else {}
 
 
-def _has_bytes(row: Mapping[str, Any]) -> bool:
+def _has_byte_shares(row: Mapping[str, Any]) -> bool:
     """Return whether a prompt's row reports the cache size as a share of the full cache's bytes."""
     return any("bytes_share" in cache for cache in row["evicted"].values())
 
@@ -172,7 +172,7 @@ def _describe_cache(cache: Mapping[str, Any]) -> str:
     return f"held / full {cache['held_share']:.2f}{byte_share}"
 
 
-def _title(row: Mapping[str, Any]) -> str:
+def _heading(row: Mapping[str, Any]) -> str:
     """Return the id and length of a prompt as a heading."""
     return f"{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
@@ -184,17 +184,21 @@ def _one_line(text: str) -> str:
 
 def _text_lines(row: Mapping[str, Any]) -> list[str]:
     """Return the answers to a prompt as lines for a terminal, with the name of the cache above each answer."""
-    lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
+    lines = [_heading(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, cache in _caches(row).items():
         score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
         lines += [f"  {escape_line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
     return lines
 
 
-def _table(row: Mapping[str, Any]) -> Table:
+def _answers_table(row: Mapping[str, Any]) -> Table:
     """Return a notebook table of the answers to a prompt, the accepted ones first, with scores where graded."""
     graded = row["metric"] is not None
-    lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
+    lines = (
+        [("expected", "", *[""] * (_has_byte_shares(row) + graded), " | ".join(row["answers"]))]
+        if row["answers"]
+        else []
+    )
     for name, cache in _caches(row).items():
         score = [f"{cache['score']:.3f}"] if graded else []
         byte_share = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
@@ -202,11 +206,11 @@ def _table(row: Mapping[str, Any]) -> Table:
     columns = (
         "cache",
         "#held / full",
-        *(["#bytes / full"] if _has_bytes(row) else []),
+        *(["#bytes / full"] if _has_byte_shares(row) else []),
         *([f"#{row['metric']}, 0 to 1"] if graded else []),
         "answer",
     )
-    return Table(_title(row), columns, lines)
+    return Table(_heading(row), columns, lines)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def read_answers(command: Sequence[str], questions: Sequence[str], limit: float)
     """
     with tempfile.TemporaryFile() as stderr, _start_process(command, stderr) as process:
         lines: queue.Queue[bytes] = queue.Queue()
-        for work in (lambda: _write(process, questions), lambda: _read(process, lines)):
+        for work in (lambda: _write_questions(process, questions), lambda: _read_lines(process, lines)):
             threading.Thread(target=work, daemon=True).start()
         while answer := _next_line(lines, limit):
             if len(answer) > _LONGEST:
@@ -95,14 +95,14 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
         process.wait()
 
 
-def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
+def _write_questions(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
     """Write all questions to a judge's input; a judge that stops reading is reported later, by its exit code."""
     with suppress(OSError), cast("IO[bytes]", process.stdin) as stream:
         for question in questions:
             stream.write(question.encode())
 
 
-def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
+def _read_lines(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
     """Put every line of a judge's output into the queue, then an empty line at the end of the output."""
     with cast("IO[bytes]", process.stdout) as stream:
         while answer := stream.readline(_LONGEST + 1):

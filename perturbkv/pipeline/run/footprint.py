@@ -138,7 +138,7 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     """
     run, shape = planned.run, planned.shape
     sizes = _axis_lengths(run, shape, tokens)
-    codes = _code_bytes(run, shape, context) if planned.kept else 0
+    codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     text = _PER_TOKEN * tokens + _answer_bytes(run) if planned.text else 0
     stored, raw = codes * _CODES + text, _ENTRY + float(codes)
     for name in _fixed_size_variables(planned):
@@ -174,7 +174,7 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
     return [name for name, variable in VARIABLES.items() if name not in left_out and (raw or not variable.raw)]
 
 
-def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
+def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
     """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
     total = 0
     for config in run.configs:

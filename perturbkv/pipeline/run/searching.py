@@ -136,7 +136,7 @@ def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
         msg = f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
         raise ConfigError(msg)
     if settings.proven:
-        prefix_configs(configs, settings)
+        probe_configs(configs, settings)
 
 
 def _unsupported_property(config: EvictionConfig) -> str:
@@ -153,7 +153,7 @@ def _unsupported_property(config: EvictionConfig) -> str:
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
+def probe_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
     """Return the configurations of the first budget, with budget and window replaced by those of the short probe.
 
     Raises BudgetError where they leave too few entries to choose.
@@ -190,14 +190,14 @@ def _search_prompt(
     draw = np.random.default_rng([settings.seed, zlib.crc32(prompt.sample_id.encode())])
     heads, prefix_heads = (_draw_heads(draw, adapter, count) for count in (settings.heads, settings.proven))
     for configs in group_by_budget(planned.configs):
-        for view in _views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
+        for view in _prompt_views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
             yield _search_row(PROMPT, configs[0], view, search(view.entries, view.kept, settings.seconds))
     if not prefix_heads:
         return
-    short = prefix_configs(planned.configs, settings)
+    short = probe_configs(planned.configs, settings)
     run = replace(planned.resolved, configs=tuple(short), scenario="regular")
     probe = replace(prompt, token_ids=tuple(short_probe(context, settings.prefix)), question_tokens=0)
-    for view in _views(planned, adapter, probe, run, prefix_heads):
+    for view in _prompt_views(planned, adapter, probe, run, prefix_heads):
         search_result = prove(view.entries, view.kept, settings.seconds, settings.seed)
         yield _search_row(PREFIX, short[0], view, search_result)
 
@@ -226,7 +226,7 @@ def _draw_heads(generator: np.random.Generator, adapter: Adapter, count: int) ->
     return [divmod(int(index), adapter.heads) for index in np.sort(drawn)]
 
 
-def _views(
+def _prompt_views(
     planned: Plan,
     adapter: Adapter,
     prompt: Prompt,

@@ -66,7 +66,7 @@ def trace(
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
     lacking: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
 ) -> list[FailedSample]:
-    """Measure prompts one after the other, and return the failed samples.
+    """Measure prompts one after the other, pass the samples to `finished`, and return the failed samples.
 
     `finished` is called with each sample as it is ready. `lacking` maps a sample's id to the configurations that it
     still lacks; other samples are measured for all of the run's. A sample whose activations are not finite is marked

@@ -196,7 +196,7 @@ def _make_batch(
 
     `steps` are the propagated quantities; `scores` begin with that of the full cache.
     """
-    totals = [_totals(step) for step in steps]
+    totals = [_step_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
     rows = [
         PatchingRow(
@@ -213,7 +213,7 @@ def _make_batch(
     return PatchingBatch(sample, tuple(rows), floors, scores[0], *by_head_lists)
 
 
-def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
+def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
     """Return name -> (value per row, noise floor) at one step: drift at the last layer, or a sum over heads."""
     totals = {}
     for name, (variable, floor) in _TOTAL_VARIABLES.items():

@@ -79,7 +79,7 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
-    """Write the table of a trace, one sample in memory at a time, and return the number of rows.
+    """Write the table of a trace to `path`, one sample in memory at a time, and return the number of rows.
 
     The path's suffix determines the format. The file is written atomically; `finished` is called after each sample.
     Raises ConfigError for another suffix.

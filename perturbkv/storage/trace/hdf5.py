@@ -109,7 +109,7 @@ class StoredFile:
             return axes, item.shape, str(item.dtype), str(units), str(meaning), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Return the axis name of each dimension of a variable: one of `known`, 'none' or 'another'."""
+        """Return the axis name of each dimension of a variable: a name in `known`, else 'none' or 'another'."""
         with self._translate_errors(f"the axes of {name}"):
             scales = _dimension_scales(self._file, self._dataset(name))
         datasets = {axis: self._dataset(axis) for axis in known}
