@@ -186,7 +186,7 @@ class EvictionConfig:
 
     @property
     def mean_alpha(self) -> float:
-        """α as a number: the mean of a table."""
+        """α as a single number; for a table, the mean of its shares."""
         return self.alpha.mean if isinstance(self.alpha, AlphaTable) else self.alpha
 
     def alphas(self, layer: int, kept_heads: int) -> tuple[float, ...]:

@@ -171,7 +171,7 @@ def grid(
     cache: str = "ragged",
     **choices: Any,
 ) -> tuple[EvictionConfig, ...]:
-    """Return every combination of the choices, each a value or any series of values, nested in the order of `ORDER`.
+    """Return a configuration per combination of the choices, each a value or a series, nested in the order of `ORDER`.
 
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.

@@ -74,7 +74,7 @@ class Ends:
 
     @property
     def always(self) -> int:
-        """Number of entries (or blocks) at both ends."""
+        """Number of always-kept entries (or blocks) at both ends."""
         return self.first + self.recent
 
     def competing_slice(self, prefix: int) -> slice:

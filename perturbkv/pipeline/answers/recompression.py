@@ -100,7 +100,7 @@ class Compressor:
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
     def compress(self, generated: int) -> None:
-        """Compress every row that exceeds the limit, after `generated` tokens."""
+        """Compress every row above the limit; `generated` is the number of tokens decoded so far."""
         for index, config in enumerate(self.configs):
             row = self.first + index
             before = mean_entries(self.cache, row)

@@ -116,7 +116,7 @@ def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
 
 
 def _memory_in_16_bits(planned: Plan) -> int:
-    """Return the bytes of memory that the run takes in a 16-bit precision."""
+    """Return the bytes of memory that the run would take with a 16-bit precision."""
     import torch
 
     weights = planned.files.weights_bytes(torch.bfloat16)

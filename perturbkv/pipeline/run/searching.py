@@ -124,7 +124,7 @@ class SearchSettings:
 
 
 def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
-    """Raise ConfigError for configurations whose kept sets cannot be searched per head.
+    """Raise ConfigError for configurations that rule out a per-head search of their kept sets.
 
     Raises BudgetError where always-kept entries leave nothing to choose in a short probe that is to be searched.
     """

@@ -33,7 +33,7 @@ class H2O(Policy):
 
     @property
     def score(self) -> Score:
-        """Mean attention of all queries."""
+        """Score that ranks entries: the mean attention of all queries."""
         return h2o.H2O(pool=self.pool, kernel=self.kernel)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:

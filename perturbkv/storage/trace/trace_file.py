@@ -330,6 +330,6 @@ def _provenance(file: StoredFile) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """Return a short digest of a file's content."""
+    """Return a short hexadecimal digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:12]
