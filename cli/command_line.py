@@ -83,7 +83,8 @@ def copy_signature(
 def fill_groups(
     groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return name -> dataclass of options, filled with the values of a command line."""
+    """Return name -> dataclass of options, filled with command-line values, typed names and the command's own options.
+    """
     context = {"typed_options": typed, "own_options": own}
     return {name: _fill_group(group, values, context) for name, group in groups.items()}
 
@@ -106,7 +107,7 @@ def hide_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 def _change_options(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that changes attributes of a command's options: option -> attribute -> value."""
+    """Return a decorator that changes attributes of a command's options: option -> attribute -> new value."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
@@ -121,7 +122,7 @@ def _change_options(
 
 
 def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
-    """Return a parameter whose Typer option has other attributes; other commands with the option keep theirs."""
+    """Return a parameter whose Typer option has changed attributes; the option of other commands is unaffected."""
     if not changes:
         return parameter
     kind, option = get_args(parameter.annotation)
@@ -147,7 +148,8 @@ def option_fields(group: Any) -> dict[str, Any]:
 
 
 def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Return a dataclass of options, filled with their values and those values of `context` that it has fields for."""
+    """Return a dataclass of options, filled with option values and with the entries of `context` that are its fields.
+    """
     fields = {field.name for field in dataclasses.fields(group)}
     options = {name: values[name] for name in option_fields(group)}
     return group(**options, **{name: value for name, value in context.items() if name in fields})

@@ -74,7 +74,7 @@ def result(results: Sequence[Result], title: str, subtitle: str = "", explain: b
 
 
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
-    """Return the notes of all results, without repetitions and without notes that are the beginning of another note."""
+    """Return the notes of all results, without repetitions and without notes that are a prefix of another note."""
     notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
     return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 

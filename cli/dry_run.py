@@ -27,7 +27,7 @@ _MIB = 2**20
 def show(
     plans: Sequence[Plan], as_json: bool, folder: Path | None, shard: Shard | None = None, by_dataset: bool = False
 ) -> None:
-    """Print the plans of runs, or of a shard of them, whose traces go into `folder`; None: they make no trace.
+    """Print the plans of runs, or of a shard of them; `folder` receives their traces, None for runs without a trace.
 
     As JSON they are a list `runs` with `by_dataset`, else one document of the only plan.
     """
@@ -69,13 +69,13 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
 
 
 def _shard_text(document: dict[str, Any]) -> str:
-    """Return the name of a shard and its numbers of samples and configurations as text."""
+    """Return a shard's name and its numbers of samples and configurations as text."""
     samples, configs = plural(len(document["samples"]), "sample"), plural(document["configs"], "configuration")
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return table rows on memory and disk, needed and free, and on whether the run fits or would with advice."""
+    """Return table rows on needed and free memory and disk, on whether the run fits, and on advice to make it fit."""
     needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
@@ -88,7 +88,7 @@ def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _batches_text(document: dict[str, Any]) -> str:
-    """Return the number of batches of configurations, and the largest one's size and bound, as text."""
+    """Return as text the number of batches of configurations, the largest batch's bytes and the allowed bytes."""
     batches = plural(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 

@@ -43,7 +43,7 @@ class SigtermRecord:
 
 
 def is_caused_by_interrupt(error: BaseException) -> bool:
-    """Return whether a KeyboardInterrupt is among the causes of an error, as libraries turn it into other errors."""
+    """Return whether an error was caused by a KeyboardInterrupt, which libraries may convert to other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__

@@ -41,7 +41,7 @@ _MOST_NAMED_DATASETS = 3
 
 
 def shard_command(arguments: Sequence[str]) -> Command:
-    """Return the command line with None for the value of --shard, so that it can be printed for another shard."""
+    """Return the command line with its --shard value replaced by None, so that it can be printed for another shard."""
     from perturbkv.storage.run.shards import Command
 
     command: list[str | None] = ["perturbkv"]
@@ -87,7 +87,7 @@ def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[s
 
 
 def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str] = ()) -> Path:
-    """Return --output, or runs/<time>-<model>-<dataset>; of more than three data sets their number stands for names."""
+    """Return --output, or runs/<time>-<model>-<dataset>; more than three data sets are named by their number."""
     if output is not None:
         return output
     names = datasets or [options.dataset]
@@ -101,7 +101,9 @@ def slug(name: str) -> str:
 
 
 def split_datasets(run: RunOptions) -> list[RunOptions]:
-    """Return the options of a run per data set of --dataset. Raises ConfigError for none, and for a repeated one."""
+    """Return the options of one run per data set of --dataset. Raises ConfigError for none, and for a repeated data
+    set.
+    """
     names = [run.dataset] if Path(run.dataset).is_file() else split_names(run.dataset)
     if not names:
         msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
@@ -110,7 +112,7 @@ def split_datasets(run: RunOptions) -> list[RunOptions]:
 
 
 def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
-    """Return the path of the trace of each run, which has a data set. Raises ConfigError where two paths are equal."""
+    """Return the trace path of each run, named after its data set. Raises ConfigError where two paths are equal."""
     datasets = [run.dataset for run in runs]
     names = [slug(Path(dataset).stem if Path(dataset).is_file() else dataset) for dataset in datasets]
     for name in names:
@@ -202,7 +204,9 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
 
 
 def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
-    """Return what the options request of a data set. Raises ConfigError for --length and --depth without numbers."""
+    """Return the loader's keyword arguments for a data set. Raises ConfigError for --length and --depth without
+    numbers.
+    """
     return {
         "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
         "depths": options.depths, "haystack": options.haystack, "metric": metric,
@@ -217,7 +221,7 @@ def plan_all(
     metric: str = "",
     files: ModelFiles | None = None,
 ) -> list[Plan]:
-    """Return a plan per run, with one model; the other parameters are those of `plan`.
+    """Return a plan per run, all with one model; the other parameters are those of `plan`.
 
     Raises PerturbkvErrors, those for the request of a data set first.
     """

@@ -40,7 +40,7 @@ def estimate_seconds(planned: Plan) -> float:
 
 
 def _multiplications_per_second(planned: Plan, rows: int) -> float:
-    """Return the floating-point operations per second of one of the model's projections, measured on `rows` rows."""
+    """Return the floating-point operations per second of a projection of the model's width, measured on `rows` rows."""
     import torch
 
     placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return `progress` extended by notes on the time left: an estimate first, then one from the second sample.
+    """Return `progress` extended by notes on the remaining time: an estimate first, a measured time from sample 2 on.
 
     The first sample is not counted, as it includes loading the weights. The second note is left out on a terminal,
     where a bar shows the time left; durations below ten seconds are not printed.

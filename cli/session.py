@@ -145,7 +145,7 @@ class Session:
             console.result([result], result.identity.lines()[0], explain=self.look.explain)
 
     def _write_json(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the JSON file; return its header, which names the source, and the part of this analysis."""
+        """Write the JSON file; return its header, which names the source, and this analysis's entry."""
         if not self.traces:
             header, body = dict(self.source), {**numbers, "figures": self.figures}
             saving.write_json(self.path, {"analysis": self.name, **header, **body})
@@ -322,7 +322,7 @@ def _check_complete(session: Session) -> None:
 
 
 def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
-    """Raise ConfigError for a decode step that the run does not measure."""
+    """Raise ConfigError for a decode step beyond those that the run measures."""
     if step < run.step_count:
         return
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
@@ -333,7 +333,7 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
-    """Return the command that carries out the `Analysis` which a function makes of its options."""
+    """Return the command that carries out the `Analysis` which `function` makes of the command's options."""
 
     @functools.wraps(function)
     def command(look: FigureOptions, **options: Any) -> None:
@@ -348,7 +348,7 @@ View = Callable[..., Analysis | None]
 def analysis_views(
     default: View, *, flags: Mapping[str, Any], **views: View
 ) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Return a decorator that makes a command with several views of a function with its name and docstring.
+    """Return a decorator that makes a command with several views, named and documented by the decorated function.
 
     A view is a function as `analysis` takes it, or one that shows its own result. Each view but the default is chosen
     by the option of its name: a flag that `flags` annotates, or a parameter of the view. An option of another view is
@@ -382,7 +382,7 @@ def analysis_views(
 
 
 def _chosen_view(chosen: Sequence[str]) -> str:
-    """Return the one view that a command line chooses, or '' for the default. Raises ConfigError for two views."""
+    """Return the view that a command line chooses, '' for the default view. Raises ConfigError for two views."""
     if len(chosen) > 1:
         msg = (
             f"expected one of {' and '.join(map(option_refusals.option_flag, chosen))}, got both; give only one of them"

@@ -70,7 +70,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """The description of a valid value, for error messages."""
+        """The description of a valid value of the key, for error messages."""
         return "tokens (128) or a fraction (0.05)" if self.field == "budget" else _READERS[self.kind][0]
 
     @property
@@ -81,7 +81,7 @@ class Key:
         return "lists are for choices of how to evict"
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text stands for, as on the command line. Raises ConfigError for invalid text."""
+        """Return the value of a text, parsed as on the command line. Raises ConfigError for invalid text."""
         if self.field == "budget":
             return Budget.parse(text)
         try:
@@ -170,7 +170,7 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The content of a sweep file: its options, and its grids, each of which the options complete.
+    """The content of a sweep file: its options and its grids, each grid being completed by the options.
 
     A file without grids has one empty grid.
     """
@@ -179,7 +179,7 @@ class SweepFile:
     grids: tuple[Entries, ...] = ({},)
 
     def without(self, fields: frozenset[str]) -> SweepFile:
-        """Return the content without these options, neither at the top level nor in grids."""
+        """Return the content without the options `fields`, which are removed from the top level and from all grids."""
 
         def remaining(entries: Entries) -> Entries:
             """Return the entries without these options."""
@@ -237,7 +237,7 @@ def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tupl
 
 
 def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> list[tuple[Key, Location, Any]]:
-    """Return key, location and syntax tree of the value per item of a mapping, after checks of the keys."""
+    """Return (key, location, syntax tree of the value) per item of a mapping, after checks of the keys."""
     if node.id != "mapping":
         msg = f"expected a mapping of options, {_EXAMPLE}, got {_describe(node)}"
         raise location.error(msg)
@@ -269,7 +269,7 @@ def _parse_entries(pairs: list[tuple[Key, Location, Any]], in_grid: bool = False
 
 
 def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> Entry:
-    """Return the entry of a key and the syntax tree of its value or list. Raises ConfigError for an invalid one."""
+    """Return a key's entry from the syntax tree of its value or list. Raises ConfigError for an invalid tree."""
     nodes = node.value if node.id == "sequence" else [node]
     if not nodes:
         msg = f"expected {key.expected}, or a list of such, got an empty list"
@@ -291,7 +291,7 @@ def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> E
 
 
 def _parse_value(key: Key, node: Any, location: Location) -> Any:
-    """Return the value of a syntax tree. Raises ConfigError for an invalid one."""
+    """Return the parsed value of a syntax tree. Raises ConfigError for an invalid value."""
     if node.id != "scalar" or node.tag not in _PLAIN:
         default = "; leave the key out for its default" if node.tag == _NULL else ""
         msg = f"expected {key.expected}, got {_describe(node)}{default}"

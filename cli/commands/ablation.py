@@ -100,7 +100,7 @@ def _are_comparable(first: EvictionConfig, second: EvictionConfig) -> bool:
 
 
 def _all_methods(run: RunOptions) -> list[str]:
-    """Return all methods as policy:selection: policies that can run with these options, and variants of some of them.
+    """Return all methods as policy:selection: the policies that support these options, and variants of some of them.
 
     The variants are SnapKV without pooling, and three policies with two stages. Prints a note on the other policies.
     """
@@ -116,7 +116,7 @@ def _all_methods(run: RunOptions) -> list[str]:
 
 
 def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
-    """Return whether a policy evicts, and can run with the user's head scores, cache and granularities."""
+    """Return whether a policy evicts entries and supports the user's head scores, cache and granularities."""
     granularities = [as_choice(name) for name in run.granularity or []]
     shared = any(one.name == "layer" for one in granularities) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
@@ -174,7 +174,7 @@ def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _default_granularities(run: RunOptions) -> list[str]:
-    """Return granularities: entries and blocks per kv head and per layer, and entries per query head.
+    """Return the default granularities: entries and blocks per kv head and per layer, and entries per query head.
 
     Those per layer are left out where a policy allocates its budget between heads.
     """

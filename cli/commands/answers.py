@@ -158,7 +158,7 @@ _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format",
 def _answers_session(
     name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
 ) -> tuple[Session, Path]:
-    """Return the session of a view of a file of answers, and the file's path.
+    """Return the session of a command on a file of answers, and the file's path.
 
     Raises ConfigError where the user named no file or several, and for an option that is not among the `known` ones.
     """

@@ -153,7 +153,7 @@ def _check_nothing_typed(context: typer.Context) -> None:
 
 
 def _check_effects(context: typer.Context, names: set[str]) -> None:
-    """Raise ConfigError for a typed option that has no effect on any of the rows with these names."""
+    """Raise ConfigError for a typed option that affects none of the rows with these names."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
         if name in typed_options(context) and names <= own:
@@ -202,12 +202,12 @@ def _bound_text(row: Row) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Return a value as text, a dash where there is none."""
+    """Return a value as text, a dash for None."""
     return "–" if value is None else f"{value:.3f}"
 
 
 def _change_text(change: Change) -> str:
-    """Return the change of a row as text: `12% worse (!)` where it regressed."""
+    """Return a row's change as text, such as `12% worse (!)`, marked if it regressed."""
     if change.worse is None:
         return "not in both"
     word = "worse" if change.worse > 0 else "better"

@@ -230,7 +230,7 @@ def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario
 
 
 def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """Return the error message that names the prompts too short for any window, and the least budget that fits.
+    """Return the error message that names the prompts too short for any window, and the smallest budget that fits.
 
     `kept` maps samples to the entries kept at the smallest budget and the tokens of the prompt.
     """
@@ -302,7 +302,8 @@ def _check_bits(bits: list[int] | None) -> list[int]:
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return each method at each budget and number of bits, then the full cache at these bits; () without a model."""
+    """Return each method at each budget and number of bits, then the full cache per number of bits; () without a model.
+    """
     if files is None:
         return ()
     d_head = Shape.from_config(files.config, 2, 0).d_head

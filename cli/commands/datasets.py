@@ -34,7 +34,8 @@ Decode = Callable[[list[int]], str]
 
 
 def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]:
-    """Return a prompt as a JSON document: numbers of tokens, answers, and the text of `ends` tokens at each end."""
+    """Return a prompt as a JSON document: numbers of tokens, answers, and the text of its first and last `ends` tokens.
+    """
     tokens, question = len(prompt.token_ids), prompt.question_tokens
     return {
         "sample": prompt.sample_id,
@@ -50,7 +51,7 @@ def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]
 
 
 def shown_pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
-    """Return the shown texts of a prompt, each of tokens `first` to `end`, with marks between them.
+    """Return the shown texts of a prompt and the marks between them, in order, as JSON objects.
 
     The marks are `hidden` (tokens of the prompt that are not shown), `cut` (tokens that were cut out of the prompt) and
     `question` (the beginning of the question).
@@ -86,7 +87,7 @@ def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[in
 
 
 def show_prompt(document: Mapping[str, Any]) -> None:
-    """Print a prompt from its JSON document: its numbers, then its text with marks."""
+    """Print a prompt from its JSON document: its numbers, then its shown texts and marks."""
     console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
@@ -201,7 +202,7 @@ def _describe_dataset(name: str, as_json: bool) -> None:
 
 
 def _wording(name: str) -> Wording | Task | None:
-    """Return how a data set asks and grades; None for those that are not of LongBench or RULER."""
+    """Return the prompt wording and metric of a LongBench or RULER data set; None for other data sets."""
     from perturbkv.datasets import dataset_registry, wording
     from perturbkv.datasets.ruler import tasks
 

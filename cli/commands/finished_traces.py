@@ -206,7 +206,7 @@ def _answer_rows(description: Description) -> list[tuple[str, str]]:
 
 
 def _stored_text(description: Description, samples: Sequence[str]) -> str:
-    """Return for how many complete samples an optional part of a trace is stored, as text.
+    """Return as text the number of complete samples for which an optional part of a trace is stored.
 
     `samples` are those for which it is stored.
     """

@@ -194,7 +194,7 @@ def _show_answers(
 def _open_answers(
     path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of the file of answers and its rows of finished samples; write the file anew.
+    """Return the first line and the finished rows of the file of answers, after rewriting it with these alone.
 
     Raises ConfigError where the file is of another run, or is no file of answers.
     """

@@ -192,7 +192,7 @@ def stability(
 
 
 def _open_traces(look: StabilityOptions) -> Session:
-    """Return the session of the traces.
+    """Return the session of the traces that the user named.
 
     Raises ConfigError where the user named no trace, FailedRunError for a trace without a complete sample.
     """

@@ -85,7 +85,7 @@ def _find_device(name: str) -> torch.device:
 
 
 def _check_sizes(samples: int, length: int, entries: int) -> None:
-    """Raise ConfigError for sizes at which a check would fail after minutes."""
+    """Raise ConfigError for invalid numbers of samples, tokens or entries, before any check runs."""
     from perturbkv.datasets.dataset_registry import DatasetOptions
 
     DatasetOptions(samples, lengths=(length,))
@@ -127,7 +127,7 @@ def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[lis
 
 
 def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
-    """Return pairs (dtype, how its verdicts compare with float32's on needle prompts); none without a model."""
+    """Return (dtype, comparison of its verdicts with float32's) pairs, from needle prompts; none without a model."""
     if not model:
         console.note("ties: there is no trained model; give one with --model")
         return []

@@ -151,7 +151,7 @@ def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: s
 def _locate_error(
     names: tuple[str, ...], combination: dict[str, Any], entries: Entries, error: ConfigError, hint: str
 ) -> ConfigError:
-    """Return the error with a hint and the line of the first of the keys `names` that the file has.
+    """Return the error with a hint and the line of the first key among `names` that the file has.
 
     The error is unchanged where the file has no such key.
     """
@@ -161,7 +161,7 @@ def _locate_error(
 
 
 def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError:
-    """Return the error with the line of the value that its message names, or of the key that its type concerns.
+    """Return the error with the line of the value in its message, or of the key that its type concerns.
 
     The error is unchanged where the file has no such value or key.
     """
@@ -177,14 +177,15 @@ def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError
 
 
 def _mentions(message: str, key: Key, value: Any) -> bool:
-    """Return whether a message names a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", or a path."""
+    """Return whether an error message quotes a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", or a path.
+    """
     option, text = key.field.replace("_", "-"), re.escape(str(value))
     path = rf"|(?<![\w./-]){text}(?![\w./-])" if key.kind is Path else ""
     return re.search(rf"\b{option} ('{text}'|{text}\b){path}", message) is not None
 
 
 def _check_values(entry: Entry) -> None:
-    """Raise ConfigError, with its line, for a value that is invalid whatever the other options are."""
+    """Raise ConfigError, with its line, for a value that is invalid regardless of the other options."""
     for value, location in zip(entry.values, entry.locations, strict=True):
         with location.locate_errors():
             if entry.key.is_eviction_choice and entry.key.field not in FIELDS:
@@ -196,7 +197,7 @@ def _check_values(entry: Entry) -> None:
 
 
 def _check_run_option(key: Key, value: Any) -> None:
-    """Raise the PerturbkvError with which a run of this option and defaults fails before a model is opened."""
+    """Raise PerturbkvError if a run with this option, and defaults otherwise, would fail before the model is opened."""
     from perturbkv.datasets.dataset_registry import SHORTEST, DatasetOptions
     from perturbkv.datasets.prompts import DEFAULT_SAMPLES
 

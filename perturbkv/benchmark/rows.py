@@ -138,7 +138,7 @@ def read(path: Path) -> Report:
 
 
 def _check_format(version: Any, names: Sequence[str]) -> None:
-    """Raise ValueError for another format, or a row that occurs twice."""
+    """Raise ValueError unless `version` is the current format and the row names are unique."""
     if version != FORMAT:
         msg = f"format is {str(version)[:40]}, not {FORMAT}"
         raise ValueError(msg)
@@ -148,7 +148,7 @@ def _check_format(version: Any, names: Sequence[str]) -> None:
 
 
 def _parse_row(entry: Mapping[str, Any]) -> Row:
-    """Return a row from its JSON object. Raises KeyError or TypeError for anything else."""
+    """Return a row parsed from its JSON object. Raises KeyError or TypeError for an invalid object."""
     target = Target(
         name=_typed_field(str, entry, "name"), what=_typed_field(str, entry, "what"),
         bound=_finite_number(entry["bound"]),
@@ -162,7 +162,7 @@ _Kind = TypeVar("_Kind", str, bool)
 
 
 def _typed_field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
-    """Return a field of a JSON object. Raises TypeError where it is not of a type."""
+    """Return a field of a JSON object. Raises TypeError if it is not of the type `kind`."""
     value = entry[name]
     if not isinstance(value, kind):
         msg = f"{name} is {str(value)[:40]}"
@@ -187,7 +187,7 @@ def _json_object(value: Any) -> dict[str, Any]:
 
 
 def find_targets(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
-    """Return the targets of these names, or all targets without a name. Raises UnknownNameError."""
+    """Return the targets of these names; all targets if there are no names. Raises UnknownNameError."""
     known = tuple(target.name for target in targets)
     for name in names:
         if name not in known:
@@ -238,7 +238,7 @@ def _deterioration(old: float | None, new: float | None, at_least: bool) -> floa
 
 
 def setting_differences(old: Report, new: Report) -> list[str]:
-    """Return the differences between the machines and settings of two reports: 'cores: 2 and 16'."""
+    """Return the differences in machine and settings between two reports, such as 'cores: 2 and 16'."""
     pairs = [(old.machine, new.machine), (old.settings, new.settings)]
     return [
         f"{name}: {first.get(name)} and {second.get(name)}"

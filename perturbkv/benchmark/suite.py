@@ -39,7 +39,7 @@ class Settings:
             raise ConfigError(msg)
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments that most processes take: model, tokens, dtype and device."""
+        """Return the arguments common to most processes: model, tokens, dtype and device."""
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
@@ -59,7 +59,7 @@ Group = tuple[str, tuple[str, ...], Callable[[], Values]]
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
+    """Return the report on the rows `targets`; call `finished` with the name of each group of rows when it is done.
 
     A row whose process fails has the reason instead of a value. Raises ConfigError for a device that does not
     exist.
@@ -77,7 +77,7 @@ def run_groups(
     groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
-    """Return the report of the groups that have a target, measured in turn; call `finished` with every group's name."""
+    """Return the report of the groups with a target, measured in turn; call `finished` with every group's name."""
     names, values, reasons = {target.name for target in targets}, Values(), dict[str, str]()
     for group, rows, work in groups:
         if names & set(rows):
@@ -136,17 +136,17 @@ def _times(settings: Settings, names: set[str]) -> Values:
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Return the median over turns of a turn's seconds over its base's, and all seconds."""
+    """Return the median over turns of seconds / base seconds, and all seconds as details."""
     return median_ratio(seconds, base), {"seconds": list(seconds), "base_seconds": list(base)}
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over turns of a turn's seconds over its base's."""
+    """Return the median over turns of seconds / base seconds."""
     return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
 
 
 def _presses(settings: Settings) -> Values:
-    """Return the row of 24 configurations' seconds over those of kvpress' presses."""
+    """Return the row of the seconds of 24 configurations over those of the kvpress presses."""
     if find_spec("kvpress") is None:
         raise ConfigError(NO_KVPRESS)
     spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
@@ -160,7 +160,8 @@ def _peaks(settings: Settings) -> Values:
 
 
 def _growth(settings: Settings) -> Values:
-    """Return the row of the time without prefill at four times the tokens, over that at the tokens."""
+    """Return the row of the growth of time: seconds without prefill at four times the tokens, over those at the tokens.
+    """
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")
@@ -169,7 +170,7 @@ def _growth(settings: Settings) -> Values:
 
 
 def _norms_shapes(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of the processes that compute value norms on the settings' device."""
+    """Return the shape arguments of the processes that compute value norms on the settings' device."""
     return {**_SEVEN_B, "entries": 8192, "dtype": "float32", "device": settings.device}
 
 
@@ -190,7 +191,7 @@ def _norms_memory(settings: Settings) -> Values:
 
 
 def _writing(settings: Settings, names: set[str]) -> Values:
-    """Return the rows of the seconds of writing a trace over those of its run."""
+    """Return the rows of the seconds of writing a trace over those of measuring it."""
     values: Values = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
@@ -219,7 +220,7 @@ def _quality(settings: Settings) -> Values:
 
 
 def _startup(settings: Settings) -> Values:
-    """Return the rows of commands' processor seconds over those of an import."""
+    """Return the rows of processor seconds of commands, over those of an import."""
     spent = startup.startup_seconds(settings.model, settings.repeats)
     return {f"startup-{name}": _ratio(one["command"], one["import"]) for name, one in spent.items()}
 

@@ -57,7 +57,7 @@ def check_installed(config: Any, name: str) -> None:
 
 
 def _as_dict(quantisation: Any) -> dict[str, Any]:
-    """Return a `quantization_config` as a dictionary; empty for anything else."""
+    """Return a `quantization_config` as a dictionary; empty for any other object."""
     return (
         quantisation
         if isinstance(quantisation, dict)

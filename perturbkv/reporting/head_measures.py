@@ -110,12 +110,12 @@ FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat",
 
 
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
-    """Return the measures that a trace has, with the noise floors of those that need them."""
+    """Return the measures of which a trace has the variable and, if needed, the noise floor."""
     return tuple(one for one in MEASURES if {one.variable, *_floor_names(one)} <= set(trace.arrays))
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:
-    """Return the values (sample, config, layer, head) at the first decode step.
+    """Return a measure's values (sample, config, layer, head) at the first decode step.
 
     Raises the TraceError of `Measurements`.
     """
@@ -132,7 +132,7 @@ def mean_over_samples(values: Floats) -> Floats:
 
 
 def means_by_step(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean (config, step, layer, head) over the samples that have the step, up to the last one."""
+    """Return a measure's mean (config, step, layer, head) over the samples that have the step, up to the last step."""
     counts = measured_steps(trace)
     most = int(counts.max())
     stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]

@@ -40,7 +40,7 @@ class ModuleError(ValueError):
 
 @dataclass(frozen=True)
 class _Module:
-    """A JavaScript module: its imports by source, as (exported name, local name), its exports, and its other code."""
+    """A JavaScript module: imports by source, as (exported name, local name), exports, and remaining code."""
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     exports: tuple[str, ...]
@@ -64,7 +64,8 @@ def bundle(read: Read, entry: str = "main.js") -> str:
 
 
 def check_inline(name: str, source: str) -> str:
-    """Return the source. Raises ModuleError for text that ends a script in HTML, or that a browser changes."""
+    """Return the source unchanged. Raises ModuleError for text that ends a script in HTML, or that a browser changes.
+    """
     if ends := _ENDS_A_SCRIPT.search(source):
         msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
         raise ModuleError(msg)
@@ -75,7 +76,7 @@ def check_inline(name: str, source: str) -> str:
 
 
 def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
-    """Append a module to `modules` after everything that it imports; `path` leads to it from the entry."""
+    """Append a module to `modules` after all its imports; `path` is the import chain from the entry module."""
     if name in path:
         msg = f"modules import each other: {' → '.join((*path[path.index(name) :], name))}"
         raise ModuleError(msg)
@@ -102,7 +103,7 @@ def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
 
 
 def _parse_module(name: str, source: str) -> _Module:
-    """Return a module from its source. Raises ModuleError for imports and exports of another form."""
+    """Return a module parsed from its source. Raises ModuleError for unsupported forms of import and export."""
     code = _COMMENT.sub("", source)  # types are imported in comments
     imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
     exports = tuple(match[2] for match in _EXPORT.finditer(code))
@@ -296,7 +297,7 @@ def _template() -> Template:
 
 @cache
 def _library_source(name: str) -> str:
-    """Return the source of a library in `vendor/`, checked to be safe as an inline script."""
+    """Return the source of a library in `vendor/`. Raises ModuleError for text unsafe in an inline script."""
     return check_inline(name, (_VENDOR / name).read_text(encoding="utf-8"))
 
 
@@ -317,7 +318,7 @@ def _page_style() -> str:
 
 
 def _check_id(name: str) -> str:
-    """Return a block's name. Raises ValueError for one that needs escaping, or that is an element's id."""
+    """Return a block's name unchanged. Raises ValueError for a name that needs escaping, or is an element's id."""
     if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)

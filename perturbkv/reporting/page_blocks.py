@@ -75,14 +75,15 @@ def encode(values: Floats, scale: Scale) -> Codes:
 
 
 def encode_shares(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Return logarithmic codes of shares: exp((code − largest) · step), at least 1; 0 for 0 and NaN."""
+    """Return the logarithmic codes of shares: round(largest + log(share) / step), at least 1; 0 for shares 0 and NaN.
+    """
     positive = np.isfinite(shares) & (shares > 0)
     codes = largest + np.round(np.log(np.where(positive, shares, 1.0)) / step)
     return np.where(positive, np.clip(codes, 1, largest), 0).astype(np.int64)
 
 
 def pack_verdicts(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Return verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
+    """Return verdicts packed into two bits each, with 2 for −1; the first verdict is in the lowest bits of a byte."""
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
     return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)
@@ -104,12 +105,12 @@ def deflate(content: bytes, level: int = 9) -> bytes:
 
 
 def block_bytes(block: bytes) -> int:
-    """Return the bytes that a block takes in a page."""
+    """Return the bytes that a block occupies in a page, in its text encoding."""
     return -(-len(block) // 3) * 4 + _ELEMENT_BYTES
 
 
 def blocks_limit(values: int) -> int:
-    """Return the most bytes that the blocks of a page may take, for traces of `values` values."""
+    """Return the largest number of bytes allowed for the blocks of a page, for traces with `values` values."""
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
     return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
 
@@ -138,17 +139,20 @@ class Blocks:
         return block_id
 
     def offer(self, name: str, block: bytes) -> str | None:
-        """Store a block and return its id; None where the remaining bytes do not suffice."""
+        """Store a block and return its id; None if it exceeds the remaining bytes."""
         return self.put(name, block) if block_bytes(block) <= self.room else None
 
     def put_floats(self, name: str, array: NDArray[Any]) -> None:
-        """Store an array as four-byte floats: the first bytes of all, then all second ones, and so on."""
+        """Store an array as four-byte floats, byte planes in order: every float's first byte, then every second byte,
+        etc.
+        """
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
     def put_codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Store arrays of floats as consecutive two-byte codes, with a scale for each array.
+        """Store arrays of floats as consecutive two-byte codes, one scale per array; return required over allowed
+        bytes.
 
         They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
         take over those allowed.
@@ -161,7 +165,7 @@ class Blocks:
         return taken
 
     def put_packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        """Store bytes that represent an array of `shape`."""
+        """Store the bytes of a packed array of shape `shape`."""
         self._put_array(name, deflate(content.tobytes()), "u1", shape, None)
 
     def _put_array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:

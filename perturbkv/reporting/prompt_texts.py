@@ -50,7 +50,7 @@ def prompt_block(trace: Trace, sample: int) -> bytes | None:
 
 
 def missing_text_hint(trace: Trace) -> str:
-    """Return the command that adds the prompts' text; '' where a complete sample has it."""
+    """Return the command that adds the prompts' text to the trace; '' if a complete sample has its text."""
     try:
         prompt_of(trace)
     except TraceError as error:
@@ -93,7 +93,7 @@ def attention_codes(attention: Floats) -> NDArray[np.uint8]:
 
 
 def _text_document(prompt: PromptText) -> dict[str, object]:
-    """Return the JSON object of a prompt's text: its tokens, the compressed ones, and what was cut."""
+    """Return the JSON object of a prompt's text: tokens, number of compressed tokens, index and size of the cut."""
     pieces = [token_text(one) for one in prompt.pieces]
     return {
         "pieces": pieces,
@@ -154,7 +154,7 @@ def sample_heads(trace: Trace, sample: int) -> SampleHeads | None:
 
 
 def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
-    """Return the compressed bundle of a head: masks, each XORed with the previous one, losses and attention."""
+    """Return the compressed bundle of a head: masks, each XORed with its predecessor, then losses and attention."""
     kept, losses, attention = heads.kept.masks[:, layer, head], heads.losses, heads.attention
     masks = kept.copy()
     masks[1:] ^= kept[:-1]
@@ -167,7 +167,7 @@ def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
 
 
 def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: IndexPair) -> list[IndexPair]:
-    """Return a sample's heads (layer, head), but `excluded`, by their largest change in any pair, descending.
+    """Return a sample's heads (layer, head), without `excluded`, in descending order of the largest change in any pair.
 
     The change is that of the isolated perturbation over ‖o_h‖₁.
     """
@@ -212,7 +212,7 @@ class SampleBlocks:
 
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
-    """Store the text of each complete sample; return the ids of blocks, None for a sample without text."""
+    """Store the text of each complete sample; return block ids, None for a sample without text."""
     texts = [prompt_block(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(texts)]
 
@@ -220,7 +220,7 @@ def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
 def tokens_part(
     trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[IndexPair], first: IndexPair
 ) -> dict[str, Any]:
-    """Return `prompts` and `held_heads` of the page's JSON, and store what they refer to.
+    """Return the page's JSON fields `prompts` and `held_heads`, and store the blocks whose ids they contain.
 
     Args:
         trace: the trace whose complete samples are shown.
@@ -249,7 +249,7 @@ def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlo
 
 
 def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]) -> None:
-    """Store each sample's attention per token, mean over heads, while bytes remain."""
+    """Store each sample's attention per token, averaged over heads, while bytes remain."""
     for number, one in enumerate(samples):
         attention = prompt_attention(trace, one.index)
         if attention is not None:
@@ -260,7 +260,7 @@ def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]
 def _put_bundles(
     trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], pairs: Sequence[IndexPair], first: IndexPair
 ) -> None:
-    """Store bundles of all samples, each with an equal part of the bytes; read the masks of one sample at a time."""
+    """Store the bundles of all samples, within equal shares of the bytes; masks are read sample by sample."""
     orders = [heads_by_change(trace, one.index, pairs, first) for one in samples]
     for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
         _put_sample_bundles(trace, blocks, one, order, blocks.room / (len(samples) - number))
@@ -269,7 +269,7 @@ def _put_bundles(
 def _put_sample_bundles(
     trace: Trace, blocks: Blocks, sample: SampleBlocks, order: Sequence[IndexPair], room: float
 ) -> None:
-    """Store further bundles of a sample, in the order of heads, until `room` bytes are used."""
+    """Store bundles of a sample's heads, in the order `order`, until `room` bytes are used."""
     heads = sample_heads(trace, sample.index) if sample.kept and room > 0 else None
     if heads is None:
         return
@@ -282,7 +282,7 @@ def _put_sample_bundles(
 
 
 def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: IndexPair, bundle: bytes) -> None:
-    """Add a head's bundle to its sample, and subtract its bytes from those that remain."""
+    """Append a head's bundle to its sample, and subtract its bytes from the remaining ones."""
     blocks.room -= _bundle_bytes(bundle) + (0 if sample.bundles else block_bytes(b""))
     sample.bundles.append((head, bundle))
 
@@ -293,7 +293,7 @@ def _bundle_bytes(bundle: bytes) -> int:
 
 
 def _bundle_counts(samples: Sequence[SampleBlocks], heads: int) -> dict[str, Any]:
-    """Return the number of bundles of the page and of the trace, and the reason where they differ."""
+    """Return the numbers of bundles in the page and in the trace, and the reason for any difference."""
     total, stored = heads * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{total - stored:,} of {total:,} heads' tokens left out to keep the page small; --full keeps all"
     return {"of": total, "held": stored, "why": why if stored < total else ""}
