@@ -83,8 +83,7 @@ def copy_signature(
 def fill_groups(
     groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return name -> dataclass of options, filled with command-line values, typed names and the command's own options.
-    """
+    """Return name -> dataclass of options, filled with the command line's values; `own`: the command's own options."""
     context = {"typed_options": typed, "own_options": own}
     return {name: _fill_group(group, values, context) for name, group in groups.items()}
 
@@ -148,8 +147,7 @@ def option_fields(group: Any) -> dict[str, Any]:
 
 
 def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Return a dataclass of options, filled with option values and with the entries of `context` that are its fields.
-    """
+    """Return a dataclass of options, filled with option values and those items of `context` that are its fields."""
     fields = {field.name for field in dataclasses.fields(group)}
     options = {name: values[name] for name in option_fields(group)}
     return group(**options, **{name: value for name, value in context.items() if name in fields})

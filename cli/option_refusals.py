@@ -34,9 +34,7 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether an option has no effect: no configuration meets the condition, or with `each`, some value has
-        none.
-        """
+        """Return whether no configuration meets the condition; with `each`, whether some value of the option has none."""
         useful = [config for config in configs if self.is_met(run, config)]
         if not self.each:
             return not useful
@@ -55,8 +53,7 @@ def _uses_seed(run: DataOptions, config: EvictionConfig) -> bool:
 
 
 def _protects_more_than_window(run: DataOptions, config: EvictionConfig) -> bool:
-    """Return whether --protect-recent can protect more entries than the window; a share can, depending on the prompt.
-    """
+    """Return whether --protect-recent can protect more entries than the window; a share can for long prompts."""
     recent = config.protect_recent
     return isinstance(recent, float) or recent == 0 or recent > config.window
 

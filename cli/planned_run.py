@@ -101,9 +101,7 @@ def slug(name: str) -> str:
 
 
 def split_datasets(run: RunOptions) -> list[RunOptions]:
-    """Return the options of one run per data set of --dataset. Raises ConfigError for none, and for a repeated data
-    set.
-    """
+    """Return a run's options per data set of --dataset. Raises ConfigError for no data set or a repeated one."""
     names = [run.dataset] if Path(run.dataset).is_file() else split_names(run.dataset)
     if not names:
         msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
@@ -204,9 +202,7 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
 
 
 def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
-    """Return the loader's keyword arguments for a data set. Raises ConfigError for --length and --depth without
-    numbers.
-    """
+    """Return the loader's arguments for a data set. Raises ConfigError for a --length or --depth that is no number."""
     return {
         "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
         "depths": options.depths, "haystack": options.haystack, "metric": metric,

@@ -35,11 +35,11 @@ def estimate_seconds(planned: Plan) -> float:
     prefill = sum(2 * parameters * tokens + attention * tokens**2 for tokens in lengths)
     caches = len(run.configs) + 1
     decoded = len(lengths) * (run.steps + (run.generate or 0)) * caches
-    rate = {rows: _multiplications_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
+    rate = {rows: _operations_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
     return _MEASURED_OVER_PLAIN * prefill / rate[_MOST_ROWS] + 2 * parameters * decoded / rate[min(caches, _MOST_ROWS)]
 
 
-def _multiplications_per_second(planned: Plan, rows: int) -> float:
+def _operations_per_second(planned: Plan, rows: int) -> float:
     """Return the floating-point operations per second of a projection of the model's width, measured on `rows` rows."""
     import torch
 

@@ -131,7 +131,9 @@ def compare(
     if as_json:
         console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
     else:
-        rows = [(change.name, _number(change.old), _number(change.new), _change_text(change)) for change in changes]
+        rows = [
+            (change.name, _value_text(change.old), _value_text(change.new), _change_text(change)) for change in changes
+        ]
         console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], rows)
         for other in others:
             console.note(f"not measured alike: {other}")
@@ -188,7 +190,8 @@ def _show_report(report: Report) -> None:
     length = f"{settings['tokens']:,} tokens" if "tokens" in settings else plural(settings["samples"], "sample")
     title = ", ".join(filter(None, (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))))
     rows = [
-        (row.target.name, row.target.what, _bound_text(row), _number(row.value), row.verdict()) for row in report.rows
+        (row.target.name, row.target.what, _bound_text(row), _value_text(row.value), row.verdict())
+        for row in report.rows
     ]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
@@ -201,7 +204,7 @@ def _bound_text(row: Row) -> str:
     return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
 
 
-def _number(value: float | None) -> str:
+def _value_text(value: float | None) -> str:
     """Return a value as text, a dash for None."""
     return "–" if value is None else f"{value:.3f}"
 

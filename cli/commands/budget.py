@@ -302,8 +302,7 @@ def _check_bits(bits: list[int] | None) -> list[int]:
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return each method at each budget and number of bits, then the full cache per number of bits; () without a model.
-    """
+    """Return each method at each budget and number of bits, then the full cache per bits; () without a model."""
     if files is None:
         return ()
     d_head = Shape.from_config(files.config, 2, 0).d_head

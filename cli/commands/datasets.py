@@ -34,8 +34,7 @@ Decode = Callable[[list[int]], str]
 
 
 def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]:
-    """Return a prompt as a JSON document: numbers of tokens, answers, and the text of its first and last `ends` tokens.
-    """
+    """Return a prompt as a JSON document: numbers of tokens, answers, and the text of `ends` tokens at each end."""
     tokens, question = len(prompt.token_ids), prompt.question_tokens
     return {
         "sample": prompt.sample_id,

@@ -177,8 +177,7 @@ def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError
 
 
 def _mentions(message: str, key: Key, value: Any) -> bool:
-    """Return whether an error message quotes a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", or a path.
-    """
+    """Return whether an error message quotes a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", a path."""
     option, text = key.field.replace("_", "-"), re.escape(str(value))
     path = rf"|(?<![\w./-]){text}(?![\w./-])" if key.kind is Path else ""
     return re.search(rf"\b{option} ('{text}'|{text}\b){path}", message) is not None

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from perturbkv.benchmark.rows import NO_RAY, Report, Target
-from perturbkv.benchmark.subprocesses import Result, in_process, machine, without_network
+from perturbkv.benchmark.subprocesses import Result, in_process, machine, no_network_prefix
 from perturbkv.benchmark.suite import Group, Values, check_repeats, median_ratio, run_groups
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -127,8 +127,7 @@ class _Rows:
         return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
-        """Return the seconds of runs by one worker and by all; `each`: samples per worker, `pause`: seconds of sleep.
-        """
+        """Return the seconds of runs by one worker and by all; `each`: samples per worker, `pause`: seconds to sleep."""
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}
@@ -140,11 +139,10 @@ class _Rows:
         return self._run_engine(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
 
     def _run_engine(self, engine: str, work: str, **arguments: Any) -> Result:
-        """Return the result of a process that runs an engine; Ray runs without network if possible, to join no cluster.
-        """
+        """Return the result of an engine's process; Ray runs without network if possible, to join no cluster."""
         if engine == "ray" and find_spec("ray") is None:
             raise ConfigError(NO_RAY)
-        prefix = without_network() if engine == "ray" else ()
+        prefix = no_network_prefix() if engine == "ray" else ()
         network = {"network": "loopback alone" if prefix else "this machine's"} if engine == "ray" else {}
         return network | self._timed_process(work, prefix=prefix, engine=engine, **arguments)
 

@@ -15,8 +15,7 @@ from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
-    """Return this process's bytes by the proc(5) field VmRSS (current) or VmHWM (peak); the peak where proc is missing.
-    """
+    """Return this process's bytes by proc(5) field, VmRSS (current) or VmHWM (peak); without proc the peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))

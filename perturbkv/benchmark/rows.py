@@ -131,13 +131,13 @@ def read(path: Path) -> Report:
     document = _FILE.read_json(path)
     try:
         rows = tuple(_parse_row(entry) for entry in document["rows"])
-        _check_format(document["format"], [row.target.name for row in rows])
+        _check_header(document["format"], [row.target.name for row in rows])
         return Report(_json_object(document["machine"]), _json_object(document["settings"]), rows)
     except (ValueError, KeyError, TypeError) as error:
         raise _FILE.refusal(path, f"another document ({type(error).__name__}: {error})") from None
 
 
-def _check_format(version: Any, names: Sequence[str]) -> None:
+def _check_header(version: Any, names: Sequence[str]) -> None:
     """Raise ValueError unless `version` is the current format and the row names are unique."""
     if version != FORMAT:
         msg = f"format is {str(version)[:40]}, not {FORMAT}"

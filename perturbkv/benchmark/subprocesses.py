@@ -53,7 +53,7 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     return result
 
 
-def without_network() -> tuple[str, ...]:
+def no_network_prefix() -> tuple[str, ...]:
     """Return the command prefix that leaves a program only the loopback network; empty if the system forbids it."""
     try:
         subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)

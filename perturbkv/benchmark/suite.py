@@ -160,8 +160,7 @@ def _peaks(settings: Settings) -> Values:
 
 
 def _growth(settings: Settings) -> Values:
-    """Return the row of the growth of time: seconds without prefill at four times the tokens, over those at the tokens.
-    """
+    """Return the row of the growth of time, without prefill, from the tokens to four times the tokens."""
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")

@@ -68,8 +68,7 @@ def _random_layer(
 
 @torch.inference_mode()
 def norms(repeats: int, **shapes: Any) -> Result:
-    """Return the seconds of ν and of the loop, turn by turn, and the rates of ν and of a matrix product on the device.
-    """
+    """Return the seconds of ν and of the loop, turn by turn, and the device's rates of ν and of a matrix product."""
     value, w_o = _random_layer(**shapes)
     taken: dict[str, list[float]] = {name: [] for name in _NORMS}
     for turn in range(repeats + 1):

@@ -38,7 +38,7 @@ class Row:
     where: str
 
     def text(self, name: str) -> str:
-        """Return a text field; empty where the row lacks it."""
+        """Return a text field; empty if the row lacks the field."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             msg = f"expected `{name}` to be text, got {json_type(value)}"
@@ -46,7 +46,7 @@ class Row:
         return self.encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a field that is a list of texts; empty where the row lacks it."""
+        """Return a field that is a list of texts; empty if the row lacks the field."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
             msg = f"expected `{name}` to be a list of texts, got {json_type(values)}"
@@ -58,7 +58,7 @@ class Row:
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
     def identity(self, name: str) -> str:
-        """Return a field that is text or an integer, as text; the row's index where it is missing or empty."""
+        """Return a text or integer field as text; the row's index if the field is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
             msg = f"expected `{name}` to be text or a whole number, got {json_type(value)}"
@@ -66,7 +66,7 @@ class Row:
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
     def sample_id(self) -> str:
-        """Return the field `id`; without it, the row's index, followed by LongBench's `_id`, which may repeat."""
+        """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
         if self.fields.get("id") is not None:
             return self.identity("id")
         longbench_id = self.identity("_id") if self.fields.get("_id") is not None else ""
@@ -80,7 +80,7 @@ class Row:
             raise self.refusal(error) from None
 
     def encodable(self, name: str, value: str) -> str:
-        """Return the text unchanged; `name` is its field's. Raises DatasetError where UTF-8 cannot encode it."""
+        """Return the text of the field `name` unchanged. Raises DatasetError if UTF-8 cannot encode it."""
         try:
             check_text(f"expected {name}", value)
         except DatasetError as error:
@@ -98,7 +98,7 @@ def json_type(value: object) -> str:
 
 
 def read_rows(text: str, where: str, most: int) -> list[Row]:
-    """Return the first `most` rows of a jsonl text without its empty lines; `where` is its file, for errors.
+    """Return the first `most` rows of a jsonl text, skipping empty lines; `where` names its file in errors.
 
     Raises DatasetError for a line that is no JSON object, and for a text without rows.
     """
@@ -115,7 +115,7 @@ def read_rows(text: str, where: str, most: int) -> list[Row]:
 
 
 def _check_unique_ids(samples: tuple[Sample, ...], rows: list[Row]) -> None:
-    """Raise DatasetError, with file and line, where a sample has the id of an earlier one."""
+    """Raise DatasetError, with file and line, for a sample whose id an earlier sample has."""
     seen: set[str] = set()
     for sample, row in zip(samples, rows, strict=True):
         if sample.id in seen:
@@ -242,7 +242,7 @@ def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
 
 
 def _wordings(rows: list[Row]) -> dict[str, Wording]:
-    """Return LongBench dataset -> wording, for the datasets that rows with LongBench's fields name."""
+    """Return LongBench dataset -> wording, for all datasets named by rows with LongBench's fields."""
     wordings: dict[str, Wording] = {}
     for row in rows:
         name = row.fields.get("dataset")
@@ -272,7 +272,7 @@ def _metric(row: Row) -> str:
 
 
 def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
-    """Return the sample of a row: of its `messages`, its `prompt`, or its `context` and `input`."""
+    """Return a row's sample, made from its `messages`, its `prompt`, or its `context` and `input`."""
     if "messages" in row.fields:
         return _chat_sample(row)
     if "prompt" in row.fields:
@@ -290,7 +290,7 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
 
 
 def _context_sample(row: Row) -> Sample:
-    """Return the sample of a row's `context` and `input`, with an empty line between them."""
+    """Return the sample of a row with `context` and `input`, separated by an empty line."""
     context, question = row.text("context"), row.text("input")
     if not (context + question).strip():
         msg = "the prompt is empty; give `context` or `input` some text"

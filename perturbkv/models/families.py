@@ -37,8 +37,7 @@ class Family:
 
     @property
     def kernel(self) -> str:
-        """Value of transformers' `attn_implementation`: eager for a family with sinks, else sdpa, which has no sinks.
-        """
+        """Value of transformers' `attn_implementation`: eager for a family with sinks, else sdpa."""
         return "eager" if self.sinks else "sdpa"
 
 

@@ -232,8 +232,7 @@ class ModelFiles:
 
     @cached_property
     def _skeleton(self) -> Any:
-        """The model on the meta device, without weights. Raises ModelError for a configuration that defines no model.
-        """
+        """The model on the meta device, without weights. Raises ModelError if its configuration defines no model."""
         with explain_errors(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
             return AutoModelForCausalLM.from_config(self.config)
 
@@ -380,7 +379,7 @@ def load_model(
 
 
 def _align_weights(model: Any) -> Any:
-    """Return the model with its weights copied to the memory alignment of torch's own allocations.
+    """Return the model with its misaligned CPU weights copied to torch's own memory alignment.
 
     Memory-mapped weights may begin at any byte, and on a CPU a matrix-vector product then rounds differently: the same
     weights would give other numbers from another file.

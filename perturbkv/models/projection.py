@@ -82,7 +82,7 @@ def describe(projection: Any) -> str:
 
 
 def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the relative error of a projection on random vectors, and the lost share of matrix entries near 0.
+    """Return a projection's error on random vectors, and the lost share of faint components beside a large one.
 
     Both are relative to the product with the matrix in float32.
     """

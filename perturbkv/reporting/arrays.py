@@ -105,8 +105,7 @@ def drift_floors(trace: Trace) -> Floats:
 
 
 def configs_without_eviction(trace: Trace) -> Sequence[str]:
-    """Return the labels of configurations whose budget is at least every sample's prompt, so that nothing was evicted.
-    """
+    """Return the labels of configurations whose budget covers every sample's prompt: nothing was evicted."""
     evicted = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
     return [config.label() for config, some in zip(trace.run.configs, evicted.tolist(), strict=True) if not some]
 
@@ -223,8 +222,7 @@ def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) ->
 
 
 def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """Store every sample's measures; unless `full`, only as many measures as fit. `lacks` gets the reason for the rest.
-    """
+    """Store every sample's measures; unless `full`, only those that fit. `lacks` gets the reason for the omission."""
     if full:
         blocks.put_floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
         blocks.arrays["sample"]["measures"] = list(range(len(measured.each)))

@@ -64,8 +64,7 @@ def bundle(read: Read, entry: str = "main.js") -> str:
 
 
 def check_inline(name: str, source: str) -> str:
-    """Return the source unchanged. Raises ModuleError for text that ends a script in HTML, or that a browser changes.
-    """
+    """Return the source unchanged. Raises ModuleError for text that ends a script in HTML, or that browsers change."""
     if ends := _ENDS_A_SCRIPT.search(source):
         msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
         raise ModuleError(msg)

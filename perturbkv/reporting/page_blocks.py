@@ -75,8 +75,7 @@ def encode(values: Floats, scale: Scale) -> Codes:
 
 
 def encode_shares(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Return the logarithmic codes of shares: round(largest + log(share) / step), at least 1; 0 for shares 0 and NaN.
-    """
+    """Return logarithmic codes of shares: share ≈ exp((code − largest) · step), code ≥ 1; 0 for 0 and NaN."""
     positive = np.isfinite(shares) & (shares > 0)
     codes = largest + np.round(np.log(np.where(positive, shares, 1.0)) / step)
     return np.where(positive, np.clip(codes, 1, largest), 0).astype(np.int64)
@@ -143,16 +142,13 @@ class Blocks:
         return self.put(name, block) if block_bytes(block) <= self.room else None
 
     def put_floats(self, name: str, array: NDArray[Any]) -> None:
-        """Store an array as four-byte floats, byte planes in order: every float's first byte, then every second byte,
-        etc.
-        """
+        """Store an array as four-byte floats in byte planes: the first byte of all, then the second byte of all, etc."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
     def put_codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Store arrays of floats as consecutive two-byte codes, one scale per array; return required over allowed
-        bytes.
+        """Store float arrays as consecutive two-byte codes, one scale per array; return needed over allowed bytes.
 
         They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
         take over those allowed.

@@ -120,8 +120,7 @@ def _as_tuple(traces: Any) -> tuple[Trace, ...]:
 
 
 def check_traces(traces: Sequence[Trace]) -> None:
-    """Raise ConfigError for an empty or repeating sequence of traces, TraceError for a trace without a complete sample.
-    """
+    """Raise ConfigError for no trace or a repeated trace, TraceError for a trace without a complete sample."""
     if not traces:
         msg = "expected a trace or several for a report, got none"
         raise ConfigError(msg)

@@ -276,7 +276,7 @@ def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
 
 
 def _conclusion(trace: Trace, first: int, second: int) -> str:
-    """Return the conclusion of comparing two configurations, by index."""
+    """Return the sentence that concludes the comparison of two configurations, given by index."""
     configs = trace.run.configs
     pair = head_comparison.summarise(trace, configs[first], configs[second])
     return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
