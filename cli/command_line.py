@@ -38,7 +38,7 @@ _LEGEND = "  [default]  … repeatable"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command in which every parameter that is a dataclass of options is replaced by these options."""
+    """Return a command whose parameters of a dataclass of options are replaced by one parameter per option."""
     groups, own = split_parameters(command)
 
     def call(context: typer.Context, **values: Any) -> None:
@@ -137,7 +137,7 @@ def typed_options(context: typer.Context) -> frozenset[str]:
 
 
 def option_fields(group: Any) -> dict[str, Any]:
-    """Return field name -> annotation of those fields of a dataclass that are options."""
+    """Return field name -> annotation, for the fields of a dataclass that are options."""
     hints = get_type_hints(group, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -207,7 +207,7 @@ def _usage(command: Any, ctx: Any) -> str:
 
 
 def _option_sections(command: Any, ctx: Any) -> Sections:
-    """Return group of options -> name and description of each visible option; arguments come first."""
+    """Return group of options -> (name, description) of its visible options; arguments come first."""
     sections: Sections = {}
     for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):
         if not parameter.hidden and parameter.name != _HELP:
@@ -291,7 +291,7 @@ class CheckedCommand(CompactHelp, _CheckedParser, TyperCommand):
     """A command that refuses repeated options, with the compact help."""
 
     def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
-        """Return whether --json is one of the options, not the value of another option."""
+        """Return whether --json is typed as an option, not as the value of another option."""
         return bool(values.get("as_json"))
 
 
@@ -310,7 +310,7 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         return "--json" in arguments[:end] or bool(values.get("as_json"))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the Click command of this name, imported; None where the group has no such command."""
+        """Return the Click command of this name, imported; None if the group has no such command."""
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

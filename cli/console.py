@@ -59,7 +59,7 @@ def say(text: str, bold: bool = False) -> None:
 
 
 def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
-    """Print results: their conclusions, title and subtitle, tables and notes; with `explain` also what columns mean."""
+    """Print results: conclusions, title and subtitle, tables and notes; with `explain` also the meaning of columns."""
     for one in results:
         say(one.conclusion())
     say("")
@@ -80,7 +80,7 @@ def _distinct_notes(results: Sequence[Result]) -> list[str]:
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
-    """Return a document as indented JSON with its schema version, each list of numbers on one line."""
+    """Return a document as indented JSON with its schema version; a list of numbers is on a single line."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
         _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))

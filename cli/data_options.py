@@ -130,5 +130,5 @@ class DataOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """The depths of the needle, 0 to 1; empty without --depth. Raises ConfigError for anything but numbers."""
+        """The depths of the needle, 0 to 1; empty without --depth. Raises ConfigError for text that is no number."""
         return parse_numbers("--depth", self.depth)

@@ -34,7 +34,7 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether no configuration meets the condition; with `each`, whether some value of the option has none."""
+        """Return whether no configuration meets the condition; with `each`, whether some option value lacks one."""
         useful = [config for config in configs if self.is_met(run, config)]
         if not self.each:
             return not useful
@@ -168,7 +168,7 @@ _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
 
 
 def reason_without_effect(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
-    """Return the reason why an option has no effect on any of these configurations; empty if it has an effect."""
+    """Return the reason why an option has no effect on any of the configurations; empty if it has an effect."""
     if name in _OWN_OPTIONS.get(command, ()):
         return ""
     need = _STRICTER_NEEDS.get(command, {}).get(name) or NEEDS.get(name)
@@ -246,7 +246,7 @@ def option_flag(name: str) -> str:
 
 
 def check_typed_once(parameters: Sequence[Any]) -> None:
-    """Raise ConfigError for an option that takes one value and was typed more than once, in any spelling.
+    """Raise ConfigError for a single-valued option that was typed more than once, in any spelling.
 
     `parameters` are the Click parameters of a command line, in its order.
     """
@@ -277,7 +277,7 @@ _EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)
 
 
 def usage_message(message: str, error: Any) -> str:
-    """Return one line on a command line that Click cannot parse, with advice on what to type.
+    """Return a one-line message on a command line that Click cannot parse, with advice on how to type it.
 
     `message` is Click's, `error` its usage error.
     """

@@ -291,11 +291,11 @@ class RunOptions(DataOptions):
         return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
-        """Return the options with these budgets where the user chose none."""
+        """Return the options with `budgets` as default budgets; budgets that the user chose stay."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
-        """Return choice -> value or values for all eviction choices but the selection, as `expand_grid` takes them.
+        """Return choice -> value or values of all eviction choices except the selection, for `expand_grid`.
 
         Raises BudgetError for text that is not a budget, ConfigError for a repeated budget.
         """

@@ -122,7 +122,7 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
 
 
 def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
-    """Print a note on each budget that the analysis `name` leaves out, with the data sets too short for it."""
+    """Print a note on every budget omitted from the analysis `name`, with the data sets too short for it."""
     budgets_of = [dict.fromkeys(str(config.budget) for config in plan.run.configs) for plan in plans]
     for budget in dict.fromkeys(budget for budgets in budgets_of for budget in budgets):
         short = [plan.run.dataset for plan, budgets in zip(plans, budgets_of, strict=True) if budget not in budgets]

@@ -27,7 +27,7 @@ _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, 
 
 
 def estimate_seconds(planned: Plan) -> float:
-    """Return an estimate of the seconds that all samples of a run take in one process on its device."""
+    """Return an estimate of a run's duration in seconds, for all samples in a single process on its device."""
     run, shape = planned.run, Shape.from_config(planned.files.config, 1, 0)
     parameters = planned.files.parameters()
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]

@@ -229,5 +229,5 @@ def _is_object(value: Any, is_valid: Callable[[Any], bool] = lambda value: True)
 
 
 def _is_analysis(value: Any) -> bool:
-    """Return whether a JSON value is an analysis of a summary: an object whose `asked`, its options, is one too."""
+    """Return whether a JSON value is a summary's analysis: an object with an object of options under `asked`."""
     return _is_object(value) and _is_object(value.get("asked", {}))

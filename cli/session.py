@@ -157,7 +157,7 @@ class Session:
         return header, body
 
     def _title(self, result: Result) -> tuple[str, str]:
-        """Return the run in one line, and a line on the measured layers, empty where all layers are measured."""
+        """Return a one-line title of the run, and a line on the measured layers, which is empty if all are measured."""
         from perturbkv.analyses.pairing import plural
 
         if not self.traces:
@@ -251,7 +251,7 @@ class Analysis:
 
 
 def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
-    """Return the session of the traces that the user named, or of those that the analysis' run makes.
+    """Return the session of the traces that the user named, or else of the traces that the analysis' run makes.
 
     None after a dry run. Raises PerturbkvErrors, before a model is loaded wherever possible.
     """
@@ -308,7 +308,7 @@ def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source
 
 
 def _check_complete(session: Session) -> None:
-    """Raise FailedRunError where no trace has a complete sample; print a note per joint trace without one.
+    """Raise FailedRunError if no trace has a complete sample; print a note per joint trace without a complete sample.
 
     Of traces that are not joint, the first one needs a complete sample.
     """

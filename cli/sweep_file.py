@@ -114,7 +114,7 @@ def _make_key(field: str, hint: Any) -> Key:
 
 
 def _spellings(field: str, annotated: Any) -> list[str]:
-    """Return the long names of an option without `--`: the declared ones, or the one that Typer makes of the field."""
+    """Return an option's long names without `--`: the declared names, or the name that Typer derives from the field."""
     declared = [name for option in annotated.__metadata__ for name in (option.default, *(option.param_decls or ()))]
     long = [name.partition("/")[0].removeprefix("--") for name in declared if str(name).startswith("--")]
     return long or [field.replace("_", "-")]
@@ -188,7 +188,7 @@ class SweepFile:
         return SweepFile(remaining(self.options), tuple(map(remaining, self.grids)))
 
     def entries(self) -> list[Entry]:
-        """Return all entries of the file, those of the grids last."""
+        """Return all entries of the file: top-level entries first, then the entries of the grids."""
         return [entry for entries in (self.options, *self.grids) for entry in entries.values()]
 
 
@@ -224,7 +224,7 @@ def _parse_yaml(path: Path) -> Any:
 
 
 def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
-    """Return the entries of each grid, from the location and the syntax tree of the key `grids`."""
+    """Return the entries of every grid, parsed from the value of the key `grids` at a location."""
     if node.id != "sequence" or not node.value:
         got = "an empty list" if node.id == "sequence" else _describe(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"

@@ -162,7 +162,7 @@ def _positions_from_gaps(gaps: Counts, of_set: Counts) -> Counts:
 
 
 def _are_step_codes_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether one step's codes are valid and equal the encoding of their decoded sets."""
+    """Return whether one step's codes are valid and equal to the encoding of their decoded sets."""
     if (lengths > mask_bytes(tokens)).any():
         return False
     bits = _bit_masks(codes, offsets, lengths, tokens)

@@ -210,7 +210,7 @@ class Trace:
         return labels.index(label)
 
     def sample(self, name: str) -> SampleTrace | FailedSample:
-        """Return one sample as it was measured, kept positions included. Raises TraceError for an unknown id."""
+        """Return one sample as measured, kept positions included. Raises TraceError for an unknown id."""
         if name not in self.sample_ids:
             msg = f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'"
             raise TraceError(msg)

@@ -95,7 +95,7 @@ def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfi
 
 
 def _are_comparable(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Return whether two configurations have the same budget, granularity and block size."""
+    """Return whether two configurations are equal in budget, granularity and block size."""
     return (first.budget, first.granularity.name, first.block) == (second.budget, second.granularity.name, second.block)
 
 
@@ -134,7 +134,7 @@ def _with_selection(method: str) -> str:
 
 
 def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the selections with stages at every α, and those without stages once, at every granularity."""
+    """Return the two-stage selections at every α and the other selections, at every granularity."""
     from perturbkv.analyses.ablation.ingredients import MEAN_OF_PRODUCTS
 
     alphas = run.alpha or list(_ALPHAS)

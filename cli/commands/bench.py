@@ -155,7 +155,7 @@ def _check_nothing_typed(context: typer.Context) -> None:
 
 
 def _check_effects(context: typer.Context, names: set[str]) -> None:
-    """Raise ConfigError for a typed option that affects none of the rows with these names."""
+    """Raise ConfigError for a typed option that has no effect on any of the named rows."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
         if name in typed_options(context) and names <= own:

@@ -74,7 +74,7 @@ def shown_pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, An
 
 
 def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges [first, end) of shown tokens: both ends of the prompt and 20 tokens around each mark."""
+    """Return the ranges [first, end) of shown tokens: `ends` at both ends of the prompt and 20 around each mark."""
     wanted = [(0, ends), *((mark - _AROUND, mark + _AROUND) for mark in marks), (tokens - ends, tokens)]
     merged: list[tuple[int, int]] = []
     for first, end in sorted((max(first, 0), min(end, tokens)) for first, end in wanted):
@@ -223,7 +223,7 @@ def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
 
 
 def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
-    """Print the prompts from index `first` on as the model sees them: `tokens` of each end. Raises PerturbkvErrors."""
+    """Print the prompts from index `first` on as the model sees them, with their first and last `tokens` tokens."""
     from perturbkv.datasets import dataset_registry
     from perturbkv.models.loading import open_model
 

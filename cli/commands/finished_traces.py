@@ -96,7 +96,7 @@ def merge(
 
 
 def _trace_paths(output: Path) -> list[Path]:
-    """Return the path of the trace that an --output names, or of each trace in its folders, one per data set.
+    """Return the trace paths of an --output: a single trace, or the traces in its folders, one per data set.
 
     Raises TraceError where there is neither a trace nor a shard of one.
     """

@@ -76,7 +76,7 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
-    """Print all policies and selections, and what combines with what."""
+    """Print all policies and selections, and their supported combinations."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known

@@ -141,7 +141,7 @@ def split(
 
 
 def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return all methods without correction, then the first two methods with each correction."""
+    """Return all methods without correction, then the first two methods with every correction."""
     uncorrected = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:

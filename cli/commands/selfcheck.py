@@ -96,7 +96,7 @@ def _check_sizes(samples: int, length: int, entries: int) -> None:
 
 
 def _ties_model(model: str | None) -> str:
-    """Return the model of the table of ties: the user's, or the embedded one; empty where there is neither.
+    """Return the model for the table of ties: the user's, or the embedded model; empty if there is no model.
 
     Raises ConfigError for random weights: they are drawn anew in every dtype, so that the verdicts would differ.
     """
@@ -112,7 +112,7 @@ def _ties_model(model: str | None) -> str:
 
 
 def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """Yield the checks group by group as they finish; a note names each group as it begins."""
+    """Yield the checks of one group at a time; a note is printed when a group begins."""
     from perturbkv.selfcheck import checks, equality
 
     sizes = equality.Sizes(entries)

@@ -125,14 +125,14 @@ def _count_combinations(file: SweepFile) -> int:
 
 
 def _check_effects(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
-    """Raise ConfigError, with its line, for a key that has no effect on any of these configurations."""
+    """Raise ConfigError, with its line, for a key without effect on any configuration."""
     for entry in entries.values():
         if reason := option_refusals.reason_without_effect("trace", entry.key.field, run, configs):
             raise entry.location.error(reason)
 
 
 def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
-    """Return the configuration of a combination of choices. Raises ConfigError, with its line, for an invalid one."""
+    """Return the configuration of a combination of choices. Raises ConfigError, with its line, if it is invalid."""
     try:
         request = parse_configuration(**combination)
     except BudgetError as error:  # each value alone is valid: budget and window do not go together

@@ -127,7 +127,7 @@ class _Rows:
         return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
-        """Return the seconds of runs by one worker and by all; `each`: samples per worker, `pause`: seconds to sleep."""
+        """Return the seconds of runs by one worker and by all; `each`: samples per worker, `pause`: seconds asleep."""
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}

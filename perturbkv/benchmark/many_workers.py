@@ -112,7 +112,7 @@ _SAMPLE = "sample"
 
 
 def demo_plan(model: str, samples: int) -> Plan:
-    """Return the plan of a run of `samples` samples that share one prompt, as many prompts would take too long."""
+    """Return the plan of a run whose `samples` samples share one prompt, as encoding many prompts would be slow."""
     files = open_model(model)
     demo = load("needle", files.tokenizer, samples=1, positions=int(files.config.max_position_embeddings))
     prompts = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
@@ -185,7 +185,7 @@ def open_crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
 def speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
-    """Return the seconds of runs by one worker and by all, with `each` samples per worker, and their seconds to start.
+    """Return the seconds of runs by one worker and by all, `each` samples per worker, and their seconds to start.
 
     `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
     """
@@ -269,7 +269,7 @@ def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
 
 
 def _time_single_file(run: Plan, folder: Path) -> float:
-    """Return the seconds of writing one file of the whole run, from a journal with the entries of all shards."""
+    """Return the seconds of writing an unsharded run's file, from a journal with the entries of all shards."""
     path = folder / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)

@@ -309,7 +309,7 @@ class _Rows:
         return {"report-small": self._measure_size("small", _SMALL)}
 
     def large(self) -> Values:
-        """Return the row of the large page's megabytes, with many more heads and samples."""
+        """Return the row of the large page's megabytes, with many more heads and samples than the small page."""
         return {"report-large": self._measure_size("large", _LARGE)}
 
     def first_times(self) -> Values:

@@ -187,7 +187,7 @@ def _json_object(value: Any) -> dict[str, Any]:
 
 
 def find_targets(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
-    """Return the targets of these names; all targets if there are no names. Raises UnknownNameError."""
+    """Return the targets with these names, or all targets if `names` is empty. Raises UnknownNameError."""
     known = tuple(target.name for target in targets)
     for name in names:
         if name not in known:
@@ -230,7 +230,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
 
 
 def _deterioration(old: float | None, new: float | None, at_least: bool) -> float | None:
-    """Return the deterioration as a share of the old value; None if one is missing or the share is infinite."""
+    """Return the deterioration as a share of the old value; None if a value is missing or the share is infinite."""
     if old is None or new is None or old == 0:
         return None
     worse = (old - new) / abs(old) if at_least else (new - old) / abs(old)

@@ -172,12 +172,12 @@ def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
 
 
 def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """Return the measurements of one prompt under some configurations."""
+    """Return the measurements of one prompt under the given configurations."""
     return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _resolved_run(adapter, configs))
 
 
 def _resolved_run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
-    """Return the resolved run of one sample with these configurations."""
+    """Return the resolved run of one sample with the given configurations."""
     return ResolvedRun.from_run(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
 
 

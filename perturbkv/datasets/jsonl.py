@@ -73,7 +73,7 @@ class Row:
         return f"{self.index}-{longbench_id}" if longbench_id and self.fields["_id"] else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:
-        """Return a `Sample` of these fields. Raises DatasetError, with file and line, where they are invalid."""
+        """Return a `Sample` with the given fields. Raises DatasetError, with file and line, for invalid fields."""
         try:
             return Sample(**fields)
         except DatasetError as error:
@@ -88,7 +88,7 @@ class Row:
         return value
 
     def refusal(self, problem: object) -> DatasetError:
-        """Return the error for a problem of this row, with file and line."""
+        """Return, not raise, the DatasetError for a problem of this row, with file and line."""
         return DatasetError(f"{self.where}: {problem}")
 
 
@@ -161,7 +161,7 @@ def _chat_sample(row: Row) -> Sample:
 
 
 def _message_list(row: Row) -> list[Any]:
-    """Return the field `messages`. Raises DatasetError unless it is a list with at least one item."""
+    """Return the field `messages`. Raises DatasetError unless it is a non-empty list."""
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
         got = "an empty list" if messages == [] else json_type(messages)

@@ -34,7 +34,7 @@ def sentences() -> tuple[str, ...]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return the prose paragraphs of a text, each in one line: unindented, no lists, tables or headings."""
+    """Return a text's unindented prose paragraphs, as one-line texts; lists, tables and headings are omitted."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith((" ", "*", "-", "+", "["))]
     return [" ".join(block.split()) for block in blocks if not re.search(r"^[=\-*~^\"]{4,}$", block, re.MULTILINE)]
 

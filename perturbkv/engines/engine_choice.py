@@ -27,7 +27,7 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 
 class LocalEngine:
-    """The engine that measures in this process, one sample after the other, with one model.
+    """The engine that measures sample after sample in this process, with one model.
 
     Args:
         plans: all runs that will be measured, all with the same model; loading it checks that the largest caches of

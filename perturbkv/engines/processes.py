@@ -190,5 +190,5 @@ def cores() -> int:
 
 
 def needed_bytes(planned: Plan) -> int:
-    """Return the memory of one worker in bytes: the model's weights and caches."""
+    """Return the memory that one worker needs in bytes: the model's weights and caches."""
     return planned.shape.weights_bytes + planned.caches_bytes()

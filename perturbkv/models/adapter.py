@@ -86,7 +86,7 @@ class Adapter:
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
-        """The measured layers' indices among all layers; a trace's `layer` axis counts only the measured ones."""
+        """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
         return layer_types.measured_layers(self.config)
 
     @property
@@ -96,7 +96,7 @@ class Adapter:
 
     @cached_property
     def layers(self) -> Sequence[Any]:
-        """The measured layers: those with full attention, or all layers of a model with a single layer type."""
+        """The measured layers: full-attention layers, or all layers of a model with a single layer type."""
         return [self.every_layer[index] for index in self.layer_indices]
 
     @cached_property
@@ -179,7 +179,7 @@ class Adapter:
         return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
-        """Return the logit of each head's attention sink in a layer; None for a family without sinks."""
+        """Return every head's sink logit in a layer, (head,); None for a family without sinks."""
         logits = self.attentions[layer].sinks if self.family.sinks else None
         return None if logits is None else cast("Tensor", logits.detach())
 
@@ -189,7 +189,7 @@ class Adapter:
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError for an output projection that is no matrix, and for attention sinks in a family without them."""
+    """Raise ModelError for an output projection that is no matrix, or for sinks in a family without sinks."""
     for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
         if hasattr(attention, "sinks") and not model.family.sinks:
             msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"

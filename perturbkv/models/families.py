@@ -83,7 +83,7 @@ def check_family(config: Any, name: str) -> None:
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Raise ModelError unless the configuration's `layer_types` are full or sliding attention, one per layer."""
+    """Raise ModelError unless `layer_types` has one entry per layer, full or sliding attention."""
     _refuse_first(_layer_type_problems(config), name)
 
 

@@ -72,7 +72,7 @@ class StoredTensor:
 
     @property
     def part(self) -> str:
-        """The kind of weight: `embeddings`, `norms` (with biases, which have one row too) or `matrices`."""
+        """The part of the model: `embeddings`, `matrices`, or `norms`, which include biases."""
         if re.match(r"token_embd|output\.weight", self.name):
             return "embeddings"
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
@@ -141,7 +141,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a GGUF file's header. Raises ModelError for another kind of file, or a truncated one."""
+    """Return the tensors of a GGUF file's header. Raises ModelError for a file that is not GGUF or is truncated."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
@@ -177,7 +177,7 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
-    """Raise ModelError for a tensor of unknown type, and for one that ends beyond the file's `size`."""
+    """Raise ModelError for a tensor of unknown type, or a tensor that ends beyond the file's `size`."""
     from gguf import GGMLQuantizationType
 
     known = {int(kind) for kind in GGMLQuantizationType}

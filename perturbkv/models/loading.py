@@ -138,7 +138,7 @@ def _joint_digest(digests: Iterable[bytes]) -> str:
 
 
 def _file_digest(file: Path) -> bytes:
-    """Return the SHA-256 of one file."""
+    """Return the SHA-256 digest of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 

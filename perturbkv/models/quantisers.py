@@ -68,7 +68,7 @@ def _as_dict(quantisation: Any) -> dict[str, Any]:
 
 
 def _torchao_method(quantisation: Any) -> str:
-    """Return the method in torchao's `quant_type`, such as `Int8WeightOnly`, or `int8_weight_only` in older files."""
+    """Return the method named by torchao's `quant_type`: `Int8WeightOnly`, in older files `int8_weight_only`."""
     chosen = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
     method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen
     return str(method or "").removesuffix("Config")

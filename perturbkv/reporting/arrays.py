@@ -84,7 +84,7 @@ def top1_shares(trace: Trace) -> Floats:
 
 
 def drift_values(trace: Trace) -> Floats:
-    """Return the drift after each layer (distance, sample, config, layer)."""
+    """Return the drift of the residual stream after every layer, (distance, sample, config, layer)."""
     measured = Measurements(trace, ANALYSIS)
     return np.stack([drift.drift_values(measured, distance) for distance in DISTANCES])
 
@@ -158,7 +158,7 @@ class TraceMeasures:
 
 
 def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairComparison]:
-    """Store all arrays except those of decode steps and single samples; return measure -> comparison of pairs."""
+    """Store all arrays except steps and single samples in `blocks`; return measure -> comparison of pairs."""
     means, totals, floors = [], [], []
     comparisons: dict[str, PairComparison] = {}
     equal = equal_sets(measured.quick, measured.sides.pairs) if measured.quick and measured.sides.pairs else None

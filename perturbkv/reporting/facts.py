@@ -210,7 +210,7 @@ def _escaped_texts(texts: NDArray[np.generic] | None) -> list[str] | None:
 
 
 def _accepted_answers(document: Any) -> list[str]:
-    """Return a sample's accepted answers, parsed from a JSON list; text that is no such list is the single answer."""
+    """Return a sample's accepted answers from a JSON list; any other text is returned as a single answer."""
     try:
         accepted = parse_json(str(document) or "[]")
     except ValueError:
@@ -262,7 +262,7 @@ def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
 
 
 def _measure_pairs_hint(trace: Trace) -> str:
-    """Return a hint to measure several configurations of one budget."""
+    """Return a hint to measure several configurations of equal budget."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
@@ -271,7 +271,7 @@ def _measure_pairs_hint(trace: Trace) -> str:
 
 
 def _missing_variable_hint(trace: Trace, variable: str) -> str:
-    """Return a hint to measure a variable; '' where the trace has it."""
+    """Return a hint to measure a variable; '' if the trace has the variable."""
     if variable in trace.arrays:  # not read: some are large
         return ""
     try:
@@ -282,7 +282,7 @@ def _missing_variable_hint(trace: Trace, variable: str) -> str:
 
 
 def _missing_scores_hint(trace: Trace) -> str:
-    """Return a hint to measure scores of answers; '' where the trace has them."""
+    """Return a hint to measure scores of answers; '' if the trace has scores."""
     try:
         scores(trace, ANALYSIS)
     except TraceError as error:
@@ -291,7 +291,7 @@ def _missing_scores_hint(trace: Trace) -> str:
 
 
 def _missing_texts_hint(trace: Trace) -> str:
-    """Return a hint to record the answers' texts; '' where the trace has them, or no scores."""
+    """Return a hint to record the answers' texts; '' if the trace has texts, or lacks scores."""
     if has_answer_texts(trace) or "score_full" not in trace.arrays:
         return ""
     return (

@@ -208,7 +208,7 @@ PLOT_STYLES = tuple(
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Return the content security policy that allows exactly these inline scripts and styles, and those of Plot.
+    """Return the content security policy that allows exactly the given inline scripts and styles, and Plot's styles.
 
     Args:
         scripts: text between the tags of each inline script.

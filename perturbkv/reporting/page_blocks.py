@@ -46,7 +46,7 @@ class Scale:
 
 
 def log_scale(values: Floats) -> Scale:
-    """Return the logarithmic scale of values that are 0 or positive; negative ones, from rounding, count as 0.
+    """Return the logarithmic scale of non-negative values; negative values, from rounding, count as 0.
 
     Errors are at most 0.1 % of a value where the largest is at most e¹²⁴ times the smallest.
     """
@@ -63,7 +63,7 @@ def linear_scale(values: Floats) -> Scale:
 
 
 def encode(values: Floats, scale: Scale) -> Codes:
-    """Return the two-byte code of each value, of any shape."""
+    """Return values of any shape as two-byte codes on a scale."""
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
         steps = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
@@ -142,7 +142,7 @@ class Blocks:
         return self.put(name, block) if block_bytes(block) <= self.room else None
 
     def put_floats(self, name: str, array: NDArray[Any]) -> None:
-        """Store an array as four-byte floats in byte planes: the first byte of all, then the second byte of all, etc."""
+        """Store an array as four-byte floats in byte planes: every float's first byte, then every second byte, etc."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
@@ -176,7 +176,7 @@ class Blocks:
 
 
 def byte_planes(array: NDArray[Any]) -> bytes:
-    """Return the first bytes of all elements, then the second ones, and so on: similar neighbours deflate better."""
+    """Return the bytes of an array by plane: every element's first byte, then every second byte, and so on."""
     return np.ascontiguousarray(array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T).tobytes()
 
 

@@ -138,7 +138,7 @@ def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
 
 
 def _step_samples(trace: Trace) -> list[int]:
-    """Return the number of samples that have each decode step."""
+    """Return the number of samples per decode step, as samples can end early."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
@@ -205,7 +205,7 @@ FORMAT = 1
 
 
 def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
-    """Return the contents of a page of these traces.
+    """Return the contents of a report page on the traces.
 
     Args:
         traces: at least one.

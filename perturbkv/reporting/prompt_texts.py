@@ -67,7 +67,7 @@ def token_text(text: str) -> str:
 
 
 def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
-    """Return the kept sets of a sample; None where the trace lacks them."""
+    """Return a sample's kept sets; None if the trace lacks kept sets."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
         try:
@@ -88,7 +88,7 @@ def prompt_attention(trace: Trace, sample: int) -> Floats | None:
 
 
 def attention_codes(attention: Floats) -> NDArray[np.uint8]:
-    """Return attention as codes of one byte: 0, or exp((code − 255) · 0.08)."""
+    """Return attention weights as one-byte codes: weight ≈ exp((code − 255) · 0.08), code 0 for 0."""
     return encode_shares(attention, ATTENTION_STEP, ATTENTION_CODES).astype(np.uint8)
 
 
@@ -134,7 +134,7 @@ def sample_losses(trace: Trace, sample: int) -> Losses | None:
 
 
 def loss_count(trace: Trace) -> int:
-    """Return the number of lost entries per head; 0 where the trace does not have them."""
+    """Return the number of lost entries stored per head; 0 if the trace has no losses."""
     return int(trace.arrays["lost_position"].shape[-1]) if set(_LOST) <= set(trace.arrays) else 0
 
 
@@ -195,7 +195,7 @@ class SampleBlocks:
     bundles: list[tuple[IndexPair, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
-        """Store the bundles as one block; return the sample for the page's JSON."""
+        """Store the bundles as one block; return the sample's JSON object for the page."""
         contents = [content for _, content in self.bundles]
         block_id = None
         if contents:
@@ -212,7 +212,7 @@ class SampleBlocks:
 
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
-    """Store the text of each complete sample; return block ids, None for a sample without text."""
+    """Store every complete sample's text; return block ids, None for a sample without text."""
     texts = [prompt_block(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(texts)]
 
@@ -239,7 +239,7 @@ def tokens_part(
 
 
 def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: IndexPair) -> None:
-    """Store each sample's bundle of the `first` head, and the share of heads that keep each token."""
+    """Store the bundle of the head `first` and the per-token share of keeping heads, for every sample."""
     for number, one in enumerate(samples):
         heads = sample_heads(trace, one.index)
         one.kept = heads is not None
@@ -249,7 +249,7 @@ def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlo
 
 
 def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]) -> None:
-    """Store each sample's attention per token, averaged over heads, while bytes remain."""
+    """Store every sample's attention per token, averaged over heads, while bytes remain."""
     for number, one in enumerate(samples):
         attention = prompt_attention(trace, one.index)
         if attention is not None:

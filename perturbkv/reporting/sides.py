@@ -157,7 +157,7 @@ class EqualSets:
 
 
 def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
-    """Return masks of the equal kept sets of each pair. Raises TraceError where the trace lacks kept sets."""
+    """Return masks that are True where both configurations of a pair keep equal sets, per pair."""
     functions = (equal_isolated, equal_propagated, equal_layers)
     return EqualSets(*(np.stack([function(trace, *pair) for pair in pairs]) for function in functions))
 
@@ -165,7 +165,7 @@ def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
 def compare_pairs(
     trace: Trace, measure: Measure, values: Floats, pairs: Sequence[IndexPair], equal: EqualSets
 ) -> PairComparison:
-    """Return the comparison of all pairs in one measure; `values` are (sample, config, layer, head)."""
+    """Return the comparison of all configuration pairs in one measure; `values` are (sample, config, layer, head)."""
     if not measure.source:
         sums = [
             [_ratio_of_sums(measure, values[:, first], values[:, second]) for first, second in both_directions(pair)]

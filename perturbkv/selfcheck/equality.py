@@ -110,7 +110,7 @@ def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """Return the checks of one layout at one dtype: attention with the same queries, and the whole decoding."""
+    """Return the checks of one layout at one dtype: attention for the same queries, and complete decoding."""
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
     cache = compact_cache(adapter, kept, sizes, layout)
@@ -160,7 +160,7 @@ def _without_kernel(layout: str) -> AbstractContextManager[Any]:
 
 
 def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
-    """Return the kept keys and values of one row; several sets of a layer may share a key/value head."""
+    """Return the kept keys and values of one row; several kept sets can share a key/value head."""
     sharing = len(sets) // len(keys)
     kept = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
     return KeptEntries.of(

@@ -146,7 +146,7 @@ class WordPairs(Sequence[str]):
         return heads[0] + self._seconds[within] if len(heads) == 1 else self._sorted(heads)[within]
 
     def _sorted(self, heads: Sequence[str]) -> list[str]:
-        """Return the sorted pairs of a group of first words, each with its hyphen."""
+        """Return the sorted pairs of the first words `heads`, which end in a hyphen, with all second words."""
         return sorted({head + second for head in heads for second in self._seconds})
 
 
@@ -189,7 +189,7 @@ class RowMaker:
     data: TaskData
 
     def make(self, maker: tuple[str, str], length: int, tried: int) -> Sequence[Mapping[str, Any]]:
-        """Return those among the first `tried` rows whose prompt and answer fit `length` tokens.
+        """Return the rows, among the first `tried`, whose prompt and answer fit `length` tokens.
 
         `maker` is the file and function of lm-eval that makes the rows. Raises NoEnd or ValueError where none
         fits, DatasetError for missing data, and anything for lm-eval files of an unknown version.
@@ -287,7 +287,7 @@ class _Files:
 
 @functools.cache
 def _needle_keys() -> WordPairs:
-    """Return the keys of RULER's needles, such as `quick-fox`: every adjective with every noun."""
+    """Return the keys of RULER's needles, such as `quick-fox`: all combinations of an adjective and a noun."""
     import wonderwords
 
     words = wonderwords.RandomWord()._categories

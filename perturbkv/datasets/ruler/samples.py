@@ -44,7 +44,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
-    """Return `count` rows of a task at one length; fewer, but at least one, if lm-eval has no more that fit.
+    """Return `count` rows of a task at one length, or at least one if lm-eval has fewer that fit.
 
     Raises DatasetError for a length that no row fits.
     """
@@ -61,7 +61,7 @@ def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
 
 
 def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
-    """Return those among lm-eval's first `tried` rows that fit the length; none if a row lacks an answer."""
+    """Return the rows, among lm-eval's first `tried`, that fit the length; none if a row lacks an answer."""
     with tasks.explain_errors(task.name, lambda: row_maker.data.path):
         try:
             rows = row_maker.make(task.maker, length, tried)
