@@ -48,7 +48,7 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names that commas outside brackets separate in a text."""
+    """Return the names in a text, split at commas outside brackets."""
     return [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
 
 

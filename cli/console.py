@@ -35,7 +35,7 @@ class Screen(Console):
 
 
 def screen(**attributes: Any) -> Screen:
-    """Return a console of at least 20 columns, even where COLUMNS is less; of 80 where it is no positive number."""
+    """Return a console of at least 20 columns; a COLUMNS that is no positive number counts as 80."""
     console = Screen(**attributes)
     if console.width < _FEWEST_COLUMNS:
         return Screen(width=_USUAL_COLUMNS if console.width < 1 else _FEWEST_COLUMNS, **attributes)
@@ -52,7 +52,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def say(text: str, bold: bool = False) -> None:
-    """Print text on stdout as it is, not as markup, wrapped at the terminal's width."""
+    """Print text verbatim on stdout, without interpreting markup, wrapped at the terminal's width."""
     out.print(
         escape_control_characters(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None
     )

@@ -136,7 +136,7 @@ def _shard_document(shard: Shard, planned: Plan) -> dict[str, Any]:
 
 
 def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
-    """Return the fields of the plan's JSON on memory and disk, needed and free, and the advice that makes it fit."""
+    """Return the plan's JSON fields on needed and free memory and disk, and the advice that makes the run fit."""
     from perturbkv.pipeline.run import footprint
 
     needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
@@ -155,6 +155,6 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
 
 
 def _disk_free(folder: Path) -> int:
-    """Return the free bytes of the disk of a folder, which need not exist yet."""
+    """Return the free bytes of the disk of a folder; the folder can be missing."""
     path = folder.absolute()
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

@@ -182,7 +182,7 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
 
 
 def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on any run of the command."""
+    """Raise ConfigError for the first typed option that has no effect on any run of the command."""
 
     def reason(name: str) -> str:
         """Return why an option has no effect on any run; empty where it has an effect on one."""
@@ -193,7 +193,7 @@ def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -
 
 
 def check_finished(command: str, run: DataOptions, path: Path) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on a finished trace."""
+    """Raise ConfigError for the first typed option that has no effect on a finished trace."""
     known = (_ON_A_TRACE | _ALSO_ON_A_TRACE.get(command, frozenset())) - _NOT_ON_A_TRACE.get(command, frozenset())
     reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
     _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else reason)
@@ -206,7 +206,7 @@ def check_file(command: str, run: DataOptions, path: Path, known: Collection[str
 
 
 def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for an option on the command line that belongs to another view of the command.
+    """Raise ConfigError for a typed option that belongs to another view of the command.
 
     `views` maps the option that chooses a view ('' for the default view) to the names of the view's own options.
     """
@@ -241,7 +241,7 @@ _FLAGS = {"as_json": "--json", "everything": "--all", "figure_format": "--format
 
 
 def option_flag(name: str) -> str:
-    """Return an option as it is typed: `--max-kl` for `max_kl`."""
+    """Return an option's spelling on the command line: `--max-kl` for `max_kl`."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 

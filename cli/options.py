@@ -52,7 +52,7 @@ class FigureOptions:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths of the traces that the user named; none here."""
+        """The paths of the traces that the user named; empty in this class."""
         return ()
 
     @property
@@ -121,7 +121,7 @@ def _run_option(*flags: str, **attributes: Any) -> Any:
 
 
 def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:
-    """Return an option of the help's group `panel` that only `perturbkv trace -h` shows."""
+    """Return an option in the help's group `panel`, shown only by `perturbkv trace -h`."""
     return Option(*flags, rich_help_panel=panel, hidden=True, **attributes)
 
 

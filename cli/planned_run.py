@@ -54,7 +54,7 @@ def shard_command(arguments: Sequence[str]) -> Command:
 
 
 def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
-    """Return the paths of the traces where all traces are complete; otherwise print the measured shards and exit.
+    """Return the traces' paths if all traces are complete; otherwise print the measured shards and exit.
 
     The exit code is 1 where samples failed, else 0.
     """
@@ -96,7 +96,7 @@ def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str
 
 
 def slug(name: str) -> str:
-    """Return the name of a model or data set as part of a file name; a path becomes its stem."""
+    """Return the name of a model or data set in a form for file names; a path becomes its stem."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).stem if "/" in name else name).strip("-")
 
 
@@ -134,7 +134,7 @@ def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
 
 
 def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
-    """Measure the missing samples of a trace and finish its file; weights are loaded only where samples are missing.
+    """Measure the missing samples of a trace and finish its file; weights are loaded only if samples are missing.
 
     Exits the command after a shard of an incomplete trace. Raises PerturbkvErrors; finished samples are kept.
     """

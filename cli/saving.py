@@ -51,12 +51,12 @@ def result_file(path: Path, name: str) -> OutputFile:
 
 
 def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
-    """Return a JSON output file; it replaces only a document for which `is_ours` is true."""
+    """Return a JSON output file; it replaces only an existing document that passes `is_ours`."""
     return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
 
 
 def _json_or_none(kind: FileKind, path: Path) -> Any:
-    """Return the content of a JSON file, None where it cannot be read."""
+    """Return the content of a JSON file; None if it cannot be read."""
     try:
         return kind.read_json(path)
     except ConfigError:
@@ -70,7 +70,7 @@ def _contains(mark: bytes) -> Callable[[Path], bool]:
 
 @contextmanager
 def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield the path of a temporary file for the block to write, which then becomes `path`.
+    """Yield a temporary file's path for the block to write; afterwards the file is renamed to `path`.
 
     No other process writes `path` meanwhile. Raises the errors of `OutputFolder.claim` before the block.
     """
@@ -125,7 +125,7 @@ class Source:
 
 
 def summary_header(trace: Trace) -> dict[str, Any]:
-    """Return the fields on a trace that every JSON document has: path, digest, run, failed samples, bytes."""
+    """Return the JSON fields on a trace common to all documents: path, digest, run, failed samples, bytes."""
     from perturbkv.analyses.json_values import run_object
 
     return {

@@ -223,7 +223,7 @@ class Analysis:
 
     @property
     def command_name(self) -> str:
-        """The command as it is typed, without `perturbkv`."""
+        """The command's name as typed, without `perturbkv`."""
         return self.command or self.name
 
     @property
@@ -302,7 +302,7 @@ def read_traces(paths: Sequence[Path]) -> tuple[Trace, ...]:
 
 
 def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source]) -> None:
-    """Claim the output files of an analysis that writes any; `sources` are the analysed traces."""
+    """Claim the output files of an analysis, if it writes files; `sources` are the analysed traces."""
     if analysis.writes:
         session.claim(analysis.all_stems, sources, *analysis.outputs(session.output.path))
 

@@ -60,7 +60,7 @@ class Key:
 
     @property
     def is_run_option(self) -> bool:
-        """Whether the key is an option of the whole run; the seed is that and an eviction choice."""
+        """Whether the key is an option of the whole run; the seed is both a run option and an eviction choice."""
         return not self.is_eviction_choice or self.field == _SHARED_OPTION
 
     @property
@@ -75,7 +75,7 @@ class Key:
 
     @property
     def list_advice(self) -> str:
-        """The advice of the error message that refuses a list."""
+        """The advice in the error message on a list where a single value is expected."""
         if self.is_eviction_choice:
             return "data and weights have this seed too; lists of seeds stand under 'grids'"
         return "lists are for choices of how to evict"
@@ -159,7 +159,7 @@ class Entry:
     locations: tuple[Location, ...]
 
     def locate(self, value: Any) -> Location:
-        """Return the location of a value, or that of the key where the value is not among its values."""
+        """Return the location of a value; for a value not in the entry, the key's location."""
         locations: dict[Any, Location] = dict(zip(self.values, self.locations, strict=True))
         return locations.get(value, self.location)
 
@@ -206,7 +206,7 @@ def read(path: Path) -> SweepFile:
 
 
 def _parse_yaml(path: Path) -> Any:
-    """Return the YAML syntax tree of a file, None for an empty file. Raises ConfigError where it is not YAML."""
+    """Return a file's YAML syntax tree; None for an empty file. Raises ConfigError for invalid YAML."""
     import yaml
 
     text = _FILE.read_text(path)
@@ -252,7 +252,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 
 
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
-    """Return the key of a name's syntax tree, and its location. Raises ConfigError for an unknown key."""
+    """Return the key named by a syntax tree, and its location. Raises ConfigError for an unknown key."""
     if name.id != "scalar":
         msg = f"expected the name of an option as key, got {_describe(name)}"
         raise location.error(msg)

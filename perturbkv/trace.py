@@ -112,7 +112,7 @@ class Trace:
 
     @property
     def measured(self) -> NDArray[np.bool_]:
-        """(sample, step) True where a step was measured: in a complete sample, before the end of its text.
+        """(sample, step) True for measured steps: those of complete samples, before the end of the text.
 
         In a trace without `steps_measured`, all steps of complete samples were measured.
         """

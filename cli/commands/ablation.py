@@ -125,7 +125,7 @@ def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
 
 
 def _with_selection(method: str) -> str:
-    """Return a method as policy:selection; a policy alone gets the first of its selections."""
+    """Return a method as policy:selection; a policy without selection gets its first selection."""
     from perturbkv.selection.policies import registry
 
     if len(split_policy_and_selection(method)) > 1:
@@ -168,7 +168,7 @@ def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
 
 
 def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return both default selections at every granularity, that of single entries per kv head first."""
+    """Return both default selections at every granularity, single entries per kv head first."""
     granularities = ["kv", *(run.granularity or _default_granularities(run))]
     return dataclasses.replace(run, granularity=list(dict.fromkeys(granularities))).configs(DEFAULT_SELECTIONS)
 

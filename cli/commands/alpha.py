@@ -147,7 +147,7 @@ def _plan_run(run: RunOptions, folds: int | None) -> Plan:
 
 
 def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the baseline, and the two-stage selection at every α of the user and the paper's α."""
+    """Return the baseline, and the two-stage selection at the user's values of α and at the paper's α."""
     from perturbkv.analyses.questions.alpha.alpha_choice import BASELINE, PAPER, SELECTION
 
     alphas = sorted({*(run.alpha or _ALPHAS), PAPER})
@@ -156,7 +156,7 @@ def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _read_folds(folds: Sequence[Fold], trace: Trace) -> list[Trace]:
-    """Return the folds' traces from the folder of a finished trace.
+    """Return the traces of all folds from the folder of a finished trace, or an empty list with a note.
 
     Return none, with a note, where the trace of a fold is missing or has other samples or shares.
     """

@@ -164,12 +164,12 @@ def _check_effects(context: typer.Context, names: set[str]) -> None:
 
 
 def _output_path(output: Path | None, name: str) -> Path:
-    """Return --output, or runs/<time>-<name>.json."""
+    """Return --output, or by default runs/<time>-<name>.json."""
     return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
 
 
 def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:
-    """Run a suite, a module of the benchmark; write and print its report; exit with 1 where a row failed."""
+    """Run a benchmark suite, given as a module; write and print its report; exit with 1 if a row failed."""
     with new_file(path, overwrite) as temporary, console.progress("groups", suite.group_count(settings)) as bar:
         report: Report = suite.measure(settings, targets, lambda name: bar.advance())
         temporary.write_text(console.as_json(report.to_dict()), encoding="utf-8")
@@ -200,7 +200,7 @@ def _show_report(report: Report) -> None:
 
 
 def _bound_text(row: Row) -> str:
-    """Return the bound of a row as text: ≤ or ≥ and the number."""
+    """Return a row's bound as text: ≤ or ≥, then the number."""
     return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
 
 

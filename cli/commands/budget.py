@@ -169,7 +169,7 @@ def _cliff(
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every method at every budget. Raises ConfigError for too few budgets, or for entries and shares alike."""
+    """Return every method at every budget. Raises ConfigError for too few budgets, or a mix of entries and shares."""
     from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
@@ -182,7 +182,7 @@ def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig,
 
 
 def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
-    """Return the run with the largest window that fits, and the model opened to find it.
+    """Return the run with the largest window that fits, and the model files opened to find it.
 
     Where the user chose a window, return the run unchanged and None.
     """
@@ -285,7 +285,7 @@ def _bytes(
 
 
 def _check_bits(bits: list[int] | None) -> list[int]:
-    """Return the bits of --bits that are below 16, largest first; 16 is always measured.
+    """Return the bits of --bits below 16, largest first; 16 bits are always measured.
 
     Raises ConfigError for bits other than 16, 8, 4 and 2, and for 16 alone.
     """

@@ -103,14 +103,14 @@ def show_prompt(document: Mapping[str, Any]) -> None:
 
 
 def _division_text(document: Mapping[str, Any]) -> str:
-    """Return the numbers of tokens of context and question as text."""
+    """Return a prompt's numbers of context and question tokens as text."""
     if not document["question_tokens"]:
         return "no question of its own"
     return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _mark_text(mark: Mapping[str, Any]) -> str:
-    """Return the sentence that stands for a mark in a printed prompt."""
+    """Return the sentence printed for a mark in a prompt: hidden tokens, a cut, or the start of the question."""
     if mark["mark"] == "hidden":
         return f"{mark['tokens']:,} more tokens, not shown"
     if mark["mark"] == "cut":

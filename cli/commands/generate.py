@@ -215,7 +215,7 @@ def _open_answers(
 
 
 def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the header of a file of answers from its first line; choices that it lacks have their defaults."""
+    """Return the header of a file of answers from its first line; missing choices get their defaults."""
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:

@@ -142,7 +142,7 @@ def _describe_choice(text: str, as_json: bool) -> None:
 
 
 def _show_choice(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
-    """Print a choice, its options and how to type it; where it ranks by another score, also how to list that score."""
+    """Print a choice, its options and its spelling; if it ranks by another score, also how to list that score."""
     from perturbkv.scoring.score_registry import OWN
 
     if as_json:
@@ -180,7 +180,7 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
 
 
 def _default_text(value: Any) -> str:
-    """Return the default of a parameter as text; empty where it has none."""
+    """Return a parameter's default as text; empty for a parameter without default."""
     return "" if callable(value) else str(value)
 
 

@@ -73,7 +73,7 @@ def selfcheck(
 
 
 def _find_device(name: str) -> torch.device:
-    """Return the device of this name. Raises ConfigError for CUDA on a machine without it."""
+    """Return the device with this name. Raises ConfigError for CUDA on a machine without a GPU."""
     import torch
 
     from perturbkv.models.loading import pick_device
@@ -162,7 +162,7 @@ def _run_bench(device: torch.device) -> Report:
 def _document(
     checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
 ) -> dict[str, Any]:
-    """Return the JSON document of the command."""
+    """Return the command's JSON document, with checks, ties and benchmark report."""
     from perturbkv.benchmark.subprocesses import machine
 
     return {
@@ -201,7 +201,7 @@ def _print_tables(checks: list[Check], document: dict[str, Any]) -> None:
 
 
 def _verdict(check: Check) -> str:
-    """Return the verdict of a check as text: why it could not run, equal, or NOT EQUAL."""
+    """Return a check's verdict as text: equal, NOT EQUAL, or the reason why it was not run."""
     return check.reason or ("equal" if check.equal else "NOT EQUAL")
 
 

@@ -93,7 +93,7 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed_options: f
 
 
 def _option_value(entry: Entry) -> Any:
-    """Return the value of an option of `RunOptions`: a list where the command line takes several values."""
+    """Return the value of an entry for its option in `RunOptions`: a list if the option takes several values."""
     return list(entry.values) if entry.key.many else entry.values[0]
 
 
@@ -117,7 +117,7 @@ def _sweep_configs(file: SweepFile, run: RunOptions, selections: list[str]) -> t
 
 
 def _count_combinations(file: SweepFile) -> int:
-    """Return the number of combinations of all grids, counting the values in the file alone."""
+    """Return the number of combinations of all grids, from the file's values alone."""
     grids = ({**file.options, **grid_entries} for grid_entries in file.grids)
     return sum(
         math.prod(len(entry.values) for entry in entries.values() if entry.key.is_eviction_choice) for entries in grids
@@ -267,7 +267,7 @@ def _needs_head_scores(run: RunOptions) -> bool:
 
 
 def print_trace(path: Path, as_json: bool) -> int:
-    """Print the size of a finished trace, unless stdout is for JSON, and its failed samples; return their number."""
+    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return the number of failures."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)

@@ -87,7 +87,7 @@ class _RollCall:
 
 
 def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
-    """Wait until `workers` workers have loaded everything that a task needs; return the seconds it took.
+    """Wait until `workers` workers have prepared a task, and return the elapsed seconds.
 
     Raises WorkerError where they take more than five minutes, or end.
     """
@@ -122,7 +122,7 @@ def demo_plan(model: str, samples: int) -> Plan:
 
 
 def one_sample(model: str, folder: str) -> Result:
-    """Measure a sample and store it for workers that sleep; return its bytes in a journal, and the seconds."""
+    """Measure a sample and store it for sleeping workers; return its bytes in a journal, and its seconds."""
     ready = demo_plan(model, 1)
     adapter, start = ready.model(), time.perf_counter()
     sample = trace_sample(adapter, ready.prompts[0], ready.resolved)
@@ -205,7 +205,7 @@ def speed_up(
 
 
 def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
-    """Return the time and memory of the coordinating process in a run whose workers answer at once.
+    """Return the times and peak memory of the coordinating process in a run with workers that answer at once.
 
     `handing` is without storing the answers, `writing` with a journal, `finishing` the file of the trace from it: wall
     seconds and CPU seconds of this process. `ready` is the time until the workers are ready, `peak` the peak bytes.
@@ -242,7 +242,7 @@ _MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
 
 
 def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
-    """Return the seconds and peak bytes of merging shards; with `once` also the seconds of one file without shards.
+    """Return the seconds and peak bytes of merging shards; with `once` also the seconds of writing an unsharded file.
 
     `journals` are the seconds of the shards' journals.
     """

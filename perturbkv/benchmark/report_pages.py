@@ -164,7 +164,7 @@ def synthetic_trace(
     kept: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """Return a synthetic trace of this size, of `configs` or a sweep of 24, with prompts and losses of heads.
+    """Return a synthetic trace of this size, for `configs` or a sweep of 24 configurations.
 
     With `kept` it has the positions of kept sets, else their digests alone.
     """
@@ -187,7 +187,7 @@ def synthetic_trace(
 
 
 def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
-    """Return whether a variable of a synthetic trace consists of random numbers."""
+    """Return whether a synthetic trace fills a variable with random numbers."""
     others = name in _COMPUTED or variable.in_rows or variable.dtype == "str"
     return not others and set(variable.dims) <= sizes.keys()
 
@@ -313,7 +313,7 @@ class _Rows:
         return {"report-large": self._measure_size("large", _LARGE)}
 
     def first_times(self) -> Values:
-        """Return the rows of the median seconds until first paint and until choices can be made."""
+        """Return the rows of the median seconds until first paint, and until choices are accepted."""
         measured = first_times(self._page("small", _SMALL), self._settings.repeats)
         return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in measured.items()}
 
@@ -330,7 +330,7 @@ class _Rows:
         }
 
     def _measure_size(self, name: str, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
-        """Return a page's megabytes, and its bytes and the seconds to write it."""
+        """Return a page's megabytes, and details: its bytes and the seconds to write it."""
         start = time.perf_counter()
         size = self._page(name, shape).stat().st_size
         return size / 1e6, {"bytes": size, "seconds": time.perf_counter() - start, **shape}

@@ -113,7 +113,7 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the rows that could have been measured on this machine and were not."""
+        """The names of rows that this machine supports but that were not measured."""
         return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """Return a report from its JSON file. Raises ConfigError for any other file."""
+    """Return a report from its JSON file. Raises ConfigError for a file that is no report."""
     document = _FILE.read_json(path)
     try:
         rows = tuple(_parse_row(entry) for entry in document["rows"])
@@ -179,7 +179,7 @@ def _finite_number(value: Any) -> float:
 
 
 def _json_object(value: Any) -> dict[str, Any]:
-    """Return a JSON object. Raises TypeError for any other value."""
+    """Return a JSON object unchanged. Raises TypeError for any other value."""
     if not isinstance(value, dict):
         msg = f"expected an object, got {str(value)[:40]}"
         raise TypeError(msg)
@@ -210,7 +210,7 @@ class Change:
 
 
 def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
-    """Return the change of every row of two reports; a row has regressed where it is worse by more than `tolerance`.
+    """Return every row's change between two reports; a row has regressed if it is worse by more than `tolerance`.
 
     `tolerance` is a share of the old value. A row that is no longer measured has not regressed.
     Raises ConfigError for a negative tolerance.

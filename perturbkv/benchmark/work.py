@@ -42,7 +42,7 @@ from perturbkv.trace import SampleTrace
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return value norms ν (head, entry), computed head by head from projections that are stored."""
+    """Return value norms ν (head, entry), computed in a loop over heads from stored projections."""
     kv_heads, _, d_head = value.shape
     group = w_o.shape[1] // (kv_heads * d_head)
     return torch.stack(
@@ -230,7 +230,7 @@ def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Resul
 
 
 def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of a traced sample without its prefill, for prompts of several lengths, in turns."""
+    """Return the seconds of a traced sample without its prefill, per prompt length and turn."""
     adapter, configs = load_model(model, dtype, device), configurations(count)
     trace_prompt(adapter, random_tokens(min(lengths)), configs)
     taken: dict[str, list[float]] = {str(length): [] for length in lengths}

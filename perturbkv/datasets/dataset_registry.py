@@ -23,7 +23,7 @@ GENERATION_LENGTH = 64
 
 
 def _default_data_dir() -> Path | None:
-    """Return the folder in PERTURBKV_DATA_DIR; None where that is not set."""
+    """Return the folder named by PERTURBKV_DATA_DIR; None if the variable is not set."""
     path = os.environ.get(DATA_DIR_VARIABLE)
     return Path(path) if path else None
 

@@ -167,7 +167,7 @@ class Prompt:
 
     @property
     def grading(self) -> str:
-        """Name of the metric that grades an answer, for `metrics.metric`; empty without accepted answers."""
+        """Name of the metric that grades an answer; empty without accepted answers."""
         return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
 
     @property
@@ -287,7 +287,7 @@ def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> N
 
 
 def first_half(length: int) -> int:
-    """Return ⌈length/2⌉, the number of ids that a prompt cut to `length` keeps from its beginning."""
+    """Return ⌈length/2⌉: the number of ids kept from the beginning of a prompt that is cut to `length`."""
     return length - length // 2
 
 

@@ -193,7 +193,7 @@ def _message(row: Row, index: int, value: Any) -> Message:
 
 
 def _check_last_message(row: Row, last: Message) -> None:
-    """Raise DatasetError unless a chat's last message is a user's and not empty."""
+    """Raise DatasetError unless a chat's last message is a non-empty user message."""
     if last.role == "assistant":
         msg = (
             "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
@@ -221,7 +221,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
-    """Return the sample of a row with LongBench's fields, its prompt in the dataset's wording."""
+    """Return the sample of a row with LongBench's fields, with the prompt wording of its dataset."""
     for name in ("context", "input") if dataset_wording.has_question else ("context",):
         if name not in row.fields:
             msg = f"expected the field `{name}`, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"

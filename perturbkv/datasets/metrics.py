@@ -207,7 +207,7 @@ def _raised_recursion_limit() -> Iterator[None]:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """Return name -> metric function of lm-eval's LongBench file, which is executed without importing lm-eval.
+    """Return name -> grading function of lm-eval's LongBench file, executed without importing lm-eval.
 
     Raises DatasetError where the file or a package is missing.
     """

@@ -73,6 +73,7 @@ class Prompts(Sequence[Prompt]):
         return "\n".join([self._title(), *(f"  {prompt}" for prompt in self.prompts)])
 
     def _repr_html_(self) -> str:
+        """Return the title and a table of the prompts as HTML for a notebook."""
         rows = [
             (each.sample_id, f"{len(each.token_ids):,}", f"{each.cut_tokens:,}", each.excerpt, " | ".join(each.answers))
             for each in self.prompts
@@ -80,7 +81,7 @@ class Prompts(Sequence[Prompt]):
         return Table(self._title(), ("prompt", "#tokens", "#cut", "text", "expected"), rows).as_html()
 
     def _title(self) -> str:
-        """Return the line above the list of prompts: dataset, number of prompts, chat template."""
+        """Return a one-line title: dataset, number of prompts, chat template."""
         template = "with" if self.chat_template else "without"
         counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
         return f"{escape_line(self.dataset)}: {counted}, {template} chat template"

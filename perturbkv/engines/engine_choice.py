@@ -109,7 +109,7 @@ class AnsweringEngine(Engine, Protocol):
 
 @contextmanager
 def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEngine]:
-    """Yield the chosen engine for runs with the same model; its workers end with the block.
+    """Yield the chosen engine for runs of one model; its workers are ended after the block.
 
     The model is loaded when something is measured. Raises a PerturbkvError before that for unavailable devices or
     workers.

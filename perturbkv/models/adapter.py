@@ -91,7 +91,7 @@ class Adapter:
 
     @property
     def is_mixed(self) -> bool:
-        """True where some layers are not measured, because they have a sliding window of their own."""
+        """True if some layers are not measured, as they have sliding-window attention."""
         return layer_types.is_mixed(self.config)
 
     @cached_property
@@ -122,7 +122,7 @@ class Adapter:
 
     @property
     def frequencies(self) -> Float[Tensor, " frequency"]:
-        """Rotary frequencies of the measured layers, in radians per position."""
+        """Rotary frequencies of the measured layers, (frequency,), in radians per position."""
         return cast("Tensor", getattr(self.rotary, "_".join([*self.rotary_kind, "inv_freq"])))
 
     @property

@@ -64,7 +64,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor, counted like `offset`."""
+        """The end of the tensor's data: the first byte after it, counted like `offset`."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
@@ -273,7 +273,7 @@ def _convert(source: Source, tensors: Sequence[StoredTensor], folder: Path) -> N
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to a folder. Raises NotCachedError where reading it back gives another one."""
+    """Write a tokenizer to a folder. Raises NotCachedError if reading it back gives a different tokenizer."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
     if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):

@@ -47,7 +47,7 @@ def describe(quantisation: Any) -> str:
 
 
 def check_installed(config: Any, name: str) -> None:
-    """Raise ModelError where the package that reads a model's quantised weights is missing."""
+    """Raise ModelError if the package for reading a model's quantised weights is not installed."""
     quantisation = getattr(config, "quantization_config", None)
     package = PACKAGES.get(quant_method(quantisation)) if quantisation else None
     if package is not None and not _is_installed(_MODULES.get(package, package.replace("-", "_"))):

@@ -75,7 +75,7 @@ def _wheel_files(wheel: Wheel) -> list[Path]:
 
 
 def _package_gguf(package: str) -> Path | None:
-    """Return the GGUF file in an installed package; None where it has none or is not installed."""
+    """Return the GGUF file in an installed package; None without such a file or package."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:

@@ -90,7 +90,7 @@ def drift_values(trace: Trace) -> Floats:
 
 
 def drift_means(values: Floats) -> Floats:
-    """Return the mean over samples of `drift_values`, with its interval (distance, config, layer, 3)."""
+    """Return the mean of `drift_values` over samples, with its interval (distance, config, layer, 3)."""
     return np.stack([
         np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in values
     ])  # fmt: skip
@@ -119,7 +119,7 @@ def _byte_shares(trace: Trace) -> Floats:
 
 
 def _mean_over_heads(values: Floats) -> Floats:
-    """Return the mean (sample,) of (sample, layer, head) over the heads that are not NaN; NaN where all are."""
+    """Return (sample,) the mean over layers and heads, ignoring NaN; NaN for samples with NaN only."""
     known = ~np.isnan(values)
     counts = known.sum(axis=(1, 2))
     return np.asarray(np.where(known, values, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))

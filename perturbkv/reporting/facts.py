@@ -75,13 +75,13 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
 
 
 def _configurations_text(trace: Trace, sides: Sides) -> str:
-    """Return the number of configurations, and of sides and budgets where there are several budgets."""
+    """Return as text the number of configurations and, for several budgets, of sides and budgets."""
     count = len(trace.run.configs)
     return str(count) if len(sides.budgets) == 1 else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets"
 
 
 def _cache_shares_text(trace: Trace) -> str:
-    """Return the range of cache shares as text; '' where the trace has none."""
+    """Return the range of the configurations' cache shares as text; '' if the trace has none."""
     shares = Measurements(trace, ANALYSIS).cache_shares
     known = shares[~np.isnan(shares)]
     if not known.size:
@@ -91,7 +91,7 @@ def _cache_shares_text(trace: Trace) -> str:
 
 
 def _noise_floor_text(trace: Trace) -> str:
-    """Return the noise floors of the median and the largest head over ‖o_h‖, and that of KL."""
+    """Return as text the median and maximum over heads of the noise floor over ‖o_h‖, and KL's noise floor."""
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
@@ -301,7 +301,7 @@ def _missing_texts_hint(trace: Trace) -> str:
 
 
 def _single_step_hint(trace: Trace) -> str:
-    """Return a hint to measure more decode steps; '' where the trace has several."""
+    """Return a hint to measure more decode steps; '' if the trace has several."""
     if trace.run.steps > 1:
         return ""
     return (

@@ -48,7 +48,7 @@ class _Module:
 
 
 def bundle(read: Read, entry: str = "main.js") -> str:
-    """Return one JavaScript module that is equivalent to the entry module and everything that it imports.
+    """Return a single JavaScript module equivalent to the entry module with all its imports.
 
     Args:
         read: returns the source of a module.
@@ -124,7 +124,7 @@ def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _wrap_module(name: str, module: _Module) -> str:
-    """Return a module as a function that is called at once and returns its exports for later modules."""
+    """Return a module as JavaScript code: an immediately called function that returns the exports."""
     imports = "".join(
         f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_module_variable(other)};\n"
         for other, names in module.imports
@@ -229,7 +229,7 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def _policy_source(text: str) -> str:
-    """Return `'sha256-…'` of an inline script or style; browsers hash its UTF-8."""
+    """Return a script's or style's source expression `'sha256-…'` for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -246,7 +246,7 @@ LIBRARIES = ("d3.min.js", "plot.min.js")
 
 
 def page(payload: Payload) -> str:
-    """Return the whole page of a payload.
+    """Return the complete HTML page of a payload.
 
     Args:
         payload: the contents.
@@ -274,7 +274,7 @@ def page(payload: Payload) -> str:
 
 
 def as_json(document: Any) -> str:
-    """Return a JSON document that is safe between the tags of a script in HTML."""
+    """Return a JSON document as text that is safe inside an HTML script element."""
     text = escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     for sign, escape in _MARKUP.items():
         text = text.replace(sign, escape)

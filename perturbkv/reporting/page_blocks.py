@@ -41,7 +41,7 @@ class Scale:
     step: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scale for the page's JSON."""
+        """Return the scale's JSON object for the page."""
         return dict(vars(self))
 
 
@@ -131,7 +131,7 @@ class Blocks:
     blocks: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, block: bytes) -> str:
-        """Store a block, whatever its size, and return its id."""
+        """Store a block, regardless of the remaining bytes, and return its id."""
         block_id = f"{self.prefix}-{name}"
         self.blocks[block_id] = block
         self.room -= block_bytes(block)

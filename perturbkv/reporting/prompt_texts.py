@@ -59,7 +59,7 @@ def missing_text_hint(trace: Trace) -> str:
 
 
 def token_text(text: str) -> str:
-    """Return the text of a token for display: escaped, and shortened where it is very long."""
+    """Return a token's text for display: escaped, and shortened if it is longer than `LONGEST`."""
     shown = escape_control_characters(text)
     if len(shown) <= LONGEST:
         return shown
@@ -80,7 +80,7 @@ def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
 
 
 def prompt_attention(trace: Trace, sample: int) -> Floats | None:
-    """Return the first decode step's attention (layer, head, token) to the prompt; None if not stored."""
+    """Return the first decode step's attention (layer, head, token) to the prompt; None if it is not stored."""
     if "attention_full" not in trace.arrays:
         return None
     tokens = int(trace.arrays["prompt_tokens"][sample])
@@ -124,7 +124,7 @@ class Losses:
 
 
 def sample_losses(trace: Trace, sample: int) -> Losses | None:
-    """Return the evicted entries that would add most to each head's output; None if the trace lacks them."""
+    """Return the evicted entries with the largest contribution to each head's output; None if the trace lacks them."""
     if not set(_LOST) <= set(trace.arrays):
         return None
     positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
@@ -288,7 +288,7 @@ def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: IndexPair, bundle
 
 
 def _bundle_bytes(bundle: bytes) -> int:
-    """Return the bytes that a bundle takes in a page, within the block of its sample."""
+    """Return the bytes that a bundle occupies in a page, as a part of its sample's block."""
     return block_bytes(bundle) - block_bytes(b"") + _JSON_BYTES
 
 

@@ -61,7 +61,7 @@ class Report:
         return f"Report of {self.title}: {self.bytes / 1e6:.1f} MB, {self.samples} samples; .save(path) writes it"
 
     def _repr_html_(self) -> str:
-        """Return a frame whose page can access neither the notebook nor the network."""
+        """Return the page in a frame without access to the notebook and the network."""
         title, content = html.escape(f"Report of {self.title}"), html.escape(self.html)
         return (
             f'<iframe title="{title}" width="100%" height="{_HEIGHT}" sandbox="allow-scripts" '

@@ -55,7 +55,7 @@ class Sides:
     left_out: int
 
     def config(self, side: int, budget: int) -> int | None:
-        """Return the index of the configuration of a side and a budget; None where the run has none."""
+        """Return the index of the configuration with this side and budget; None if the run lacks it."""
         known = list(zip(self.side, self.budget, strict=True))
         return known.index((side, budget)) if (side, budget) in known else None
 

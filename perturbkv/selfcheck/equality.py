@@ -206,7 +206,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
 
 def _kept_mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
-    """Return (row, head, key) True where a head keeps the entry."""
+    """Return (row, head, key): True for kept entries."""
     mask = torch.zeros(len(rows), heads, entries, dtype=torch.bool)
     for row, sets in enumerate(rows):
         for head in range(heads):
@@ -230,7 +230,7 @@ def _decode(
 
 
 def _stack_outputs(outputs: list[Tensor], sizes: Sizes) -> Tensor:
-    """Return outputs (row, head, d_head) per step and layer as one tensor (row, layer, head, step, d_head)."""
+    """Return the outputs (row, head, d_head) of every step and layer as a tensor (row, layer, head, step, d_head)."""
     return torch.stack(outputs).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 

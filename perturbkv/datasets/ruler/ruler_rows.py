@@ -63,7 +63,7 @@ class TaskData:
         return {"text": self._read[repo]}
 
     def get(self, address: str, **more: Any) -> Any:
-        """Return a response with the JSON file of a web address, in place of `requests.get`. Raises DatasetError."""
+        """Return a response with the JSON file at a web address, in place of `requests.get`. Raises DatasetError."""
         if address not in self._read:
             name = address.rpartition("/")[2]
             ruler_name = NAMES.get(name, name)
