@@ -267,7 +267,7 @@ def _needs_head_scores(run: RunOptions) -> bool:
 
 
 def print_trace(path: Path, as_json: bool) -> int:
-    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return the number of failures."""
+    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return the failures' number."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)
