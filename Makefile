@@ -98,7 +98,7 @@ attack: develop
 # Runs that are killed, stopped, starved and crowded, in one process and in many: the same command then leaves the file of
 # an undisturbed one. `python -m tests.attack.chaos --only merge` tries some kinds alone. Tests marked `chaos` come first.
 chaos: develop
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) -m chaos tests/attack tests/cluster tests/shards tests/store --ignore $(ON_RAY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) -m chaos --ignore $(IN_BROWSER) --ignore $(ON_RAY)
 	OMP_NUM_THREADS=1 $(PY) -m tests.attack.chaos
 
 # kvpress needs an older transformers than the toolkit does, so the comparison has an environment of its own.

@@ -52,7 +52,7 @@ class Column:
     interval: Callable[[Any], OptionalInterval] | None = None
 
     def cell(self, value: Any, interval: Any = None, separator: str = " ") -> str:
-        """Return the text of a table cell: the value, then separator and interval if there is one; a dash for None."""
+        """Return a value as the text of a table cell, followed by its interval if given; a dash for None."""
         if value is None:
             return "–"
         if isinstance(value, float | np.floating):
@@ -64,7 +64,7 @@ class Column:
 
 
 def column(meaning: str, *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """Declare a dataclass field as a column; `more` are the other attributes of `Column`."""
+    """Declare a dataclass field as a column with this meaning; `more` are further attributes of `Column`."""
     return dataclasses.field(default=default, metadata={_KEY: Column(meaning, **more)})
 
 
@@ -102,7 +102,7 @@ class Derived(Generic[Value]):
 
 
 def derived(**more: Any) -> Callable[[Callable[[Any], Value]], Derived[Value]]:
-    """Declare a method as a column whose meaning is its docstring; `more` are other attributes of `Column`."""
+    """Declare a method as a column whose meaning is its docstring; `more` are further attributes of `Column`."""
     return lambda compute: Derived(compute, **more)
 
 
@@ -144,7 +144,7 @@ class Record:
         }
 
     def arrays(self, *dims: str) -> dict[str, Any]:
-        """Return attribute -> array for the columns that are declared with exactly these axes."""
+        """Return attribute -> array for the columns declared with exactly the axes `dims`."""
         return {name: getattr(self, name) for name, declared in self.columns().items() if declared.dims == dims}
 
 
@@ -166,7 +166,7 @@ class Line:
 
 
 def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = "") -> Table:
-    """Return a table with a row per line and a column per name; columns that are empty in every line are left out.
+    """Return a table with a row per line and a column per name, without columns that are empty in every line.
 
     Args:
         title: above the table.
@@ -176,20 +176,20 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
     """
     declared = declarations([record for line in lines for record in line.records], names)
     separator = "\n" if len(names) > _MOST_WIDE else " "
-    cells = {name: [_cell(line.records, name, separator) for line in lines] for name in names}
+    cells = {name: [_cell_text(line.records, name, separator) for line in lines] for name in names}
     shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
     rows = [[fold(line.name, _NAME_WIDTH), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
 
 
 def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, Column]:
-    """Return name -> declaration of the columns of some records. Raises KeyError for a name that none declares."""
+    """Return column name -> declaration, from the records. Raises KeyError for a name that no record declares."""
     known = {name: declared for record in reversed(records) for name, declared in record.columns().items()}
     return {name: known[name] for name in names}
 
 
-def _cell(records: Sequence[Record], name: str, separator: str) -> str:
-    """Return the text of a column with its interval, from the first record that has it; empty where none has."""
+def _cell_text(records: Sequence[Record], name: str, separator: str) -> str:
+    """Return a column's value and interval as text, from the first record with that column; else an empty string."""
     for record in records:
         if name in record.columns():
             declared = record.columns()[name]

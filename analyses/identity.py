@@ -61,11 +61,11 @@ class RunIdentity:
     byte_shares: tuple[float, ...] = ()
 
     def layer(self, index: int) -> int:
-        """Return the decoder layer at an index along the axis of measured layers."""
+        """Return the number of the decoder layer at an index of the measured layers."""
         return layer_types.parse_measured(self.measured_layers)[0][index] if self.measured_layers else index
 
     def bytes_table(self) -> list[Table]:
-        """Return the table of each configuration's bytes, as a list; empty where there are no `byte_shares`."""
+        """Return the table of cache bytes by configuration, as a list; empty without `byte_shares`."""
         if not self.byte_shares:
             return []
         names = [name or config.label() for name, config in zip(short_names(self.configs), self.configs, strict=True)]
@@ -74,14 +74,14 @@ class RunIdentity:
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
     def no_eviction_note(self) -> str:
-        """Return a note on what the cache share counts for policies that evict nothing; empty without such policies."""
+        """Return a note on the meaning of cache shares for policies that evict nothing; empty without such policies."""
         pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
         prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
         notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
         return " ".join(f"{', '.join(names)}: {note}" for names, note in notes if names)
 
     def lines(self) -> list[str]:
-        """Return the lines of a figure's foot: the run, its configurations, and `no_eviction_note`."""
+        """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
@@ -97,12 +97,12 @@ class RunIdentity:
         ]
         return [
             " · ".join(map(escape_line, filter(None, words))),
-            self._configurations(),
+            self._configurations_text(),
             *filter(None, [self.no_eviction_note()]),
         ]
 
-    def _configurations(self) -> str:
-        """Return one line that names the configurations: the choices that all share, then the different ones.
+    def _configurations_text(self) -> str:
+        """Return the configurations in one line: shared choices, then distinct sides and settings.
 
         Sides and settings stand apart where each side has every setting: 'snapkv | h2o · b=64 | b=128'.
         """
@@ -117,7 +117,7 @@ class RunIdentity:
 
 
 def _choices_text(words: dict[str, str], of_side: bool) -> str:
-    """Return the text of policy and selection (`of_side`), or of all other choices."""
+    """Return the words of policy and selection if `of_side`, else of the other choices, as text."""
     return " ".join(word for choice, word in words.items() if (choice in SIDE) == of_side)
 
 
@@ -142,7 +142,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
-    """Return one identity of several runs: the first one's with the models, data sets, digests and samples of all."""
+    """Return the joint identity of several runs: the first run's, with all models, data sets, digests and samples."""
     return replace(
         runs[0],
         model=", ".join(dict.fromkeys(run.model for run in runs)),
@@ -155,7 +155,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 
 
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
-    """Return the byte share of each configuration; empty where unknown, and where all of them only evict."""
+    """Return the byte share of each configuration; empty if unknown, or if all only evict."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
     if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
         return ()
@@ -172,7 +172,7 @@ def answers_identity(answers: WrittenAnswers) -> RunIdentity:
 def run_identity(
     run: RunConfig, provenance: Mapping[str, Any], samples: int, source: str, digest: str = ""
 ) -> RunIdentity:
-    """Return the identity of a run that wrote something else than a trace, with all its configurations."""
+    """Return the identity of a run whose output is not a trace, with all its configurations."""
     return RunIdentity(
         model=run.model,
         dataset=run.dataset,

@@ -115,7 +115,7 @@ class Measurements:
         return np.asarray(own.mean(axis=0)), float(full.mean())
 
     def _read(self, name: str) -> Floats:
-        """Return a variable of the complete samples, at the step. Raises TraceError as `__getitem__`."""
+        """Return a variable of the complete samples at the step; `step` None: at all steps. Raises as `__getitem__`."""
         array = np.asarray(self.trace.get(name, self.analysis), dtype=np.float64)
         dims = VARIABLES[name].dims
         if "step" not in dims:
@@ -151,7 +151,7 @@ def measured_steps(trace: Trace) -> NDArray[np.int64]:
 
 
 def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
-    """Return the trace with its failed samples and those complete ones that are `selected`, (complete sample,)."""
+    """Return the trace with its failed samples and the `selected` complete samples, (complete sample,)."""
     stays = ~trace.ok
     stays[trace.ok] = selected
     arrays = {
@@ -162,7 +162,7 @@ def _select_samples(trace: Trace, selected: NDArray[np.bool_]) -> Trace:
 
 
 def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
-    """Raise TraceError for NaN, and for infinity in a variable that cannot be infinite."""
+    """Raise TraceError for NaN, or for infinity in a variable that must be finite."""
     wrong = np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
     if wrong.any():
         got = "NaN" if np.isnan(numbers).any() else "infinity"
@@ -171,7 +171,7 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
 
 
 def sets_per_layer(trace: Trace, config: int) -> int:
-    """Return how many different kept sets a layer has, for the configuration at an index.
+    """Return the largest number of different kept sets in a layer, for the configuration at an index.
 
     Heads that share a set share its offset in the file. Raises TraceError where the trace does not hold the kept
     positions.
@@ -191,7 +191,7 @@ CIRCULAR_MEASURES = {"kl": "KL, nat", "drift": "last layer's drift"}
 
 
 def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
-    """Return measure -> (sample, config) at the first decode step, with equal values where all kept sets are equal.
+    """Return measure -> (sample, config) at the first decode step; configurations with identical runs get equal values.
 
     Raises TraceError as `Measurements`.
     """
@@ -214,7 +214,7 @@ def first_step_measures(trace: Trace, analysis: str) -> dict[str, Floats]:
 
 
 def equalise_identical_runs(trace: Trace, measures: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the (sample, config) arrays with one value for all configurations whose kept sets are equal everywhere.
+    """Return the (sample, config) arrays, with one value for all configurations whose kept sets are all equal.
 
     Their values differ by rounding alone.
     """
@@ -223,7 +223,7 @@ def equalise_identical_runs(trace: Trace, measures: dict[str, Floats]) -> dict[s
 
 
 def _first_equal_config(trace: Trace) -> NDArray[np.int64]:
-    """Return the index of the first configuration with the same kept sets everywhere, (sample, config)."""
+    """Return, per (sample, config), the index of the first configuration with the same kept sets everywhere."""
     count, samples = len(trace.run.configs), int(trace.ok.sum())
     first = np.tile(np.arange(count), (samples, 1))
     for later in range(count):
@@ -273,7 +273,7 @@ def scores(trace: Trace, analysis: str) -> Scores:
 
 
 def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
-    """Return True where the full cache's answer is its first token or empty, per complete sample.
+    """Return, per complete sample, True if the full cache's answer is at most its first token.
 
     Eviction cannot change such an answer in the regular scenario, where all caches share the first token (METHOD:
     Generation); in others it is False.
@@ -285,13 +285,13 @@ def has_only_first_token(trace: Trace) -> NDArray[np.bool_]:
 
 
 def first_token_caveat(count: int, samples: int) -> list[str]:
-    """Return the short note on `count` answers that eviction cannot change, as a list; empty for none."""
+    """Return the short note on `count` answers that eviction cannot change, as a list; empty for 0."""
     note = f"In {count} of {plural(samples, 'sample')} the full cache's answer is one token or none, alike for all."
     return [note] if count else []
 
 
 def first_token_note(count: int, samples: int) -> str:
-    """Return the long note on `count` answers that eviction cannot change; empty for none."""
+    """Return the long note on `count` answers that eviction cannot change; empty for 0."""
     if not count:
         return ""
     return (

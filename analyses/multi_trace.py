@@ -34,7 +34,7 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
 
 
 def _prompt_keys(trace: Trace, index: int) -> list[str]:
-    """Return the keys that identify a prompt: its source with its name there, and a digest of its tokens if stored."""
+    """Return the keys that identify a prompt: source and sample id, and a digest of its tokens if stored."""
     keys = [json.dumps([_prompt_source(trace), trace.sample_ids[index]])]
     if "prompt_token" in trace.arrays and (count := int(trace.arrays["prompt_count"][index])):
         start = int(trace.arrays["prompt_offset"][index])
@@ -44,7 +44,7 @@ def _prompt_keys(trace: Trace, index: int) -> list[str]:
 
 
 def _prompt_source(trace: Trace) -> object:
-    """Return what identifies a source of prompts: the digest of the user's file, else data set, options and seed."""
+    """Return a JSON value that identifies a prompt's source: the file's digest, or data set, options and seed."""
     options = trace.run.dataset_options
     if digest := options.get("file_sha256"):
         return digest
@@ -67,7 +67,7 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
 
 
 def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
-    """Raise TraceError for no trace, and for traces of different settings or with a common prompt."""
+    """Raise TraceError for an empty list, and for traces with different settings or a common prompt."""
     if not traces:
         msg = f"{analysis} needs at least one trace, got none"
         raise TraceError(msg)
@@ -77,7 +77,7 @@ def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
 
 
 def _check_equal_settings(first: Trace, other: Trace) -> None:
-    """Raise TraceError where two traces differ in model, cache or another setting, or in their configurations."""
+    """Raise TraceError where two traces differ in model, cache, further settings or configurations."""
     shared = (*_SHARED, "chat_template") if first.run.dataset == other.run.dataset else _SHARED
     different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if different:
@@ -94,5 +94,5 @@ def _check_equal_settings(first: Trace, other: Trace) -> None:
 
 
 def _trace_name(trace: Trace) -> str:
-    """Return the path of a trace, or its data set where it has none, for error messages."""
+    """Return a trace's path, or its data set if it has no path, for error messages."""
     return trace.source or f"a trace of {trace.run.dataset}"

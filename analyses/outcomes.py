@@ -88,7 +88,7 @@ class Outcome(ComparisonRow):
 
 
 def field_values(comparison: HeadComparison) -> dict[str, Any]:
-    """Return field -> value of a comparison, as keyword arguments for an object of a subclass."""
+    """Return field -> value of a comparison, as keyword arguments for its subclasses."""
     return {field.name: getattr(comparison, field.name) for field in dataclasses.fields(comparison)}
 
 
@@ -137,7 +137,7 @@ class OutcomeSetting(BaselineSetting):
 
 
 def next_token_kl(trace: Trace, analysis: str, config: EvictionConfig, step: int) -> dict[str, Any]:
-    """Return a configuration's median KL of the next token and its interval, by column. Raises as `Measurements`."""
+    """Return the columns `kl_median` and `kl_median_interval` of a configuration. Raises as `Measurements`."""
     measurements = Measurements(trace, analysis, step)
     kl = measurements["logit_kl"][:, measurements.index(config)]
     return {"kl_median": float(np.median(kl)), "kl_median_interval": intervals.of_median(kl)}
@@ -167,11 +167,11 @@ class SettingsResult(Result):
         return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
     def setting_names(self) -> list[str]:
-        """Return a distinct name of each setting; empty for a single one."""
+        """Return a distinct name per setting; an empty name for a single setting."""
         return short_names([setting.baseline for setting in self.settings], *self.IGNORED)
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of each setting, under its name where there are several."""
+        """Return the lines of all settings, under the setting's name if there are several."""
         if len(self.settings) == 1:
             return list(self.settings[0].lines())
         named = zip(self.setting_names(), self.settings, strict=True)

@@ -100,14 +100,14 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
 
 
 def _named_options(side: str) -> set[str]:
-    """Return the names of the options that a side's text gives; the sides may differ in these."""
+    """Return the names of options given in a side's text."""
     return {name or "by" for part in split_policy_and_selection(side) for name in parse(part).options}
 
 
 def _matching_baselines(
     candidates: list[EvictionConfig], treatment: EvictionConfig, free: set[str]
 ) -> list[EvictionConfig]:
-    """Return a treatment's baselines: candidates with its stage 1 and granularity if any, else the first that fits."""
+    """Return the baselines nearest to a treatment: with equal options, else equal stage 1, else the first candidate."""
     comparable = [
         config for config in candidates if config != treatment and _equal_except_sides(config, treatment, free)
     ]
@@ -122,7 +122,7 @@ def _matching_baselines(
 
 
 def _side_configs(run: RunConfig, side: str, every_policy: bool) -> list[EvictionConfig]:
-    """Return the configurations of a side; of a selection without a policy those of the first policy, or of all."""
+    """Return a side's configurations; without `every_policy`, a bare selection means the first policy that has it."""
     configs = [config for config in run.configs if matches(config, side)]
     if every_policy or not _is_selection(side):
         return configs
@@ -135,7 +135,7 @@ def _is_selection(side: str) -> bool:
 
 
 def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
-    """Return the pairs in groups that differ in budget alone, the smallest first. Raises as `pairs`."""
+    """Return the pairs in groups that differ in budget alone, smallest budget first. Raises as `pairs`."""
     groups: dict[tuple[EvictionConfig, ...], list[Pair]] = {}
     for pair in sorted(pairs(run, baseline, treatment), key=lambda pair: budget_order(pair[0])):
         groups.setdefault(tuple(map(_without_budget, pair)), []).append(pair)
@@ -143,7 +143,7 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
 
 
 def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the groups of pairs, as `series` makes them, of every treatment. Raises as `check_sides` and `pairs`."""
+    """Return the `series` of every treatment: pairs in groups. Raises as `check_sides` and `pairs`."""
     return [
         group
         for treatment in check_sides(trace, baseline, treatments)
@@ -152,7 +152,7 @@ def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
-    """Return the configurations of some pairs, each once."""
+    """Return the configurations of the pairs, without duplicates."""
     return list(dict.fromkeys(config for pair in pairs for config in pair))
 
 
@@ -162,7 +162,7 @@ def _sides_text(run: RunConfig) -> str:
 
 
 def matches(config: EvictionConfig, side: str) -> bool:
-    """Return whether a configuration has the policy, the selection and every option that a side's text gives."""
+    """Return whether a configuration matches a side's text in policy, selection and all given options."""
     parts = [parse(part) for part in split_policy_and_selection(side)]
     if len(parts) == 1:
         return _matches_choice(parts[0], config.selection) or _matches_choice(parts[0], config.policy)
@@ -170,14 +170,14 @@ def matches(config: EvictionConfig, side: str) -> bool:
 
 
 def _matches_choice(request: Choice, choice: Choice) -> bool:
-    """Return whether a choice has the requested name and options; a policy's score may come without `by=`."""
+    """Return whether a choice has the requested name and options."""
     return request.name == choice.name and all(
         _has_option(choice, name, value) for name, value in request.options.items()
     )
 
 
 def _has_option(choice: Choice, name: str, value: Any) -> bool:
-    """Return whether an option has the requested value; a value without a name is that of `by`, else of any option."""
+    """Return whether a choice's option has the requested value; an unnamed value stands for `by`, or any option."""
     if name == UNNAMED and "by" not in choice.options:
         return any(_matches_value(value, option) for option in choice.options.values())
     name = name or "by"
@@ -185,7 +185,7 @@ def _has_option(choice: Choice, name: str, value: Any) -> bool:
 
 
 def _matches_value(request: Any, value: Any) -> bool:
-    """Return whether an option's value is the requested one."""
+    """Return whether an option's value equals the requested value."""
     if isinstance(value, Choice):
         return isinstance(request, str | Choice) and _matches_choice(as_choice(request), value)
     if isinstance(value, AlphaTable):
@@ -194,7 +194,7 @@ def _matches_value(request: Any, value: Any) -> bool:
 
 
 def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set[str]) -> bool:
-    """Return whether two configurations agree in all that both have, but for selection, policy and `free` choices.
+    """Return whether two configurations agree in their common choices, except selection, policy and `free` choices.
 
     Options and window belong to the policy: they may differ between different policies.
     """
@@ -205,13 +205,13 @@ def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set
 
 
 def _options_agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
-    """Return whether two choices have equal values of the named options, by default of those that both have."""
+    """Return whether two choices have equal values of the named options; None: of all options that both have."""
     names = first.options.keys() & second.options.keys() if names is None else names
     return all(first.options.get(name) == second.options.get(name) for name in names)
 
 
 def side_indices(run: RunConfig, side: str) -> list[int]:
-    """Return the indices of a side's configurations, by α, then budget: fractions before tokens.
+    """Return the indices of a side's configurations, sorted by α, then budget (shares before entries).
 
     Raises TraceError where the run has none.
     """
@@ -223,7 +223,7 @@ def side_indices(run: RunConfig, side: str) -> list[int]:
 
 
 def budget_order(config: EvictionConfig) -> tuple[float, bool, float]:
-    """Return the sort key of a configuration: α, for a table its mean, then budget, fractions before tokens."""
+    """Return the sort key of a configuration: α (a table's mean), then budget, shares before entries."""
     return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
 
 
@@ -234,7 +234,7 @@ def group_by_selection(run: RunConfig) -> list[dict[str, int]]:
 
 
 def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
-    """Return the groups of configurations that differ in the `free` choices alone.
+    """Return the configurations grouped so that members differ in the `free` choices alone.
 
     Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
     """
@@ -248,14 +248,14 @@ def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
 
 
 def _split_by_value(group: tuple[int, ...], choices: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, ...]]:
-    """Return a group for each value of a choice, each with the configurations that lack the choice."""
+    """Return one group per value of a choice; configurations without the choice are in all groups."""
     values = dict.fromkeys(choices[index][name] for index in group if name in choices[index])
     parts = [tuple(index for index in group if choices[index].get(name, value) == value) for value in values]
     return parts or [group]
 
 
 def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
-    """Return the indices of groups that differ in budget alone, of one side's configurations or of all.
+    """Return groups of configuration indices that differ in budget alone; `side` None: of all configurations.
 
     Raises as `side_indices`.
     """
@@ -266,7 +266,7 @@ def sweeps(run: RunConfig, side: str | None) -> list[list[int]]:
 
 
 def _without_budget(config: EvictionConfig) -> EvictionConfig:
-    """Return a configuration with a fixed budget: equal for configurations that differ in budget alone."""
+    """Return the configuration with a dummy budget, so that those that differ in budget alone are equal."""
     return dataclasses.replace(config, budget=Budget(1.0))
 
 
@@ -292,14 +292,14 @@ def setting_name(config: EvictionConfig, *without: str) -> str:
 
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
-    """Return the choices that all configurations share as text, those in `without` left out."""
+    """Return the choices that all configurations share, as text; choices in `without` are left out."""
     shared = _shared_choices(configs) - set(without)
     words = {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
     return " ".join(words.values())
 
 
 def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
-    """Return choice -> word per configuration, of the choices that not all share; those in `without` left out."""
+    """Return, per configuration, choice -> word for the choices that vary; those in `without` left out."""
     hidden = {*_shared_choices(configs), *without}
     return [
         {choice: word for choice, word in config.label_parts().items() if choice not in hidden} for config in configs
@@ -324,7 +324,7 @@ def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
 
 
 def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Collection[str]) -> str:
-    """Return the parts of a label that distinguish configurations, in the label's order and notation.
+    """Return a label with only the parts that distinguish configurations, in the label's notation.
 
     Args:
         words: choice -> its word, for the choices that differ.
@@ -338,12 +338,12 @@ def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Col
 
 
 def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Return a name per curve over budgets, from one configuration of each; a single curve has its selection's name."""
+    """Return a name per curve, from one configuration of each curve; a single curve has its selection's name."""
     return [name or config.selection.name for name, config in zip(short_names(configs, "budget"), configs, strict=True)]
 
 
 def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
-    """Return policy and selection as text for baseline and treatment, with the options in which these differ."""
+    """Return (policy, selection) texts of baseline and of treatment, with only the options that differ."""
     both = (baseline, treatment)
     first, second = (
         [_with_options(getattr(config, owner), words) for owner in SIDE]
@@ -379,7 +379,7 @@ def pair_names(pairs: Sequence[Pair]) -> list[str]:
 
 
 def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
-    """Return the sides and the shared choices, but those in `without`: 'two-stage against attention: snapkv b=64'."""
+    """Return the sides and the shared choices, except `without`: 'two-stage against attention: snapkv b=64'."""
     baselines, treatments = (
         " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
     )
@@ -388,19 +388,19 @@ def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
 
 
 def _with_options(choice: Choice, words: Mapping[str, str]) -> str:
-    """Return a choice as text, with those of its options that are keys of `words`."""
+    """Return a choice as text, with only the options named in `words`."""
     wanted = {*words, "kernel"} if "pool" in words else {*words}  # the word for pool includes the kernel
     return str(choice.without(name for name in choice.options if name not in wanted))
 
 
 def budget_names(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
-    """Return a list of words per configuration: the budget as given, then its other choices that not all share."""
+    """Return, per configuration, its budget as given, followed by its other varying choices."""
     others = distinct_choices(configs, "budget", *without)
     return [[str(config.budget), *words.values()] for config, words in zip(configs, others, strict=True)]
 
 
 def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
-    """Return the choices with one value in all configurations that have them.
+    """Return the names of choices with the same value in all configurations that have the choice.
 
     Options of policies, blocks, precision and correction are shared only where every configuration has them.
     """
@@ -415,13 +415,13 @@ def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
 
 
 def fold(name: str, width: int = 16) -> str:
-    """Return a long name on several lines, broken between words, long words after brackets, colons and commas."""
+    """Return a long name broken into lines, between words or after brackets, colons and commas."""
     lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(part for line in lines for part in _break_word(line, width))
 
 
 def _break_word(line: str, width: int) -> list[str]:
-    """Return the parts of a line, broken behind brackets, colons and commas to fit the width where possible."""
+    """Return a word's parts, broken after brackets, colons and commas to fit `width` where possible."""
     parts = [""]
     for piece in _PIECES.findall(line) if len(line) > width else [line]:
         if parts[-1] and len(parts[-1]) + len(piece) > width:
@@ -437,7 +437,7 @@ CACHE_SIZE_CHOICES = ("granularity", "precision", "correction", "protect_first",
 
 
 def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]:
-    """Return name -> indices of the configurations that share budget, granularity, precision and protection.
+    """Return group name -> indices of configurations with equal budget, granularity, precision and protection.
 
     The name is the budget as the user gave it, then those of these choices of which there are several values.
     """
@@ -450,7 +450,7 @@ def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]
 
 
 def _choice_text(name: str, value: Choice | float) -> str:
-    """Return a choice as a label has it: a number with its name, 'protect-first=4'; empty for a default."""
+    """Return a choice as in a label, a number with its name: 'protect-first=4'; empty for a default."""
     if isinstance(value, Choice):
         return "" if value.name in _DEFAULTS else str(value)
     return f"{name.replace('_', '-')}={value:g}" if value else ""

@@ -54,15 +54,15 @@ class Result(Record, ABC):
         return ""
 
     def lines(self) -> Sequence[Line]:
-        """Return the lines of the table."""
+        """Return the table's lines, each a name with its records."""
         return ()
 
     def body(self) -> list[Part]:
-        """Return the parts between the run and the notes: the table, where it has lines."""
+        """Return the displayed parts between run and notes: the table, if it has lines."""
         return [self.table()] if self.lines() else []
 
     def caveats(self) -> Sequence[str]:
-        """Return at most two short sentences without which the table would be misread."""
+        """Return at most two short sentences that readers of the table need."""
         return ()
 
     def details(self) -> Sequence[Part]:
@@ -97,7 +97,7 @@ class Result(Record, ABC):
         return [columns.explanation(list(declared.values())), *more, *self.details(), *self.identity.bytes_table()]
 
     def _remarks(self) -> list[str]:
-        """Return all notes under the table, the most important first."""
+        """Return the notes under the table, most important first."""
         return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
 
     def plot(self, width_mm: float = 174) -> Figure:
@@ -111,7 +111,7 @@ class Result(Record, ABC):
         return pd.DataFrame(self.records())
 
     def _draw(self, name: str, width_mm: float) -> Figure:
-        """Return the figure of a name in `perturbkv.figures.FIGURES`; loaded late, as figures import results."""
+        """Return this result's figure called `name` in `perturbkv.figures.FIGURES`, imported on first use."""
         figure: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
         return figure
 
@@ -119,6 +119,7 @@ class Result(Record, ABC):
         return as_text(self.screen())
 
     def _repr_html_(self) -> str:
+        """Return the displayed parts as HTML, for a notebook."""
         return as_html(self.screen())
 
     def screen(self) -> list[Part]:
@@ -190,7 +191,7 @@ class Several(Sequenced[MemberResult], Result):
         return [row for member in self.members for row in member.records()]
 
     def plot(self, width_mm: float = 174) -> Figure:
-        """Return the figure of a single member. Raises ConfigError where there are several."""
+        """Return the only member's figure. Raises ConfigError for several members."""
         if len(self.members) != 1:
             msg = f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
             raise ConfigError(msg)

@@ -56,7 +56,7 @@ def cache_share(share: float) -> str:
 
 
 def interval_at(band: Band, index: int) -> OptionalInterval:
-    """Return one interval of an array of intervals; None where there are none."""
+    """Return the interval at an index of an array of intervals; None for None."""
     return None if band is None else band.at(index)
 
 
@@ -91,10 +91,10 @@ RANGES_NOTE = "the range of single samples, outside which a number of all of the
 """The median over heads of their sums over samples is not the mean of the samples' medians."""
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
-CACHE_SHARE_NOTE = "held / full: entries that the evicted cache holds over those of the full cache."
-READ_NOTE = "nothing is evicted; held / full is what each head reads at a step, and all stays in memory."
+CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
+READ_NOTE = "nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
 SPARSE_PREFILL_NOTE = (
-    "nothing is evicted; held / full is the share of pairs of query and entry that its own prefill looks at; "
+    "nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill looks at; "
     "isolated is a mean over 32 queries of the prompt."
 )
 ABOVE_FULL = (
@@ -104,7 +104,7 @@ ABOVE_FULL = (
 
 
 def cache_share_note(shares: Iterable[float], limit: int | None = None) -> str:
-    """Return the note on held / full, and on shares above 1 where there are any.
+    """Return the note that defines the cache share, and explains shares above 1 if there are any.
 
     Args:
         shares: the cache shares of the table.
@@ -120,7 +120,7 @@ def verdict_counts(verdict: NDArray[np.int8]) -> str:
 
 
 def interval_text(interval: OptionalInterval, write: Callable[[float], str], separator: str) -> str:
-    """Return the separator and an interval, '[0.65, 0.78]', or range, '(0.65 … 0.78)'; empty where there is none."""
+    """Return separator and interval as text, '[0.65, 0.78]', or range, '(0.65 … 0.78)'; empty for None."""
     if interval is None:
         return ""
     low, high = write(interval.low), write(interval.high)
@@ -151,7 +151,7 @@ def sample_note(samples: int, unit: str = "sample") -> str:
 
 
 def interval_verdict(interval: OptionalInterval, at: float) -> int | None:
-    """Return 1 for an interval above `at`, −1 for one below, 0 for one that contains it, None for no interval."""
+    """Return 1 for an interval above `at`, −1 for below, 0 if it contains `at`; None without interval."""
     if interval is None or interval.kind == "range":
         return None
     return int(interval.low > at) - int(interval.high < at)
@@ -238,7 +238,7 @@ def comparisons(pairs: Sequence[Pair], cases: Sequence[Case], where: str = "", v
 
 
 def pairs_by_sides(pairs: Sequence[Pair]) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Return the names of baseline and treatment -> index and distinct name of each pair of these sides.
+    """Return (baseline's name, treatment's name) -> (index, distinct name) of its pairs.
 
     More than three combinations of sides are one, of 'its baseline' and 'the treatment'.
     """
@@ -254,7 +254,7 @@ def pairs_by_sides(pairs: Sequence[Pair]) -> dict[tuple[str, str], list[tuple[in
 
 
 def _comparison_words(treatment: str, baseline: str) -> Words:
-    """Return verdict -> clause and short word, for comparing ratios; `treatment` includes its verb."""
+    """Return verdict -> (clause, short word) for a comparison of ratios; `treatment` includes the verb."""
     return {
         LESS: (f"{treatment} less than {baseline}", "less"),
         MORE: (f"{treatment} more than {baseline}", "more"),
@@ -264,12 +264,12 @@ def _comparison_words(treatment: str, baseline: str) -> Words:
 
 
 def equal_in_every_sample(ratio: float, interval: OptionalInterval) -> bool:
-    """Return True where both sides are equal in every sample, as when they keep the same entries."""
+    """Return whether both sides of a ratio are equal in every sample, as with equal kept sets."""
     return ratio == 1 and (interval is None or interval.low == interval.high)
 
 
 def _rounds_to_zero(ratio: float, interval: OptionalInterval) -> bool:
-    """Return True where the difference and both ends of its interval are printed as 0 %."""
+    """Return whether a ratio's difference from 1, and both ends of its interval, are printed as 0 %."""
     limits = () if interval is None else (interval.low, interval.high)
     return all(round(100 * (1 - number)) == 0 for number in (ratio, *limits))
 
@@ -289,7 +289,7 @@ def factor(ratio: float, interval: OptionalInterval = None) -> str:
 
 
 def extremes(numbers: Sequence[tuple[str, float, str]], preposition: str = "at") -> str:
-    """Return the least and the largest of several numbers: '3 % at b=64 to 9 % at b=128'.
+    """Return the least and largest of (name, size, text) numbers as text: '3 % at b=64 to 9 % at b=128'.
 
     A number is its name, its size and its text. NaN is left out; a single number, or equal texts, come without a name.
     """
@@ -301,7 +301,7 @@ def extremes(numbers: Sequence[tuple[str, float, str]], preposition: str = "at")
 
 
 def tally(verdicts: Sequence[Any], words: Words, case: str) -> str:
-    """Return the most frequent verdict's clause with its count, then the other verdicts with theirs.
+    """Return the most frequent verdict's clause with its count, then the remaining verdicts with their counts.
 
     A verdict of None counts as 0, undecided; a single case has its clause alone.
 
@@ -320,7 +320,7 @@ def tally(verdicts: Sequence[Any], words: Words, case: str) -> str:
 
 
 def capitalise(text: str, *names: str) -> str:
-    """Return the text with a capital first letter, unless it begins with one of the names, which stay as typed."""
+    """Return the text with a capital first letter, unless it begins with any of `names`."""
     return text if text.startswith(names) else text[:1].upper() + text[1:]
 
 
@@ -330,5 +330,5 @@ def sentence(text: str, *names: str) -> str:
 
 
 def complement(interval: OptionalInterval) -> OptionalInterval:
-    """Return the interval of 1 − the number, such as the share of heads that are not flagged."""
+    """Return the interval of 1 − x, from the interval of x."""
     return None if interval is None else Interval(1 - interval.high, 1 - interval.low, interval.kind)

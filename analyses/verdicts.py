@@ -105,7 +105,7 @@ def equal_whole(trace: Trace, first: int, second: int) -> Mask:
 
 
 def _equal_in_decoding(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample, layer, head) True where the sets are equal and decoding has them at the same positions."""
+    """Return (sample, layer, head) True where kept sets are equal, and their keys' positions in decoding, too."""
     same, configs = equal_isolated(trace, first, second), trace.run.configs
     evicted = trace.arrays["evicted"][trace.ok][:, first] != 0  # a cache that keeps everything has no other positions
     if _key_positions(configs[first]) == _key_positions(configs[second]):
@@ -114,7 +114,7 @@ def _equal_in_decoding(trace: Trace, first: int, second: int) -> Mask:
 
 
 def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample,) True where equal kept sets make equal caches; a correction counts where entries were evicted."""
+    """Return (sample,) True where equal kept sets mean equal caches: same precision and, if evicted, correction."""
     one, other = trace.run.configs[first], trace.run.configs[second]
     complete = trace.arrays["evicted"][trace.ok][:, first] == 0
     always = one.evicts and other.evicts and one.correction == other.correction
@@ -122,7 +122,7 @@ def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
 
 
 def _key_positions(config: EvictionConfig) -> str:
-    """Return the option for the positions of kept keys in decoding, which one policy alone has; by default `kept`."""
+    """Return a policy's option `positions`, the positions of kept keys in decoding; default `kept`."""
     return str(config.policy.options.get("positions", "kept"))
 
 

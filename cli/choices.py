@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 
 
 def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
-    """Return the numbers of an option's texts, each of which may list several, separated by commas.
+    """Return all numbers in an option's texts; a text can list several numbers, separated by commas.
 
     Raises ConfigError for text that is no finite number, for texts without a number, and for a repeated number.
     """
@@ -36,7 +36,7 @@ def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
 
 
 def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
-    """Return the values of an option. Raises ConfigError where a value is repeated."""
+    """Return the values of an option unchanged. Raises ConfigError for a repeated value."""
     seen = set()
     for value in values:
         if value in seen:
@@ -48,7 +48,7 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names that commas outside brackets separate in a text."""
+    """Return the names in a text, split at commas outside brackets."""
     return [name.strip() for name in split_outside_brackets(text, ",") if name.strip()]
 
 
@@ -62,7 +62,7 @@ def parse_compare(text: str) -> list[str]:
 
 
 def parse_methods(text: str) -> list[str]:
-    """Return the methods that --compare lists: `adakv:two-stage,snapkv`. Raises ConfigError for none, or one twice."""
+    """Return the methods that --compare lists: `adakv:two-stage,snapkv`. Raises ConfigError for none or a repeat."""
     names = split_names(text)
     if not names:
         msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
@@ -71,7 +71,7 @@ def parse_methods(text: str) -> list[str]:
 
 
 def check_choice(option: str, value: str, known: tuple[str, ...]) -> str:
-    """Return the value of an option. Raises UnknownNameError where it is not one of the known values."""
+    """Return the value of an option unchanged. Raises UnknownNameError if it is not among the known values."""
     if value not in known:
         raise UnknownNameError(value, option, known)
     return value

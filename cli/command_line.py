@@ -38,7 +38,7 @@ _LEGEND = "  [default]  … repeatable"
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command in which every parameter that is a dataclass of options is replaced by these options."""
+    """Return a command whose parameters of a dataclass of options are replaced by one parameter per option."""
     groups, own = split_parameters(command)
 
     def call(context: typer.Context, **values: Any) -> None:
@@ -49,7 +49,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def split_parameters(command: Callable[..., Any]) -> tuple[dict[str, Any], list[inspect.Parameter]]:
-    """Return a command's parameters that are dataclasses of options, as name -> dataclass, and its other parameters."""
+    """Return the command's option-dataclass parameters, as name -> dataclass, and its remaining parameters."""
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
     groups = {name: hints[name] for name in parameters if dataclasses.is_dataclass(hints[name])}
@@ -67,7 +67,7 @@ def copy_signature(
     groups: Mapping[str, Any],
     own: Iterable[inspect.Parameter],
 ) -> Callable[..., None]:
-    """Return `call` with the name and help of `command`, and with a parameter per option for Typer to read.
+    """Return `call` with the name, the help and one Typer parameter per option of `command`.
 
     The options are those of `own`, the command's own parameters, and those of `groups`, its dataclasses of options.
     """
@@ -83,30 +83,30 @@ def copy_signature(
 def fill_groups(
     groups: Mapping[str, Any], values: Mapping[str, Any], typed: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return name -> dataclass of options, filled with the values of a command line."""
+    """Return name -> dataclass of options, filled with the command line's values; `own`: the command's own options."""
     context = {"typed_options": typed, "own_options": own}
     return {name: _fill_group(group, values, context) for name, group in groups.items()}
 
 
 def show_defaults(**defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that changes the defaults which a command's help shows, option -> text."""
+    """Return a decorator that changes the default values shown in a command's help, option -> text."""
     return _change_options({name: {"show_default": default} for name, default in defaults.items()})
 
 
 def show_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that shows options in a command's help which other commands hide."""
+    """Return a decorator that makes a command's help show options that are hidden by default."""
     return _change_options({name: {"hidden": False} for name in names})
 
 
 def hide_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that hides options in a command's help which other commands show."""
+    """Return a decorator that makes a command's help hide options that are shown by default."""
     return _change_options({name: {"hidden": True} for name in names})
 
 
 def _change_options(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that changes attributes of a command's options: option -> attribute -> value."""
+    """Return a decorator that changes attributes of a command's options: option -> attribute -> new value."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
@@ -121,7 +121,7 @@ def _change_options(
 
 
 def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> inspect.Parameter:
-    """Return a parameter whose Typer option has other attributes; other commands with the option keep theirs."""
+    """Return a parameter whose Typer option has changed attributes; the option of other commands is unaffected."""
     if not changes:
         return parameter
     kind, option = get_args(parameter.annotation)
@@ -131,13 +131,13 @@ def _change_option(parameter: inspect.Parameter, changes: Mapping[str, Any]) -> 
 
 
 def typed_options(context: typer.Context) -> frozenset[str]:
-    """Return the names of the options that the user typed, not those set by a default or the environment."""
+    """Return the names of the options typed on the command line, excluding defaults and environment variables."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def option_fields(group: Any) -> dict[str, Any]:
-    """Return field name -> annotation of those fields of a dataclass that are options."""
+    """Return field name -> annotation, for the fields of a dataclass that are options."""
     hints = get_type_hints(group, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -147,7 +147,7 @@ def option_fields(group: Any) -> dict[str, Any]:
 
 
 def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Return a dataclass of options, filled with their values and those values of `context` that it has fields for."""
+    """Return a dataclass of options, filled with option values and those items of `context` that are its fields."""
     fields = {field.name for field in dataclasses.fields(group)}
     options = {name: values[name] for name in option_fields(group)}
     return group(**options, **{name: value for name, value in context.items() if name in fields})
@@ -189,14 +189,14 @@ class CompactHelp:
 
 
 def _hides_options(command: Any, ctx: Any) -> bool:
-    """Return whether a command that measures has options that its help leaves out."""
+    """Return whether a measuring command has options that its help omits."""
     return command.name != "trace" and any(
         option.hidden and option.name == "chunk_mib" for option in command.get_params(ctx)
     )
 
 
 def _usage(command: Any, ctx: Any) -> str:
-    """Return the line on how a command is typed: `perturbkv heads [OPTIONS] [TRACE]`."""
+    """Return a command's usage line: `perturbkv heads [OPTIONS] [TRACE]`."""
     arguments = [
         _parameter_name(parameter) if parameter.required else f"[{_parameter_name(parameter)}]"
         for parameter in command.get_params(ctx)
@@ -207,7 +207,7 @@ def _usage(command: Any, ctx: Any) -> str:
 
 
 def _option_sections(command: Any, ctx: Any) -> Sections:
-    """Return group of options -> name and description of each visible option; arguments come first."""
+    """Return group of options -> (name, description) of its visible options; arguments come first."""
     sections: Sections = {}
     for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):
         if not parameter.hidden and parameter.name != _HELP:
@@ -226,12 +226,12 @@ def _command_sections(command: Any) -> Sections:
 
 
 def _has_commands(command: Any) -> bool:
-    """Return whether a command is a group of the table."""
+    """Return whether a command is a group with commands."""
     return isinstance(getattr(command, "rows", None), Mapping)
 
 
 def _parameter_name(parameter: Any) -> str:
-    """Return an option as the help writes it, `--model, -m NAME`, or an argument's name in capitals."""
+    """Return an option's name in the help, `--model, -m NAME`, or an argument's name in capitals."""
     if parameter.param_type_name == "argument":
         return (parameter.metavar or str(parameter.name)).upper().strip("[].")
     if parameter.secondary_opts:  # --chat-template/--no-chat-template
@@ -273,7 +273,7 @@ class _CheckedParser:
     """A mix-in whose parser refuses repeated options, repeated values and whole numbers that are too large."""
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as Click does; return the arguments that are left. Raises ConfigError for a repeated option."""
+        """Parse arguments as Click does; return the unparsed ones. Raises ConfigError for a repeated option."""
         from perturbkv.cli import option_refusals
 
         lenient = type(ctx)(self, parent=ctx, resilient_parsing=True, ignore_unknown_options=True)
@@ -291,7 +291,7 @@ class CheckedCommand(CompactHelp, _CheckedParser, TyperCommand):
     """A command that refuses repeated options, with the compact help."""
 
     def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
-        """Return whether --json is one of the options, not the value of another option."""
+        """Return whether --json is typed as an option, not as the value of another option."""
         return bool(values.get("as_json"))
 
 
@@ -305,12 +305,12 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         self.commands: Any = dict.fromkeys(self.rows)
 
     def requests_json(self, values: Mapping[str, Any], arguments: list[str]) -> bool:
-        """Return whether --json is typed before any `--`, even where the command is unknown."""
+        """Return whether --json is typed before any `--`, also for an unknown command."""
         end = arguments.index("--") if "--" in arguments else None
         return "--json" in arguments[:end] or bool(values.get("as_json"))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the Click command of this name, imported; None where the group has no such command."""
+        """Return the Click command of this name, imported; None if the group has no such command."""
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -327,20 +327,20 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
 
 
 def _is_path(name: str) -> bool:
-    """Return whether an unknown command name is a path: it has a slash or a suffix, or the file exists."""
+    """Return whether an unknown command name is a path: it contains a slash or suffix, or the file exists."""
     from pathlib import Path
 
     return "/" in name or Path(name).suffix != "" or Path(name).exists()
 
 
 def group_class(rows: Iterable[Command]) -> type[CheckedGroup]:
-    """Return the Click class of a group whose commands are these rows of the table."""
+    """Return the Click class of a group with the commands `rows`."""
     return type("Group", (CheckedGroup,), {"rows": {row.name: row for row in rows}})
 
 
 @functools.cache
 def build(row: Command) -> Any:
-    """Return the Click command of a row of the table of commands; imports its module."""
+    """Return the Click command of a row of the command table, importing the command's module."""
     function = load(row) if row.location else _show_help
     if not row.commands:
         info = typer.models.CommandInfo(name=row.name, cls=CheckedCommand, callback=function)
@@ -357,7 +357,7 @@ def build(row: Command) -> Any:
 
 
 def load(row: Command) -> Callable[..., None]:
-    """Return the function of a row of the table of commands; imports its module."""
+    """Return the function of a row of the command table, importing the command's module."""
     module, _, name = row.location.partition(":")
     function: Callable[..., None] = getattr(importlib.import_module(f"perturbkv.cli.commands.{module}"), name)
     return function

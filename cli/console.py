@@ -35,7 +35,7 @@ class Screen(Console):
 
 
 def screen(**attributes: Any) -> Screen:
-    """Return a console of at least 20 columns, even where COLUMNS is less; of 80 where it is no positive number."""
+    """Return a console of at least 20 columns; a COLUMNS that is no positive number counts as 80."""
     console = Screen(**attributes)
     if console.width < _FEWEST_COLUMNS:
         return Screen(width=_USUAL_COLUMNS if console.width < 1 else _FEWEST_COLUMNS, **attributes)
@@ -52,14 +52,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def say(text: str, bold: bool = False) -> None:
-    """Print text on stdout as it is, not as markup, wrapped at the terminal's width."""
+    """Print text verbatim on stdout, without interpreting markup, wrapped at the terminal's width."""
     out.print(
         escape_control_characters(text), highlight=False, markup=False, emoji=False, style="bold" if bold else None
     )
 
 
 def result(results: Sequence[Result], title: str, subtitle: str = "", explain: bool = False) -> None:
-    """Print results: their conclusions, title and subtitle, tables and notes; with `explain` also what columns mean."""
+    """Print results: conclusions, title and subtitle, tables and notes; with `explain` also the meaning of columns."""
     for one in results:
         say(one.conclusion())
     say("")
@@ -74,13 +74,13 @@ def result(results: Sequence[Result], title: str, subtitle: str = "", explain: b
 
 
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
-    """Return the notes of all results, without repetitions and without notes that are the beginning of another note."""
+    """Return the notes of all results, without repetitions and without notes that are a prefix of another note."""
     notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
     return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 
 def as_json(document: Mapping[str, Any], ascii_only: bool = False) -> str:
-    """Return a document as indented JSON with its schema version, each list of numbers on one line."""
+    """Return a document as indented JSON with its schema version; a list of numbers is on a single line."""
     text = json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ascii_only, allow_nan=False)
     return (
         _NUMBERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), escape_json(text))

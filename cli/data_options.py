@@ -16,7 +16,7 @@ from perturbkv.models.aliases import ALIASES, DEFAULT
 
 
 def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a function that completes the beginning of a name, for a shell."""
+    """Return a shell-completion function: from the start of a name to the matching names."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -130,5 +130,5 @@ class DataOptions:
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """The depths of the needle, 0 to 1; empty without --depth. Raises ConfigError for anything but numbers."""
+        """The depths of the needle, 0 to 1; empty without --depth. Raises ConfigError for text that is no number."""
         return parse_numbers("--depth", self.depth)

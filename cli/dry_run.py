@@ -27,7 +27,7 @@ _MIB = 2**20
 def show(
     plans: Sequence[Plan], as_json: bool, folder: Path | None, shard: Shard | None = None, by_dataset: bool = False
 ) -> None:
-    """Print the plans of runs, or of a shard of them, whose traces go into `folder`; None: they make no trace.
+    """Print the plans of runs, or of a shard of them; `folder` receives their traces, None for runs without a trace.
 
     As JSON they are a list `runs` with `by_dataset`, else one document of the only plan.
     """
@@ -69,13 +69,13 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
 
 
 def _shard_text(document: dict[str, Any]) -> str:
-    """Return the name of a shard and its numbers of samples and configurations as text."""
+    """Return a shard's name and its numbers of samples and configurations as text."""
     samples, configs = plural(len(document["samples"]), "sample"), plural(document["configs"], "configuration")
     return f"{document['shard']}: {samples}, {configs} of each"
 
 
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return table rows on memory and disk, needed and free, and on whether the run fits or would with advice."""
+    """Return table rows on needed and free memory and disk, on whether the run fits, and on advice to make it fit."""
     needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
     rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
     if document["trace_mib"]:
@@ -88,7 +88,7 @@ def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _batches_text(document: dict[str, Any]) -> str:
-    """Return the number of batches of configurations, and the largest one's size and bound, as text."""
+    """Return as text the number of batches of configurations, the largest batch's bytes and the allowed bytes."""
     batches = plural(document["batches"], "batch", "batches")
     return f"in {batches} of at most {document['batch_mib']:,.0f} MiB; {document['batch_bound_mib']:,.0f} MiB allowed"
 
@@ -136,7 +136,7 @@ def _shard_document(shard: Shard, planned: Plan) -> dict[str, Any]:
 
 
 def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
-    """Return the fields of the plan's JSON on memory and disk, needed and free, and the advice that makes it fit."""
+    """Return the plan's JSON fields on needed and free memory and disk, and the advice that makes the run fit."""
     from perturbkv.pipeline.run import footprint
 
     needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
@@ -155,6 +155,6 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
 
 
 def _disk_free(folder: Path) -> int:
-    """Return the free bytes of the disk of a folder, which need not exist yet."""
+    """Return the free bytes of the disk of a folder; the folder can be missing."""
     path = folder.absolute()
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

@@ -33,7 +33,7 @@ class SigtermRecord:
     terminated: bool = False
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code `code`, or 143 where it is 130 and SIGTERM was the cause."""
+        """Return `code`, or 143 if `code` is 130 and SIGTERM caused the interrupt."""
         return 128 + signal.SIGTERM if self.terminated and code == INTERRUPTED else code
 
     def _terminate(self, number: int, frame: FrameType | None) -> NoReturn:
@@ -43,7 +43,7 @@ class SigtermRecord:
 
 
 def is_caused_by_interrupt(error: BaseException) -> bool:
-    """Return whether a KeyboardInterrupt is among the causes of an error, as libraries turn it into other errors."""
+    """Return whether an error was caused by a KeyboardInterrupt, which libraries may convert to other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
@@ -66,7 +66,7 @@ _BROKEN_PIPE = 128 + 13
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks; write to nowhere where one is closed."""
+    """Make stdout and stderr escape characters that they cannot encode; a closed stream becomes the null device."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -97,7 +97,7 @@ def run_to_exit_code(run: Callable[[], int]) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect stdout to nowhere, as Python would try to write the rest of its buffer once more at exit."""
+    """Redirect stdout to the null device, so that Python's flush at exit does not fail."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
-    """Return the exit code of the command line, after printing its error."""
+    """Run the command line, print its error if any, and return the exit code."""
     try:
         code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C outside a run

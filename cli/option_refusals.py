@@ -34,7 +34,7 @@ class Need:
     """Check every value of an option by itself, as each gives a configuration of its own."""
 
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
-        """Return whether no configuration meets the condition, or with `each`, none with one of the option's values."""
+        """Return whether no configuration meets the condition; with `each`, whether some option value lacks one."""
         useful = [config for config in configs if self.is_met(run, config)]
         if not self.each:
             return not useful
@@ -53,13 +53,13 @@ def _uses_seed(run: DataOptions, config: EvictionConfig) -> bool:
 
 
 def _protects_more_than_window(run: DataOptions, config: EvictionConfig) -> bool:
-    """Return whether --protect-recent may change what the window protects; a share may, depending on the prompt."""
+    """Return whether --protect-recent can protect more entries than the window; a share can for long prompts."""
     recent = config.protect_recent
     return isinstance(recent, float) or recent == 0 or recent > config.window
 
 
 def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bool]:
-    """Return the condition that the data set uses this one of the `DatasetOptions`."""
+    """Return a condition: whether the run's data set uses `option`, a field of `DatasetOptions`."""
 
     def is_used(run: DataOptions, config: EvictionConfig) -> bool:
         """Return whether the run's data set uses the option."""
@@ -71,7 +71,7 @@ def _uses_data_option(option: str) -> Callable[[DataOptions, EvictionConfig], bo
 
 
 def _engine_need(option: str) -> Need:
-    """Return the condition that --engine is one of those which use an option of many processes."""
+    """Return the condition that --engine is an engine which uses this option of parallel workers."""
     return Need(lambda run, config: getattr(run, "engine", "") in ENGINES_OF_OPTION[option], engine_options(option))
 
 
@@ -168,7 +168,7 @@ _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
 
 
 def reason_without_effect(command: str, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> str:
-    """Return the reason why an option has no effect on any of these configurations; empty where it has an effect."""
+    """Return the reason why an option has no effect on any of the configurations; empty if it has an effect."""
     if name in _OWN_OPTIONS.get(command, ()):
         return ""
     need = _STRICTER_NEEDS.get(command, {}).get(name) or NEEDS.get(name)
@@ -182,7 +182,7 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
 
 
 def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on any run of the command."""
+    """Raise ConfigError for the first typed option that has no effect on any run of the command."""
 
     def reason(name: str) -> str:
         """Return why an option has no effect on any run; empty where it has an effect on one."""
@@ -193,20 +193,20 @@ def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -
 
 
 def check_finished(command: str, run: DataOptions, path: Path) -> None:
-    """Raise ConfigError for the first option on the command line that has no effect on a finished trace."""
+    """Raise ConfigError for the first typed option that has no effect on a finished trace."""
     known = (_ON_A_TRACE | _ALSO_ON_A_TRACE.get(command, frozenset())) - _NOT_ON_A_TRACE.get(command, frozenset())
     reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
     _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else reason)
 
 
 def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
-    """Raise ConfigError for the first typed option that is not `known`, as it has no effect on a file of answers."""
+    """Raise ConfigError for the first typed option outside `known`, as it has no effect on a file of answers."""
     reason = f"has no effect on {command}, which looks at {path}; leave it out"
     _refuse_first(run, lambda name: "" if name in known else reason)
 
 
 def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for an option on the command line that belongs to another view of the command.
+    """Raise ConfigError for a typed option that belongs to another view of the command.
 
     `views` maps the option that chooses a view ('' for the default view) to the names of the view's own options.
     """
@@ -224,7 +224,7 @@ def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]
 
 
 def _unused_reason(command: str, name: str) -> str:
-    """Return the reason why a shared option never has an effect on a command; empty where it may have one."""
+    """Return the reason why a shared option never has an effect on a command; empty if it can have an effect."""
     reason = UNUSED.get(command, {}).get(name)
     return f"has no effect on {command}: {reason}; leave it out" if reason else ""
 
@@ -241,12 +241,12 @@ _FLAGS = {"as_json": "--json", "everything": "--all", "figure_format": "--format
 
 
 def option_flag(name: str) -> str:
-    """Return an option as it is typed: `--max-kl` for `max_kl`."""
+    """Return an option's spelling on the command line: `--max-kl` for `max_kl`."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def check_typed_once(parameters: Sequence[Any]) -> None:
-    """Raise ConfigError for an option that takes one value and was typed more than once, in any spelling.
+    """Raise ConfigError for a single-valued option that was typed more than once, in any spelling.
 
     `parameters` are the Click parameters of a command line, in its order.
     """
@@ -277,7 +277,7 @@ _EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)
 
 
 def usage_message(message: str, error: Any) -> str:
-    """Return one line on a command line that Click cannot parse, with advice on what to type.
+    """Return a one-line message on a command line that Click cannot parse, with advice on how to type it.
 
     `message` is Click's, `error` its usage error.
     """
@@ -294,7 +294,7 @@ def usage_message(message: str, error: Any) -> str:
 
 
 def _extra_message(extra: str, command: Any) -> str:
-    """Return the message for more arguments than the command takes; `extra` are those."""
+    """Return the error message for superfluous command-line arguments; `extra` lists them."""
     names = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
     expected = f"no argument but {' and '.join(names)}" if names else "no argument"
     measures = not names and any(one.name == "dry_run" for one in command.params)
@@ -303,7 +303,7 @@ def _extra_message(extra: str, command: Any) -> str:
 
 
 def _owner_advice(option: str) -> str:
-    """Return the policies, selections or granularities that own an option, and how to type it; empty without owner."""
+    """Return advice on which policies, selections or granularities own an option; empty if none does."""
     name = option.lstrip("-").replace("-", "_")
     if name not in grid.known_options():
         return ""

@@ -52,7 +52,7 @@ class FigureOptions:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths of the traces that the user named; none here."""
+        """The paths of the traces that the user named; empty in this class."""
         return ()
 
     @property
@@ -121,7 +121,7 @@ def _run_option(*flags: str, **attributes: Any) -> Any:
 
 
 def _rare_option(panel: str, *flags: str, **attributes: Any) -> Any:
-    """Return an option of the help's group `panel` that only `perturbkv trace -h` shows."""
+    """Return an option in the help's group `panel`, shown only by `perturbkv trace -h`."""
     return Option(*flags, rich_help_panel=panel, hidden=True, **attributes)
 
 
@@ -291,11 +291,11 @@ class RunOptions(DataOptions):
         return 1 if self.steps is None else self.steps
 
     def with_budgets(self, budgets: tuple[str, ...]) -> RunOptions:
-        """Return the options with these budgets where the user chose none."""
+        """Return the options with `budgets` as default budgets; budgets that the user chose stay."""
         return self if self.budget else dataclasses.replace(self, budget=list(budgets))
 
     def choices(self) -> dict[str, Any]:
-        """Return choice -> value or values for all eviction choices but the selection, as `expand_grid` takes them.
+        """Return choice -> value or values of all eviction choices except the selection, for `expand_grid`.
 
         Raises BudgetError for text that is not a budget, ConfigError for a repeated budget.
         """

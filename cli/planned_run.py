@@ -41,7 +41,7 @@ _MOST_NAMED_DATASETS = 3
 
 
 def shard_command(arguments: Sequence[str]) -> Command:
-    """Return the command line with None for the value of --shard, so that it can be printed for another shard."""
+    """Return the command line with its --shard value replaced by None, so that it can be printed for another shard."""
     from perturbkv.storage.run.shards import Command
 
     command: list[str | None] = ["perturbkv"]
@@ -54,7 +54,7 @@ def shard_command(arguments: Sequence[str]) -> Command:
 
 
 def require_complete(results: Sequence[Path | ShardDone], as_json: bool) -> list[Path]:
-    """Return the paths of the traces where all traces are complete; otherwise print the measured shards and exit.
+    """Return the traces' paths if all traces are complete; otherwise print the measured shards and exit.
 
     The exit code is 1 where samples failed, else 0.
     """
@@ -87,7 +87,7 @@ def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[s
 
 
 def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str] = ()) -> Path:
-    """Return --output, or runs/<time>-<model>-<dataset>; of more than three data sets their number stands for names."""
+    """Return --output, or runs/<time>-<model>-<dataset>; more than three data sets are named by their number."""
     if output is not None:
         return output
     names = datasets or [options.dataset]
@@ -96,12 +96,12 @@ def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str
 
 
 def slug(name: str) -> str:
-    """Return the name of a model or data set as part of a file name; a path becomes its stem."""
+    """Return the name of a model or data set in a form for file names; a path becomes its stem."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).stem if "/" in name else name).strip("-")
 
 
 def split_datasets(run: RunOptions) -> list[RunOptions]:
-    """Return the options of a run per data set of --dataset. Raises ConfigError for none, and for a repeated one."""
+    """Return a run's options per data set of --dataset. Raises ConfigError for no data set or a repeated one."""
     names = [run.dataset] if Path(run.dataset).is_file() else split_names(run.dataset)
     if not names:
         msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
@@ -110,7 +110,7 @@ def split_datasets(run: RunOptions) -> list[RunOptions]:
 
 
 def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
-    """Return the path of the trace of each run, which has a data set. Raises ConfigError where two paths are equal."""
+    """Return the trace path of each run, named after its data set. Raises ConfigError where two paths are equal."""
     datasets = [run.dataset for run in runs]
     names = [slug(Path(dataset).stem if Path(dataset).is_file() else dataset) for dataset in datasets]
     for name in names:
@@ -122,7 +122,7 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
 
 
 def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
-    """Print a note on each budget that the analysis `name` leaves out, with the data sets too short for it."""
+    """Print a note on every budget omitted from the analysis `name`, with the data sets too short for it."""
     budgets_of = [dict.fromkeys(str(config.budget) for config in plan.run.configs) for plan in plans]
     for budget in dict.fromkeys(budget for budgets in budgets_of for budget in budgets):
         short = [plan.run.dataset for plan, budgets in zip(plans, budgets_of, strict=True) if budget not in budgets]
@@ -134,7 +134,7 @@ def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
 
 
 def make_trace(options: RunOptions, planned: Plan, path: Path) -> Path:
-    """Measure the missing samples of a trace and finish its file; weights are loaded only where samples are missing.
+    """Measure the missing samples of a trace and finish its file; weights are loaded only if samples are missing.
 
     Exits the command after a shard of an incomplete trace. Raises PerturbkvErrors; finished samples are kept.
     """
@@ -202,7 +202,7 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
 
 
 def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
-    """Return what the options request of a data set. Raises ConfigError for --length and --depth without numbers."""
+    """Return the loader's arguments for a data set. Raises ConfigError for a --length or --depth that is no number."""
     return {
         "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
         "depths": options.depths, "haystack": options.haystack, "metric": metric,
@@ -217,7 +217,7 @@ def plan_all(
     metric: str = "",
     files: ModelFiles | None = None,
 ) -> list[Plan]:
-    """Return a plan per run, with one model; the other parameters are those of `plan`.
+    """Return a plan per run, all with one model; the other parameters are those of `plan`.
 
     Raises PerturbkvErrors, those for the request of a data set first.
     """

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.configs.resources import Shape
 
@@ -27,7 +28,7 @@ _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, 
 
 
 def estimate_seconds(planned: Plan) -> float:
-    """Return an estimate of the seconds that all samples of a run take in one process on its device."""
+    """Return an estimate of a run's duration in seconds, for all samples in a single process on its device."""
     run, shape = planned.run, Shape.from_config(planned.files.config, 1, 0)
     parameters = planned.files.parameters()
     lengths = [len(prompt.token_ids) for prompt in planned.prompts]
@@ -35,12 +36,12 @@ def estimate_seconds(planned: Plan) -> float:
     prefill = sum(2 * parameters * tokens + attention * tokens**2 for tokens in lengths)
     caches = len(run.configs) + 1
     decoded = len(lengths) * (run.steps + (run.generate or 0)) * caches
-    rate = {rows: _multiplications_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
+    rate = {rows: _operations_per_second(planned, rows) for rows in {_MOST_ROWS, min(caches, _MOST_ROWS)}}
     return _MEASURED_OVER_PLAIN * prefill / rate[_MOST_ROWS] + 2 * parameters * decoded / rate[min(caches, _MOST_ROWS)]
 
 
-def _multiplications_per_second(planned: Plan, rows: int) -> float:
-    """Return the floating-point operations per second of one of the model's projections, measured on `rows` rows."""
+def _operations_per_second(planned: Plan, rows: int) -> float:
+    """Return the floating-point operations per second of a projection of the model's width, measured on `rows` rows."""
     import torch
 
     placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
@@ -69,7 +70,7 @@ def duration(seconds: float) -> str:
 
 
 def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return `progress` extended by notes on the time left: an estimate first, then one from the second sample.
+    """Return `progress` extended by notes on the remaining time: an estimate first, a measured time from sample 2 on.
 
     The first sample is not counted, as it includes loading the weights. The second note is left out on a terminal,
     where a bar shows the time left; durations below ten seconds are not printed.
@@ -83,7 +84,7 @@ def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float
             first = done
             seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
             if seconds >= _WORTH_A_NOTE_S:
-                console.note(f"{total - done} samples take {duration(seconds)}, by a quick estimate")
+                console.note(f"{plural(total - done, 'sample')} to measure, {duration(seconds)} by a quick estimate")
             start = clock()
         elif done > first and not printed:
             printed = True

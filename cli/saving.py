@@ -40,7 +40,7 @@ def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> 
 
 
 def text_file(path: Path, begins: str) -> OutputFile:
-    """Return the output file of a table; it replaces only a file that begins with `begins`."""
+    """Return the output file of a table; it replaces only a file that starts with the text `begins`."""
     return OutputFile(path, "a table of ours", lambda path: path.read_bytes().startswith(begins.encode()))
 
 
@@ -51,12 +51,12 @@ def result_file(path: Path, name: str) -> OutputFile:
 
 
 def json_file(path: Path, kind: FileKind, is_ours: Callable[[Any], bool]) -> OutputFile:
-    """Return a JSON output file; it replaces only a document for which `is_ours` is true."""
+    """Return a JSON output file; it replaces only an existing document that passes `is_ours`."""
     return OutputFile(path, kind.description, lambda path: is_ours(_json_or_none(kind, path)))
 
 
 def _json_or_none(kind: FileKind, path: Path) -> Any:
-    """Return the content of a JSON file, None where it cannot be read."""
+    """Return the content of a JSON file; None if it cannot be read."""
     try:
         return kind.read_json(path)
     except ConfigError:
@@ -70,7 +70,7 @@ def _contains(mark: bytes) -> Callable[[Path], bool]:
 
 @contextmanager
 def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield the path of a temporary file for the block to write, which then becomes `path`.
+    """Yield a temporary file's path for the block to write; afterwards the file is renamed to `path`.
 
     No other process writes `path` meanwhile. Raises the errors of `OutputFolder.claim` before the block.
     """
@@ -125,7 +125,7 @@ class Source:
 
 
 def summary_header(trace: Trace) -> dict[str, Any]:
-    """Return the fields on a trace that every JSON document has: path, digest, run, failed samples, bytes."""
+    """Return the JSON fields on a trace common to all documents: path, digest, run, failed samples, bytes."""
     from perturbkv.analyses.json_values import run_object
 
     return {
@@ -138,7 +138,7 @@ def summary_header(trace: Trace) -> dict[str, Any]:
 
 
 def _bytes_over_full(trace: Trace) -> dict[str, float]:
-    """Return label -> bytes over those of the full cache per configuration; empty where none is quantised."""
+    """Return label -> cache bytes as a share of the full cache's, per configuration; empty where none is quantised."""
     from perturbkv.analyses.identity import identity
 
     shares = identity(trace, trace.run.configs).byte_shares
@@ -146,7 +146,7 @@ def _bytes_over_full(trace: Trace) -> dict[str, float]:
 
 
 def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Mapping[str, Any]) -> OutputFile:
-    """Return the output file of a folder's summary, for writing the analysis `name` of these traces into it.
+    """Return the output file of a folder's summary, to which the analysis `name` of these traces is added.
 
     It replaces an earlier run of the analysis only with the same options, or with fewer.
     """
@@ -198,7 +198,7 @@ def write_summary(path: Path, header: Mapping[str, Any], name: str, numbers: dic
 
 
 def _sources(document: Mapping[str, Any]) -> list[Source]:
-    """Return the sources of a summary: one of its own fields, or one per item of `traces`."""
+    """Return the traces of a summary as sources: the single trace of its fields, or the items of `traces`."""
     return [Source(trace["trace"], trace["trace_digest"]) for trace in document.get("traces", [document])]
 
 
@@ -208,7 +208,7 @@ def _digests(document: Mapping[str, Any]) -> list[str]:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Return the fields of a summary on its traces and its analyses. Raises ConfigError for any other file."""
+    """Return a summary's JSON fields on its traces and analyses. Raises ConfigError for a file that is no summary."""
     content = _SUMMARY.read_json(path)
     document = content if _is_object(content) else {}
     traces = document.get("traces", [document])
@@ -224,10 +224,10 @@ def _is_trace(value: Any) -> bool:
 
 
 def _is_object(value: Any, is_valid: Callable[[Any], bool] = lambda value: True) -> bool:
-    """Return whether a JSON value is an object all of whose values are valid."""
+    """Return whether a JSON value is an object whose values all pass `is_valid`."""
     return isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
 def _is_analysis(value: Any) -> bool:
-    """Return whether a JSON value is an analysis of a summary: an object whose `asked`, its options, is one too."""
+    """Return whether a JSON value is a summary's analysis: an object with an object of options under `asked`."""
     return _is_object(value) and _is_object(value.get("asked", {}))

@@ -145,7 +145,7 @@ class Session:
             console.result([result], result.identity.lines()[0], explain=self.look.explain)
 
     def _write_json(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the JSON file; return its header, which names the source, and the part of this analysis."""
+        """Write the JSON file; return its header, which names the source, and this analysis's entry."""
         if not self.traces:
             header, body = dict(self.source), {**numbers, "figures": self.figures}
             saving.write_json(self.path, {"analysis": self.name, **header, **body})
@@ -157,7 +157,7 @@ class Session:
         return header, body
 
     def _title(self, result: Result) -> tuple[str, str]:
-        """Return the run in one line, and a line on the measured layers, empty where all layers are measured."""
+        """Return a one-line title of the run, and a line on the measured layers, which is empty if all are measured."""
         from perturbkv.analyses.pairing import plural
 
         if not self.traces:
@@ -168,7 +168,7 @@ class Session:
         samples = plural(sum(int(trace.ok.sum()) for trace in self.traces), "sample")
         datasets = ", ".join(dict.fromkeys(trace.run.dataset for trace in self.traces))
         measured = self.trace.attrs.get(MEASURED_LAYERS)
-        layers = escape_line(f"layers {measured} are measured; held / full is of their entries") if measured else ""
+        layers = escape_line(f"layers {measured} are measured; the cache share is of their entries") if measured else ""
         return escape_line(f"{run.model} · {datasets} · {samples}{special}"), layers
 
 
@@ -223,7 +223,7 @@ class Analysis:
 
     @property
     def command_name(self) -> str:
-        """The command as it is typed, without `perturbkv`."""
+        """The command's name as typed, without `perturbkv`."""
         return self.command or self.name
 
     @property
@@ -251,7 +251,7 @@ class Analysis:
 
 
 def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
-    """Return the session of the traces that the user named, or of those that the analysis' run makes.
+    """Return the session of the traces that the user named, or else of the traces that the analysis' run makes.
 
     None after a dry run. Raises PerturbkvErrors, before a model is loaded wherever possible.
     """
@@ -302,13 +302,13 @@ def read_traces(paths: Sequence[Path]) -> tuple[Trace, ...]:
 
 
 def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source]) -> None:
-    """Claim the output files of an analysis that writes any; `sources` are the analysed traces."""
+    """Claim the output files of an analysis, if it writes files; `sources` are the analysed traces."""
     if analysis.writes:
         session.claim(analysis.all_stems, sources, *analysis.outputs(session.output.path))
 
 
 def _check_complete(session: Session) -> None:
-    """Raise FailedRunError where no trace has a complete sample; print a note per joint trace without one.
+    """Raise FailedRunError if no trace has a complete sample; print a note per joint trace without a complete sample.
 
     Of traces that are not joint, the first one needs a complete sample.
     """
@@ -322,7 +322,7 @@ def _check_complete(session: Session) -> None:
 
 
 def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
-    """Raise ConfigError for a decode step that the run does not measure."""
+    """Raise ConfigError for a decode step beyond those that the run measures."""
     if step < run.step_count:
         return
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
@@ -333,7 +333,7 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
-    """Return the command that carries out the `Analysis` which a function makes of its options."""
+    """Return the command that carries out the `Analysis` which `function` makes of the command's options."""
 
     @functools.wraps(function)
     def command(look: FigureOptions, **options: Any) -> None:
@@ -348,7 +348,7 @@ View = Callable[..., Analysis | None]
 def analysis_views(
     default: View, *, flags: Mapping[str, Any], **views: View
 ) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Return a decorator that makes a command with several views of a function with its name and docstring.
+    """Return a decorator that makes a command with several views, named and documented by the decorated function.
 
     A view is a function as `analysis` takes it, or one that shows its own result. Each view but the default is chosen
     by the option of its name: a flag that `flags` annotates, or a parameter of the view. An option of another view is
@@ -382,7 +382,7 @@ def analysis_views(
 
 
 def _chosen_view(chosen: Sequence[str]) -> str:
-    """Return the one view that a command line chooses, or '' for the default. Raises ConfigError for two views."""
+    """Return the view that a command line chooses, '' for the default view. Raises ConfigError for two views."""
     if len(chosen) > 1:
         msg = (
             f"expected one of {' and '.join(map(option_refusals.option_flag, chosen))}, got both; give only one of them"

@@ -60,7 +60,7 @@ class Key:
 
     @property
     def is_run_option(self) -> bool:
-        """Whether the key is an option of the whole run; the seed is that and an eviction choice."""
+        """Whether the key is an option of the whole run; the seed is both a run option and an eviction choice."""
         return not self.is_eviction_choice or self.field == _SHARED_OPTION
 
     @property
@@ -70,18 +70,18 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """The description of a valid value, for error messages."""
+        """The description of a valid value of the key, for error messages."""
         return "tokens (128) or a fraction (0.05)" if self.field == "budget" else _READERS[self.kind][0]
 
     @property
     def list_advice(self) -> str:
-        """The advice of the error message that refuses a list."""
+        """The advice in the error message on a list where a single value is expected."""
         if self.is_eviction_choice:
             return "data and weights have this seed too; lists of seeds stand under 'grids'"
         return "lists are for choices of how to evict"
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text stands for, as on the command line. Raises ConfigError for invalid text."""
+        """Return the value of a text, parsed as on the command line. Raises ConfigError for invalid text."""
         if self.field == "budget":
             return Budget.parse(text)
         try:
@@ -114,7 +114,7 @@ def _make_key(field: str, hint: Any) -> Key:
 
 
 def _spellings(field: str, annotated: Any) -> list[str]:
-    """Return the long names of an option without `--`: the declared ones, or the one that Typer makes of the field."""
+    """Return an option's long names without `--`: the declared names, or the name that Typer derives from the field."""
     declared = [name for option in annotated.__metadata__ for name in (option.default, *(option.param_decls or ()))]
     long = [name.partition("/")[0].removeprefix("--") for name in declared if str(name).startswith("--")]
     return long or [field.replace("_", "-")]
@@ -159,7 +159,7 @@ class Entry:
     locations: tuple[Location, ...]
 
     def locate(self, value: Any) -> Location:
-        """Return the location of a value, or that of the key where the value is not among its values."""
+        """Return the location of a value; for a value not in the entry, the key's location."""
         locations: dict[Any, Location] = dict(zip(self.values, self.locations, strict=True))
         return locations.get(value, self.location)
 
@@ -170,7 +170,7 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The content of a sweep file: its options, and its grids, each of which the options complete.
+    """The content of a sweep file: its options and its grids, each grid being completed by the options.
 
     A file without grids has one empty grid.
     """
@@ -179,7 +179,7 @@ class SweepFile:
     grids: tuple[Entries, ...] = ({},)
 
     def without(self, fields: frozenset[str]) -> SweepFile:
-        """Return the content without these options, neither at the top level nor in grids."""
+        """Return the content without the options `fields`, which are removed from the top level and from all grids."""
 
         def remaining(entries: Entries) -> Entries:
             """Return the entries without these options."""
@@ -188,7 +188,7 @@ class SweepFile:
         return SweepFile(remaining(self.options), tuple(map(remaining, self.grids)))
 
     def entries(self) -> list[Entry]:
-        """Return all entries of the file, those of the grids last."""
+        """Return all entries of the file: top-level entries first, then the entries of the grids."""
         return [entry for entries in (self.options, *self.grids) for entry in entries.values()]
 
 
@@ -206,7 +206,7 @@ def read(path: Path) -> SweepFile:
 
 
 def _parse_yaml(path: Path) -> Any:
-    """Return the YAML syntax tree of a file, None for an empty file. Raises ConfigError where it is not YAML."""
+    """Return a file's YAML syntax tree; None for an empty file. Raises ConfigError for invalid YAML."""
     import yaml
 
     text = _FILE.read_text(path)
@@ -224,7 +224,7 @@ def _parse_yaml(path: Path) -> Any:
 
 
 def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
-    """Return the entries of each grid, from the location and the syntax tree of the key `grids`."""
+    """Return the entries of every grid, parsed from the value of the key `grids` at a location."""
     if node.id != "sequence" or not node.value:
         got = "an empty list" if node.id == "sequence" else _describe(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
@@ -237,7 +237,7 @@ def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tupl
 
 
 def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> list[tuple[Key, Location, Any]]:
-    """Return key, location and syntax tree of the value per item of a mapping, after checks of the keys."""
+    """Return (key, location, syntax tree of the value) per item of a mapping, after checks of the keys."""
     if node.id != "mapping":
         msg = f"expected a mapping of options, {_EXAMPLE}, got {_describe(node)}"
         raise location.error(msg)
@@ -252,7 +252,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 
 
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
-    """Return the key of a name's syntax tree, and its location. Raises ConfigError for an unknown key."""
+    """Return the key named by a syntax tree, and its location. Raises ConfigError for an unknown key."""
     if name.id != "scalar":
         msg = f"expected the name of an option as key, got {_describe(name)}"
         raise location.error(msg)
@@ -269,7 +269,7 @@ def _parse_entries(pairs: list[tuple[Key, Location, Any]], in_grid: bool = False
 
 
 def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> Entry:
-    """Return the entry of a key and the syntax tree of its value or list. Raises ConfigError for an invalid one."""
+    """Return a key's entry from the syntax tree of its value or list. Raises ConfigError for an invalid tree."""
     nodes = node.value if node.id == "sequence" else [node]
     if not nodes:
         msg = f"expected {key.expected}, or a list of such, got an empty list"
@@ -291,7 +291,7 @@ def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> E
 
 
 def _parse_value(key: Key, node: Any, location: Location) -> Any:
-    """Return the value of a syntax tree. Raises ConfigError for an invalid one."""
+    """Return the parsed value of a syntax tree. Raises ConfigError for an invalid value."""
     if node.id != "scalar" or node.tag not in _PLAIN:
         default = "; leave the key out for its default" if node.tag == _NULL else ""
         msg = f"expected {key.expected}, got {_describe(node)}{default}"

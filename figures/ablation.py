@@ -70,7 +70,7 @@ def _row_titles(results: Sequence[Setting]) -> dict[str, str]:
 
 
 def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str], *, label_rows: bool) -> None:
-    """Draw an ingredient per row of one setting; "no group" or "not measured" where it has no ratio."""
+    """Draw an ingredient per row of a setting; without a ratio the row says "no group" or "not measured"."""
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     rows = {row.title: row for row in result.rows}
     for index, title in enumerate(titles):
@@ -81,7 +81,7 @@ def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
             axes.text(1, index, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
     names = [f"{title} (= 1)" if title == BASELINE else title for title in titles] if label_rows else [""] * len(titles)
-    finish_ratio_panel(axes, names, f"{name}\nheld / full {_cache_share_range(result)}",
+    finish_ratio_panel(axes, names, f"{name}\ncache share {_cache_share_range(result)}",
                        f"Σ L1 over {BASELINE}'s (log axis)", ylim=(len(titles) - 0.5, -0.5))  # fmt: skip
 
 

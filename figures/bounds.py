@@ -63,7 +63,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
 
 
 def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -> tuple[labels.KeyNames, list[str]]:
-    """Return the tick names of the first panel with their key, and the tick names of the last panel.
+    """Return the first panel's tick names with their key, and the last panel's tick names.
 
     A setting under the last panel has its configuration's name.
     """
@@ -80,7 +80,7 @@ def _axis_names(configs: Sequence[Tightness], ranked: Sequence[RankAgreement]) -
 
 
 def _sort_agreements(agreements: Sequence[RankAgreement], configs: Sequence[Tightness]) -> list[RankAgreement]:
-    """Return the agreements sorted by their configurations' cache shares; unchanged where one has no shown one."""
+    """Return the agreements sorted by cache share; unchanged if a cache share is unknown."""
     shares = {shown.config: shown.cache_share for shown in configs}
     return sort_by_cache_share(
         agreements, lambda agreement: max((shares.get(one, -1.0) for one in agreement.configs), default=-1.0)
@@ -117,7 +117,7 @@ def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figur
 def _cache_shares_text(configs: Sequence[Tightness]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"{shown.config.budget}: {text.cache_share(shown.cache_share)}" for shown in configs)
-    return f"held / full of b={', '.join(shares)}"
+    return f"cache share of b={', '.join(shares)}"
 
 
 def _tightness_map(name: str, config: Tightness) -> panels.Map:
@@ -128,7 +128,7 @@ def _tightness_map(name: str, config: Tightness) -> panels.Map:
 
 
 def _map_names(configs: Sequence[Tightness]) -> list[str]:
-    """Return the budgets' names as titles of narrow maps, folded onto several lines."""
+    """Return the budgets as map titles, folded to the width of narrow maps."""
     names = budget_names([shown.config for shown in configs])
     return ["\n".join(fold(part, _LETTERS) for part in parts) for parts in names]
 
@@ -140,7 +140,7 @@ def _budget_label(configs: Sequence[EvictionConfig]) -> str:
 
 
 def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
-    """Set the label of the axis of budgets, in a smaller font where it is wider than a third of a page."""
+    """Set the x label of budgets, in a smaller font if it is too wide for the panel."""
     axes.set_xlabel(_budget_label(configs))
     if len(axes.get_xlabel()) > _ACROSS:
         axes.xaxis.label.set_fontsize(6.2)
@@ -235,7 +235,7 @@ def _draw_agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence
 
 
 def _counts_text(agreement: RankAgreement) -> str:
-    """Return the numbers of heads and of samples that were ranked, for the first bound (θ) among the contenders."""
+    """Return the numbers of ranked heads and samples as text, for θ among the contenders."""
     one = agreement.correlations[0]
     return f"{one.evidence_values:,}\nin {one.evidence_samples}"
 
@@ -287,7 +287,7 @@ def draw_assumption(result: Assumption, width_mm: float = style.WIDE_MM) -> Figu
 
 
 def _assumption_rows(result: Assumption, narrow: bool) -> list[list[panels.Map]]:
-    """Return rows of maps: in one column a row per configuration, in two a row per reading of σ.
+    """Return rows of maps: a row per configuration if `narrow`, else a row per reading of σ.
 
     Configurations are sorted by cache share; a name that a row or a column shares is written once.
     """
@@ -317,7 +317,7 @@ def _reading_rows(named: Sequence[_Named]) -> list[list[panels.Map]]:
 
 def _config_title(name: str, config: ConfigAssumption) -> str:
     """Return the title of a configuration's map: its budget, folded, and its cache share."""
-    return f"{fold(f'b={name}', _NAME)}\nheld / full {text.cache_share(config.cache_share)}"
+    return f"{fold(f'b={name}', _NAME)}\ncache share {text.cache_share(config.cache_share)}"
 
 
 def _assumption_map(heading: str, config: ConfigAssumption, reading_name: str, row_label: str) -> panels.Map:

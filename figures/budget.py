@@ -41,7 +41,7 @@ _LOOKS = (("0.45", "s", "--"), (None, "o", "-"))
 
 
 def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw a panel per measure: both methods over budgets, and the saving of each of the treatment's budgets."""
+    """Draw a panel per measure: both sides over budgets, with an arrow for the saving at each treatment budget."""
     with style.use():
         narrow, count = width_mm < style.WIDE_MM, len(result.measures)
         figure = style.figure(width_mm, _ROW_MM * (count if narrow else 1) + 6)
@@ -86,12 +86,12 @@ def _side_look(side: int) -> dict[str, Any]:
 def _budget_label(savings: MeasuredSavings, along: str) -> str:
     """Return the x label: cache share, or budget with its unit."""
     if along == "held":
-        return "held / full cache"
+        return "cache share"
     return f"budget, {savings.points[0].config.budget.unit}"
 
 
 def _draw_levels(axes: Axes, levels: Sequence[Level], measure: str, look: dict[str, Any], name: str) -> None:
-    """Draw one side's levels over its budgets, with a band where every level has an interval."""
+    """Draw a side's levels over its budgets, with a band if all levels have intervals."""
     budgets = [level.at for level in levels]
     values = _scaled(np.array([level.level for level in levels]), measure)
     axes.plot(budgets, values, markersize=3, markerfacecolor="none", linewidth=0.9, gid=f"{name} {measure}", **look)
@@ -102,12 +102,12 @@ def _draw_levels(axes: Axes, levels: Sequence[Level], measure: str, look: dict[s
 
 
 def _scaled(values: np.ndarray, measure: str) -> np.ndarray:
-    """Return scores in per cent, other measures with NaN where a log axis cannot show them."""
+    """Return scores in per cent; other measures with NaN where not positive, for a log axis."""
     return _PERCENT * values if measure == "score" else style.positive(values)
 
 
 def _draw_arrow(axes: Axes, point: Point, savings: MeasuredSavings, limits: tuple[float, float]) -> None:
-    """Draw an arrow from the treatment's budget to the baseline's equal one, or to the edge where that is beyond."""
+    """Draw an arrow from the treatment's budget to the baseline's equivalent budget, or to the panel's edge."""
     level = float(_scaled(np.array([point.level]), savings.measure)[0])
     end = point.equivalent.value if point.equivalent.known else limits[point.equivalent.value > 0]
     colour, interval = _side_look(1)["color"], point.equivalent.interval
@@ -196,7 +196,7 @@ def _draw_thresholds(axes: Axes, result: Cliffs) -> None:
 
 
 def _draw_crossing(axes: Axes, cliff: Cliff, index: int, look: tuple[float, Any], limits: tuple[float, float]) -> None:
-    """Draw a crossing's interval and mark; an interval ends at the panel's edge, a crossing beyond it has no mark."""
+    """Draw a crossing's interval and mark; beyond the panel's edge the interval is cut off and the mark left out."""
     crossing, (height, colour) = cliff.crossings[index], look
     if crossing.interval is not None:
         ends = np.clip([crossing.interval.low, crossing.interval.high], *limits)
@@ -255,7 +255,7 @@ def _draw_criterion(axes: Axes, result: SafeBudgets, index: int) -> None:
 
 
 def _shift_factor(number: int, count: int) -> float:
-    """Return the factor that moves line `number` of `count` aside on the logarithmic axis."""
+    """Return the factor on x that moves line `number` of `count` aside, on a logarithmic axis."""
     return float(_ASIDE ** (number - (count - 1) / 2))
 
 
@@ -279,7 +279,7 @@ def _draw_verdict(axes: Axes, verdict: Verdict, look: dict[str, Any], scale: flo
 
 
 def _safe_budget_legend(result: SafeBudgets) -> list[Line2D]:
-    """Return a legend entry per selection, and one of the limit."""
+    """Return a legend entry per selection, and an entry for the limit."""
     named = zip(result, style.category_colours(len(result)), cycle("os^Dv"), cycle(_DASHES), strict=False)
     entries = [Line2D([], [], color=colour, marker=marker, linestyle=dash, markersize=3, label=one.name)
              for one, colour, marker, dash in named]  # fmt: skip
@@ -348,7 +348,7 @@ def _draw_bits(axes: Axes, settings: Sequence[Setting], result: EqualBytes, read
 
 
 def _draw_rows(axes: Axes, rows: Sequence[Row], reading: str, factor: float, shift: float, **look: Any) -> None:
-    """Draw rows over their bytes with their intervals; rows without a value of `reading` are left out."""
+    """Draw rows over their bytes with intervals, without rows that lack `reading`."""
     valued_rows = [(row, getattr(row, reading)) for row in rows if getattr(row, reading) is not None]
     if not valued_rows:
         return
@@ -362,7 +362,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], reading: str, factor: float, shi
 
 
 def _looks_by_bits(result: EqualBytes) -> dict[int, dict[str, Any]]:
-    """Return the plot options per number of bits, most bits first."""
+    """Return number of bits -> plot options (colour, marker), most bits first."""
     bits = sorted({row.config.bits for row in result.rows}, reverse=True)
     colours = style.ordered_colours(len(bits))
     return {
@@ -372,7 +372,7 @@ def _looks_by_bits(result: EqualBytes) -> dict[int, dict[str, Any]]:
 
 
 def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
-    """Return the legend entries: numbers of bits, everything kept, and the full cache, as far as drawn."""
+    """Return the legend entries for numbers of bits, everything kept, and the full cache, if drawn."""
     marks = [
         Line2D([], [], markersize=3.2, markerfacecolor="none", label=_bits_label(count), **look)
         for count, look in _looks_by_bits(result).items()
@@ -386,5 +386,5 @@ def _equal_bytes_legend(result: EqualBytes) -> list[Line2D]:
 
 
 def _bits_label(bits: int) -> str:
-    """Return '4 bits', or '16 bits: evicting alone'."""
+    """Return the legend's label for a number of bits: '4 bits', '16 bits: evicting alone'."""
     return f"{bits} bits" + (": evicting alone" if bits == FULL_BITS else "")

@@ -63,7 +63,7 @@ def draw(result: Correlation, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _foot_text(result: Correlation) -> str:
-    """Return the foot's text on n and bars: each point has an n of its own."""
+    """Return the foot's text on n, bars, the method identity baseline and lost answers."""
     answered = sum(part.answered for part in result.parts)
     return (
         f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
@@ -75,7 +75,7 @@ def _foot_text(result: Correlation) -> str:
 
 def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[Any], statistic: str) -> None:
     """Draw a statistic ("rho" or "auc") per measure and setting; into an empty panel, why no prompt decides."""
-    for shift, colour, setting in zip(_shifts(len(settings)), colours, settings, strict=True):
+    for shift, colour, setting in zip(_row_offsets(len(settings)), colours, settings, strict=True):
         for name in NAMES:
             measured = getattr(setting.strength(name), statistic)
             null = getattr(setting.identity_baselines(name), statistic).exchanged
@@ -89,13 +89,13 @@ def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[An
         style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
 
 
-def _shifts(count: int) -> list[float]:
-    """Return the offsets of `count` settings' points from a measure's row, the first on top."""
+def _row_offsets(count: int) -> list[float]:
+    """Return the vertical offsets of `count` settings' points around a measure's row, the first on top."""
     return [0.0] if count == 1 else list(np.linspace(-_SPREAD / 2, _SPREAD / 2, count))
 
 
 def _draw_point(axes: Axes, height: float, value: float, interval: Any, colour: Any, gid: str) -> None:
-    """Draw a value with its interval at a height; nothing where it is NaN."""
+    """Draw a value with its interval at a height; nothing for NaN."""
     if not np.isnan(value):
         axes.errorbar([value], [height], xerr=style.error_bars(value, interval), color=colour, marker="o",
                       markersize=2.8, linewidth=0.9, gid=gid)  # fmt: skip
@@ -108,7 +108,7 @@ def _draw_null_band(axes: Axes, height: float, low: float, high: float) -> None:
 
 
 def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -> None:
-    """Draw the line without association and the border of circular measures; label the measures and the x axis."""
+    """Draw the line of no association and the border above circular measures; label the axes."""
     axes.axvline(middle, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
@@ -135,7 +135,7 @@ def _draw_lost_shares(axes: Axes, settings: Sequence[Setting], colours: Sequence
 
 
 def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]:
-    """Return a legend entry per setting, and one of the band of the method identity baseline."""
+    """Return a legend entry per setting, and an entry for the band of the method identity baseline."""
     named = [
         Line2D([], [], color=colour, marker="o", markersize=3, label=_setting_label(one))
         for colour, one in zip(colours, settings, strict=True)
@@ -147,7 +147,7 @@ def _legend(settings: Sequence[Setting], colours: Sequence[Any]) -> list[Line2D]
 
 
 def _setting_label(one: Setting) -> str:
-    """Return budget, methods, cache share, and the deciding prompts, or why none decides."""
+    """Return a setting's legend label: budget, methods, cache share, deciding prompts or why none decides."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     deciding = one.strength(HEADLINE)
     n = (
@@ -155,4 +155,4 @@ def _setting_label(one: Setting) -> str:
         if one.decides
         else one.undecided_reason.split(";")[0]
     )
-    return f"b={one.name}: {len(one.configs)} methods, held / full {shares}, {n}"
+    return f"b={one.name}: {len(one.configs)} methods, cache share {shares}, {n}"

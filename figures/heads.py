@@ -68,7 +68,7 @@ def outside_axes(kind: HeadKind, ends: tuple[float, float]) -> NDArray[np.bool_]
 
 
 def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArray[np.bool_]]:
-    """Return triangle -> (layer, head) True where the mean is outside the axes on the side that it points to."""
+    """Return triangle marker -> (layer, head) mask of heads outside the axes on that side."""
     x, y = kind.baseline_mean, kind.treatment_mean
     sides = {"v": y < ends[0], "^": y > ends[1]}
     sides |= {"<": (x < ends[0]) & ~sides["v"], ">": (x > ends[1]) & ~sides["^"]}
@@ -76,7 +76,7 @@ def _edge_markers(kind: HeadKind, ends: tuple[float, float]) -> dict[str, NDArra
 
 
 def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
-    """Return axis ends that include all heads of all panels, but the few that would leave the axes empty."""
+    """Return axis ends for the heads of all panels, without outliers that would leave the axes empty."""
     inside = [ends for ends in map(_log_ends, kinds) if ends]
     if not inside:
         return 0.1, 10.0
@@ -86,7 +86,7 @@ def axis_limits(kinds: Sequence[HeadKind]) -> tuple[float, float]:
 
 
 def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
-    """Return the logarithms of the least and the largest mean inside the axes; None where all are 0."""
+    """Return log₁₀ of the axis ends that hold a kind's means, without far outliers; None where all means are 0."""
     both = np.stack([kind.baseline_mean, kind.treatment_mean]).reshape(2, -1)
     positive = both[both > 0]
     if not positive.size:
@@ -101,7 +101,7 @@ def _log_ends(kind: HeadKind) -> tuple[float, float] | None:
 
 
 def _outlier_count(inwards: NDArray[np.float64], span: float, most: int) -> int:
-    """Return how many heads at one end lie before the last wide gap; `inwards`: sorted distances from the end."""
+    """Return the number of heads before the last wide gap; `inwards`: sorted distances from an end of the axis."""
     gaps = np.diff(inwards[: most + 1])
     wide = np.flatnonzero(gaps > _EMPTY * span)
     return int(wide[-1]) + 1 if wide.size else 0
@@ -123,13 +123,13 @@ def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure
         style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
-        shares = f"held / full {cache_shares_text(result.cache_shares)}"
+        shares = f"cache share {cache_shares_text(result.cache_shares)}"
         style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
     return figure
 
 
 def foot_text(result: HeadComparison) -> str:
-    """Return the foot's text on shares, counts, ties and brackets."""
+    """Return the foot's text on cache shares, counts, ties and brackets."""
     flips = result.propagated.sign_flips.flips
     return (
         "share: mean of samples; counts: by heads' means; Σ: over heads and samples · tied: within 2 noise floors, or "
@@ -169,7 +169,7 @@ def _axis_label(side: str, name: str, unit: str) -> str:
 
 
 def _extra_lines(result: HeadComparison) -> int:
-    """Return by how many lines title and axis label exceed those of short names."""
+    """Return the number of lines of title and axis label beyond those for short names."""
     baseline, _ = side_names(result.baseline, result.treatment)
     unit = DISTANCES[result.distance].unit
     title = _kind_title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
@@ -177,7 +177,7 @@ def _extra_lines(result: HeadComparison) -> int:
 
 
 def pair_legend(result: HeadComparison) -> list[Line2D]:
-    """Return the legend entries: the diagonal, rings, and crosses where there are ties."""
+    """Return the legend entries: diagonal, rings and, if any head ties, crosses."""
     entries = [
         Line2D([], [], color="0.55", linewidth=0.8, label="equal"),
         Line2D([], [], linestyle="", marker="o", markersize=5, markerfacecolor="none", markeredgewidth=0.6,
@@ -302,14 +302,14 @@ def _figure_title(results: Sequence[HeadComparison]) -> str:
 
 
 def _panels_legend(results: Sequence[HeadComparison]) -> list[object]:
-    """Return the legend of the panel with most entries, without its number of flagged heads."""
+    """Return the longest of the panels' legends, without its number of flagged heads."""
     handles = max((pair_legend(result) for result in results), key=len)
     handles[1].set_label("σ ≤ 0.5")
     return list(handles)
 
 
 def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:
-    """Return the names of a pair's sides, as far as they differ between panels."""
+    """Return a pair's names, without sides that all panels share."""
     first, second = side_names(result.baseline, result.treatment)
     return f"{first} → {second}" if several_baselines else second if several_treatments else ""
 
@@ -325,7 +325,7 @@ def _panel_titles(results: Sequence[HeadComparison], grid: _Grid) -> list[str]:
         ratios = [text.decimal(kind.sum_ratio, kind.sum_ratio_interval) for kind in kinds]
         name = " ".join(part for part in (_side_text(result, len(baselines) > 1, len(treatments) > 1), setting) if part)
         between = " /\n  " if grid.split else " / "
-        lines = [fold(name, grid.letters), f"held / full {cache_shares_text(result.cache_shares)}",
+        lines = [fold(name, grid.letters), f"cache share {cache_shares_text(result.cache_shares)}",
                  f"better {between.join(shares)}", f"Σ × {between.join(ratios)}"]  # fmt: skip
         titles.append("\n".join(line for line in lines if line))
     return titles

@@ -46,7 +46,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
             for config in shown:
                 line = dashes[setting_name(config.config)] if len(rows) == 1 else "-"
                 _draw_config(panels, config, colours[_selection_name(config, configs)], line)
-        _finish(axes, result, rows, stacked=stacked)
+        _finish_panels(axes, result, rows, stacked=stacked)
         handles = _legend(configs, colours, dashes if len(rows) == 1 else {})
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else 4)
         style.draw_foot(figure, result.identity, f"{_samples_text(result)}{_cache_shares_text(configs)}")
@@ -54,7 +54,7 @@ def draw(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizon]]:
-    """Return the configurations by their setting, that is everything but the selection, in their order."""
+    """Return setting's name -> configurations, which differ in selection."""
     groups: dict[str, list[ConfigHorizon]] = {}
     for config in configs:
         groups.setdefault(setting_name(config.config), []).append(config)
@@ -62,7 +62,7 @@ def _by_setting(configs: Sequence[ConfigHorizon]) -> dict[str, list[ConfigHorizo
 
 
 def _selection_name(config: ConfigHorizon, configs: Sequence[ConfigHorizon]) -> str:
-    """Return policy and selection, as far as they differ among the configurations."""
+    """Return policy and selection, each only if it differs among the configurations."""
     words = distinct_choices([one.config for one in configs])[list(configs).index(config)]
     return " ".join(word for choice, word in words.items() if choice in SIDE) or "evicted"
 
@@ -74,7 +74,7 @@ def _selection_colours(configs: Sequence[ConfigHorizon]) -> dict[str, Any]:
 
 
 def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> None:
-    """Draw one configuration's curves over decode steps: propagated, isolated, and KL, a panel each."""
+    """Draw a configuration's curves over decode steps, a panel each for propagated, isolated and KL."""
     curves = {kind: (config.curves[kind].relative, config.curves[kind].relative_interval) for kind in KINDS}
     for axes, (kind, (values, band)) in zip(panels, {**curves, "kl": (config.kl, config.kl_interval)}.items(),
                                             strict=True):  # fmt: skip
@@ -84,8 +84,8 @@ def _draw_config(panels: Any, config: ConfigHorizon, colour: Any, line: str) -> 
             axes.fill_between(steps, band.low, band.high, color=colour, alpha=0.15, linewidth=0, gid=f"{kind} band")
 
 
-def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], stacked: bool) -> None:
-    """Set titles, units, whole steps, and per quantity the same range from 0 in all rows."""
+def _finish_panels(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]], stacked: bool) -> None:
+    """Set titles, units and integer steps, and a common y range per quantity, from 0."""
     names = [" ".join(parts) for parts in budget_names([row[0].config for row in rows], *SIDE)]
     for row, panels in enumerate(axes):
         for panel, (kind, title) in zip(panels, _TITLES.items(), strict=True):
@@ -102,7 +102,7 @@ def _finish(axes: Any, result: Horizon, rows: Sequence[Sequence[ConfigHorizon]],
 
 
 def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: dict[str, Any]) -> list[Line2D]:
-    """Return a legend entry per selection, and one per budget where there are several dashes."""
+    """Return a legend entry per selection, and per budget if there are several line styles."""
     handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if len(dashes) < 2:
         return handles
@@ -115,7 +115,7 @@ def _legend(configs: Sequence[ConfigHorizon], colours: dict[str, Any], dashes: d
 def _cache_shares_text(configs: Sequence[ConfigHorizon]) -> str:
     """Return the foot's text with the cache share per budget."""
     shares = dict.fromkeys(f"b={one.config.budget}: {text.cache_share(one.cache_share)}" for one in configs)
-    return f" · held / full of {', '.join(shares)}"
+    return f" · cache share of {', '.join(shares)}"
 
 
 def draw_heads(result: Horizon, width_mm: float = style.WIDE_MM) -> Figure:
@@ -149,7 +149,7 @@ def _growth_scale(result: Horizon) -> heatmaps.Scale:
 
 
 def _samples_text(result: Horizon) -> str:
-    """Return the foot's text on bands, the samples at the first and last step, and those too short for growth."""
+    """Return the foot's text on bands, and the numbers of samples by step and too short for growth."""
     first, last = int(result.samples_at_step[0]), int(result.samples_at_step[-1])
     ending = "" if first == last else f" at the first step, {last} at the last"
     short = (

@@ -78,20 +78,20 @@ class KeyNames:
 
 
 def names_fit(names: Sequence[Sequence[str]]) -> bool:
-    """Return whether names, each given as its lines, fit under one panel."""
+    """Return whether tick names, each a list of lines, fit under a panel."""
     widths = [max(map(len, parts), default=0) + _GAP for parts in names]
     return sum(widths) <= _ROOM and max(map(len, names), default=0) <= _LINES
 
 
 def key_names(parts: Sequence[Sequence[str]], numbered: bool) -> KeyNames:
-    """Return the names as tick labels, or, where `numbered`, numbers from 1 with the names as their key."""
+    """Return tick labels with an empty key, or, if `numbered`, numbers from 1 with a key of names."""
     if not numbered:
         return KeyNames(["\n".join(one) for one in parts], [])
     return KeyNames([str(number) for number in range(1, len(parts) + 1)], [" ".join(one) for one in parts])
 
 
 def key_height_mm(key: Sequence[str], width_mm: float) -> float:
-    """Return an upper bound of the height of the key of numbers, in mm."""
+    """Return an upper bound of the key's height, in mm."""
     if not key:
         return 0.0
     entries = _key_entries(key, width_mm)
@@ -100,7 +100,7 @@ def key_height_mm(key: Sequence[str], width_mm: float) -> float:
 
 
 def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_mm: float, foot_mm: float) -> None:
-    """Draw the key above the figure's foot: number, name, and a line in the name's colour, where it has one."""
+    """Draw the key above the figure's foot: number, name and, if given, a line in the name's colour."""
     if not key:
         return
     entries, line_colours = _key_entries(key, width_mm), [*colours, *["none"] * (len(key) - len(colours))]
@@ -156,7 +156,7 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label on the cheapest side of its interval; leave out a label that would cover another."""
+    """Write each label on the side of its interval that covers least; omit labels that would cover another label."""
     figure = axes.get_figure()
     assert figure is not None
     figure.draw_without_rendering()  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def _move_label(
     axes: Axes, written: Annotation, label: Label, side: tuple[int, int], curves: NDArray[np.float64],
     taken: Sequence[Bbox],
 ) -> int:  # fmt: skip
-    """Move a label to one side of its interval and return the cost of that position."""
+    """Move a label to `side` of its interval and return the cost of the position: curves or labels covered."""
     across, up = side[0] if label.forward else -side[0], side[1]
     middle = float(np.sqrt(label.left * label.right))  # of a logarithmic axis
     x = {1: label.right, -1: label.left, 0: middle}[across]

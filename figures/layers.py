@@ -34,7 +34,7 @@ _LINES: tuple[Any, Any] = ("--", "-")
 
 
 def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw drift after each layer, and the treatment's in per cent of the baseline's; columns for many budgets."""
+    """Draw drift by layer and the treatment's in per cent of the baseline's; many budgets have a column each."""
     with style.use():
         ordered = sort_by_cache_share(result.members, lambda one: sum(one.cache_shares))
         narrow = width_mm < style.WIDE_MM
@@ -49,7 +49,7 @@ def draw_layers(result: DriftSeries, width_mm: float = style.WIDE_MM) -> Figure:
         shares = ", ".join(f"b={one.baseline.budget}: {cache_shares_text(one.cache_shares)}" for one in ordered)
         interval_text = style.interval_legend(result.identity.samples, medians=True)
         drifts = f"drift: medians; percent: of the means over samples · {interval_text}"
-        note = f"{drifts} · ×: tied, {tied} · held / full of {shares}"
+        note = f"{drifts} · ×: tied, {tied} · cache share of {shares}"
         style.draw_foot(figure, result.identity, note)
     return figure
 
@@ -109,7 +109,7 @@ def _draw_budget_columns(results: Sequence[LayerDrift], width_mm: float, narrow:
 
 
 def _share_scales(axes: np.ndarray, count: int) -> None:
-    """Give all panels of drift the same range, and all panels of per cent theirs; `count`: panels of a kind in use."""
+    """Give all drift panels a common y range, and all per-cent panels another; `count`: used panels per kind."""
     for first in (0, 1):
         panels = list(axes[first::2].flat)[:count]
         for panel in panels:
@@ -186,7 +186,7 @@ def _finish(axes: Axes, percent: bool) -> None:
 
 
 def _note_zeros(axes: Axes, results: Sequence[LayerDrift]) -> None:
-    """Note how many drifts of 0 the log axis does not show."""
+    """Write in the panel how many drifts are 0, which a log axis cannot show."""
     hidden = sum(
         int((side == 0).sum())
         for result in results
@@ -255,7 +255,7 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
-    budget = f"b={result.baseline.budget}, held / full {cache_shares_text(result.cache_shares)}"
+    budget = f"b={result.baseline.budget}, cache share {cache_shares_text(result.cache_shares)}"
     axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
@@ -318,7 +318,7 @@ def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
             low, high = (style.positive(end) if log else end for end in (interval.low, interval.high))
             axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
     known = _cache_shares_known(result)
-    axes.set(xlabel=f"{'held / full cache' if known else 'kept share of a head'} (%)", ylabel=label)
+    axes.set(xlabel=f"{'cache share' if known else 'kept share of a head'} (%)", ylabel=label)
     style.log_axes(axes, x=True, y=log)
     shares = np.concatenate([100 * _shares(result, curve) for curve in result])
     least, most = float(shares.min()), float(shares.max())
@@ -331,7 +331,7 @@ def _draw_quantity(axes: Axes, result: BudgetCurves, quantity: str, label: str, 
 
 
 def _percent_ticks(low: float, high: float) -> list[float]:
-    """Return ticks at 1, 2.5 and 5 of each power of ten; at 1 to 9 where fewer than two are in range."""
+    """Return ticks between two ends: 1, 2.5 and 5 times powers of ten; 1 to 9 times if fewer than two fit."""
     every = [step * 10.0**power for power in range(-3, 4) for step in (1, 2.5, 5)]
     inside = [tick for tick in every if low / 1.25 <= tick <= high * 1.25]
     fine = [step * 10.0**power for power in range(-3, 4) for step in range(1, 10)]
@@ -344,14 +344,14 @@ def _cache_shares_text(result: BudgetCurves) -> str:
              for curve in result}  # fmt: skip
     if len(shares) > 1:
         return ""
-    return " · held / full of " + ", ".join(f"b={budget}: {share}" for budget, share in shares.pop())
+    return " · cache share of " + ", ".join(f"b={budget}: {share}" for budget, share in shares.pop())
 
 
 def _cache_shares_known(result: BudgetCurves) -> bool:
-    """Return whether the trace has cache shares, the only share that compares across granularities."""
+    """Return whether all curves have cache shares; else kept shares are drawn."""
     return not any(np.isnan(curve.cache_shares).any() for curve in result)
 
 
 def _shares(result: BudgetCurves, curve: BudgetCurve) -> NDArray[Any]:
-    """Return the curve's cache shares (budget,); its kept shares where the trace lacks cache shares."""
+    """Return a curve's x values (budget,): cache shares or, where unknown, kept shares."""
     return curve.cache_shares if _cache_shares_known(result) else curve.kept

@@ -60,13 +60,13 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         style.set_title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
         style.draw_foot(
-            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · held / full {shares}"
+            figure, result.identity, f"{style.interval_legend(result.identity.samples)} · cache share {shares}"
         )
     return figure
 
 
 def by_budget(result: Needle) -> list[list[Retrieval]]:
-    """Return the methods grouped by budget, in the run's order, the budget with the smallest caches first."""
+    """Return the methods grouped by budget, smallest caches first."""
     groups: dict[Budget, list[Retrieval]] = {}
     for method in result.methods:
         if method.config is not None:
@@ -77,7 +77,7 @@ def by_budget(result: Needle) -> list[list[Retrieval]]:
 
 
 def _panel_rows(result: Needle, narrow: bool) -> list[list[Retrieval | None]]:
-    """Return rows of panels, None for an empty one: the full cache and a row per budget, or all in sequence."""
+    """Return rows of panels, None for blanks: full cache and budgets by row or, if that is too wide, in sequence."""
     groups = by_budget(result)
     widest = max(map(len, groups))
     if not narrow and widest < _MOST:
@@ -106,7 +106,7 @@ def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> No
 
 
 def _title_lines(result: Needle, method: Retrieval) -> list[str]:
-    """Return a method's distinct name as lines: policy, selection, and its other choices."""
+    """Return a method's distinct name in lines: policy, selection, remaining choices."""
     if method.config is None:
         return ["full cache"]
     configs = result.identity.configs
@@ -116,12 +116,12 @@ def _title_lines(result: Needle, method: Retrieval) -> list[str]:
 
 
 def _hundredths(share: float) -> str:
-    """Return '0.25', empty for NaN."""
+    """Return a share with two decimals, '0.25'; empty for NaN."""
     return "" if np.isnan(share) else f"{share:.2f}"
 
 
 def _thousands(length: int) -> str:
-    """Return '4k' for 4000 tokens, '500' for 500."""
+    """Return a number of tokens as text: '4k' for 4000, '500' for 500."""
     return f"{length / 1000:g}k" if length >= 1000 else str(length)
 
 
@@ -153,7 +153,7 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
         shares = dict.fromkeys(
             f"b={one.config.budget}: {text.decimal(one.cache_share)}" for one in result.methods if one.config
         )
-        note = "whole number: exact 95 % intervals over the prompts of a depth · held / full of"
+        note = "whole number: exact 95 % intervals over the prompts of a depth · cache share of"
         style.draw_foot(figure, result.identity, f"{note} {', '.join(shares)}")
     return figure
 
@@ -207,12 +207,12 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
         handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
         figure.legend(handles=handles, loc="outside upper left", ncols=2)
-        style.draw_foot(figure, result.identity, _foot_note(result.correlation.samples))
+        style.draw_foot(figure, result.identity, _foot_text(result.correlation.samples))
     return figure
 
 
-def _foot_note(answered: int) -> str:
-    """Return the foot's text on n and bars: each point has an n of its own."""
+def _foot_text(answered: int) -> str:
+    """Return the foot's text on n and bars, with the number of answered prompts."""
     return (
         f"n: deciding ones of the {plural(answered, 'prompt')} that the full cache answers · bars: 95 % intervals "
         f"over them, ranges where they are fewer than {MIN_SAMPLES}"
@@ -240,7 +240,7 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     deciding = {outcome: budget.by_outcome(outcome)[0].deciding for outcome in OUTCOMES}
     shares = " to ".join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))
     title = (
-        f"b={budget.name}, {len(budget.configs)} methods; held / full {shares}"
+        f"b={budget.name}, {len(budget.configs)} methods; cache share {shares}"
         f"\nn = {deciding['score']} (number), {deciding['digits']} (digits)"
     )
     reasons = [
@@ -257,7 +257,7 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
 
 
 def _undecided_reason(budget: RankedBudget, outcome: str) -> str:
-    """Return why no prompt ranks the methods in an outcome: within every prompt they are equal."""
+    """Return the reason why no prompt ranks the methods by an outcome."""
     answers = getattr(budget, outcome)
     if not len(answers):
         return "the full cache finds none"

@@ -123,7 +123,7 @@ def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
 
 
 def _tick_distance(count: int) -> int:
-    """Return the distance between tick labels that leaves at most eight of `count`."""
+    """Return the distance between tick labels for at most eight labels on `count` positions."""
     return max(1, -(-count // 8))
 
 
@@ -146,7 +146,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
 
 
 def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
-    """Draw the ratio of the last layer's drift in row `index`, below the heads'; nothing where there is none."""
+    """Draw the ratio of the last layer's drift in row `index`, below the heads' ratios; nothing without drift."""
     if np.isnan(row.drift_ratio) or row.drift_ratio <= 0:
         return
     axes.errorbar([row.drift_ratio], [index + _DRIFT], xerr=style.error_bars(row.drift_ratio, row.drift_ratio_interval),
@@ -154,12 +154,12 @@ def draw_drift(axes: Axes, index: int, row: Outcome) -> None:
 
 
 def drift_entry() -> Line2D:
-    """Return the legend entry of what `draw_drift` draws."""
+    """Return the legend entry for `draw_drift`: the last layer's drift."""
     return Line2D([], [], linestyle="", marker="D", markersize=3, color=_DRIFT_COLOUR, label="last layer's drift")
 
 
 def ratio_entries() -> list[Line2D]:
-    """Return the legend entries of what `draw_ratio` draws: sums over heads by kind, and the median head."""
+    """Return the legend entries for `draw_ratio`: sums over heads by kind, and the median head."""
     sums = marker_entries((marker, f"{kind}, sum of heads") for kind, (marker, _) in _MARKS.items())
     return [*sums, Line2D([], [], linestyle="", marker="|", markersize=5, color="0.3", label="the median head")]
 

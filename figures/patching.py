@@ -29,7 +29,7 @@ _ZERO: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "zorder": 1}
 
 
 def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw Shapley values, greedy curves, as far as measured, and named mixtures of kept sets."""
+    """Draw Shapley values and greedy curves, if measured, and named mixtures of kept sets."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         kinds = [kind for kind in ("shapley", "greedy") if getattr(result, kind) is not None]
@@ -46,7 +46,7 @@ def draw(result: Patching, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _outcome_panels(figure: Figure, grid: Any, kinds: list[str], narrow: bool) -> list[Axes]:
-    """Return a panel per kind ("shapley", "greedy"), one above the other or side by side."""
+    """Return the panels of the given kinds ("shapley", "greedy"), stacked if narrow, else side by side."""
     if narrow or len(kinds) < 2:
         return [figure.add_subplot(grid[index, 0]) for index in range(len(kinds))]
     inner = grid[0, 0].subgridspec(1, 2, width_ratios=[3, 2])
@@ -73,7 +73,7 @@ def _draw_shapley(axes: Axes, result: Patching) -> None:
 
 
 def _draw_greedy(axes: Axes, result: Patching) -> None:
-    """Draw the greedy curves over the number of switched players: as chosen, and judged on other samples."""
+    """Draw the greedy curves over the number of switched players, on choosing and on judging samples."""
     curves = result.greedy
     if curves is None:
         return
@@ -88,7 +88,7 @@ def _draw_greedy(axes: Axes, result: Patching) -> None:
 
 
 def _draw_curve(axes: Axes, values: Floats, band: Band, colour: Any, line: str, name: str) -> None:
-    """Draw one greedy curve, with its band where it has one."""
+    """Draw a greedy curve with its band, if any."""
     counts = np.arange(len(values))
     axes.plot(counts, values, line, color=colour, marker="o", markersize=2.4, gid=name)
     if band is not None:
@@ -113,7 +113,7 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
 
 
 def _legend(result: Patching) -> list[Line2D]:
-    """Return the legend entries of what is drawn."""
+    """Return the legend entries for the drawn values, curves and mixtures."""
     value, colours = style.category_colours(1)[0], style.category_colours(4)
     handles = []
     if result.shapley is not None:

@@ -75,7 +75,7 @@ def draw_quality(result: Quality, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def drawn_columns(result: Quality) -> list[ScoreColumn]:
-    """Return the columns to draw, the average last where there are several."""
+    """Return the columns to draw; the average is last if there are several."""
     first = result.datasets if len(result.datasets) <= _MOST else result.kinds
     return [*first, result.average] if len(first) > 1 else list(first)
 
@@ -109,14 +109,14 @@ def _draw_column(axes: Axes, column: ScoreColumn, curves: Curves, title_letters:
 
 
 def _shift_curve(axes: Axes, curve: ErrorbarContainer, points: float) -> None:
-    """Shift a drawn curve by points of print; its data stay unchanged."""
+    """Shift a drawn curve sideways by `points` of print, without changing its data."""
     shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
     for artist in curve.get_children():
         artist.set_transform(axes.transData + shift)
 
 
 def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
-    """Set a logarithmic x axis, wide where caches are equally large; scores from 0, to 100 where all are 0."""
+    """Set a log x axis, at least a factor of 4 wide if caches are alike; y from 0, up to 100 if all scores are 0."""
     axes.margins(x=_MARGIN)
     style.log_axes(axes, x=True)
     _set_ticks(axes, sorted({round(100 * share, 1) for share in shares}))
@@ -127,14 +127,14 @@ def _set_limits(axes: Axes, shares: Sequence[float]) -> None:
 
 
 def _set_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Put x ticks at the caches' sizes where they are few and distinct enough."""
+    """Put x ticks at the cache sizes `sizes`, if few and distinct enough."""
     if len(sizes) <= _MARKS and all(after > _ALIKE * before for before, after in pairwise(sizes)):
         axes.set_xticks(sizes, [f"{size:.{0 if size > _WHOLE else 1}f}" for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _cache_share(column: ScoreColumn, index: int, budget: float) -> float:
-    """Return a configuration's cache share in this data set; its budget where the trace lacks the share."""
+    """Return a configuration's cache share in a column; its budget if the share is unknown."""
     share = column.methods[index].cache_share
     return budget if np.isnan(share) else share
 
@@ -148,21 +148,21 @@ def _draw_full_score(axes: Axes, column: ScoreColumn) -> None:
 
 
 def _score_bars(scores: Sequence[MethodScore]) -> Any:
-    """Return the distances (2, budget) from each score to its interval's ends; None where there are none."""
+    """Return error bars (2, budget): the distances from scores to their intervals' ends; None without intervals."""
     bars = [bar for bar in (style.error_bars(one.score, one.score_interval) for one in scores) if bar is not None]
     return 100 * np.hstack(bars) if len(bars) == len(scores) else None
 
 
 def _method_looks(count: int) -> list[tuple[Any, str]]:
-    """Return colour and marker per method."""
+    """Return `count` pairs of colour and marker, one per method."""
     markers = cycle("os^Dvp<>hX")
     return [(colour, next(markers)) for colour in style.category_colours(count)]
 
 
 def _x_label(result: Quality) -> str:
-    """Return the x label: cache shares, or budgets where the trace lacks a cache share."""
+    """Return the x label: cache shares, or budgets if any cache share is unknown."""
     known = not any(np.isnan(method.cache_share) for column in result.datasets for method in column.methods)
-    return "held / full cache (%)" if known else "budget × 100"
+    return "cache share (%)" if known else "budget × 100"
 
 
 def _quality_legend(curves: Curves) -> list[Line2D]:
@@ -207,7 +207,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
                 configs, _divergence_names(result, configs), _divergence_looks(configs), strict=True
             )
         ]
-        _finish(axes, result)
+        _finish_divergence(axes, result)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         style.draw_foot(figure, result.identity, _foot_text(result, len(configs)))
     return figure
@@ -256,8 +256,8 @@ def _draw_divergence_config(
     return Line2D([], [], label=name, **look)
 
 
-def _finish(axes: Sequence[Axes], result: Divergence) -> None:
-    """Set titles, labels and ranges of the panels of divergence."""
+def _finish_divergence(axes: Sequence[Axes], result: Divergence) -> None:
+    """Set titles, labels and ranges of the divergence panels."""
     axes[0].set(ylim=(-0.03, 1.03), ylabel="share of samples", xlabel="tokens of the answer")
     axes[0].set_title("Own answers: no token differs yet", loc="left")
     if len(axes) > 1:
@@ -270,7 +270,7 @@ def _finish(axes: Sequence[Axes], result: Divergence) -> None:
 
 
 def _foot_text(result: Divergence, configs: int) -> str:
-    """Return the foot's text: n, the kind of bands, and the tokens that a point of KL averages."""
+    """Return the foot's text on n, the kind of bands, and the number of tokens per point of KL."""
     samples = len(result.samples)
     means = f", each one's means over {result.span} tokens" if result.span > 1 else ""
     points = f" · KL: medians over samples{means}" if result.noise_floor.size else ""

@@ -47,7 +47,7 @@ def draw(result: Regret, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _method_looks(part: SearchedPart) -> list[dict[str, Any]]:
-    """Return the plot options per method; those that know the query are dashed, in two widths, as they overlap."""
+    """Return the plot options per method; methods that know the query are dashed, in two widths."""
     colours = style.category_colours(len(part.configs))
     knowing = cycle((2.4, 1.0))
     return [

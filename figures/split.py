@@ -55,7 +55,7 @@ def draw(result: Split, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _clouds_by_panel(result: Split) -> list[tuple[str, _Clouds]]:
-    """Return panel's name -> clouds of heads: a baseline with its treatments, or each configuration by itself."""
+    """Return (panel's name, clouds of heads): per baseline with its treatments, else per configuration."""
     every = {one.config: (one, parts) for one, parts in zip(result.spreads, result.log_factors, strict=True)}
     contests: dict[Any, list[Contest]] = {}
     for one in result.contests:
@@ -95,12 +95,12 @@ def _draw_scatter(axes: Axes, name: str, cloud: _Clouds) -> None:
 
 
 def _cloud_colours(count: int) -> list[Any]:
-    """Return `count` colours of clouds, without the two of isolated and propagated in the panels below."""
+    """Return `count` colours for clouds, none of which the panels below use."""
     return style.category_colours(count + 2)[2:]
 
 
 def _geometric_mean(logs: Floats) -> Floats:
-    """Return the geometric mean over samples (layer × head,) from logarithms; NaN where no sample has a number."""
+    """Return each head's geometric mean over samples, (layer × head,), from logarithms; NaN for no sample."""
     flat = logs.reshape(len(logs), -1)
     known = ~np.isnan(flat)
     means = np.nansum(flat, axis=0) / np.maximum(known.sum(axis=0), 1)
@@ -108,7 +108,7 @@ def _geometric_mean(logs: Floats) -> Floats:
 
 
 def _trim_axis(axes: Axes, masses: Sequence[Floats]) -> None:
-    """Begin the x axis near the cloud, and note how many heads are left of it."""
+    """Begin the x axis near the heads' masses, and note how many heads are further left."""
     every = np.concatenate(masses)
     every = every[np.isfinite(every)]
     if axes.get_xscale() != "log" or not len(every):
@@ -141,7 +141,7 @@ def _cloud_entries(cloud: Sequence[Spread]) -> list[Line2D]:
 
 
 def _marks_text(cloud: Sequence[Spread]) -> str:
-    """Return the foot's text on dots and hollow marks."""
+    """Return the foot's text on the meaning of dots and hollow marks."""
     return f"dots: heads of {' and '.join(_cloud_names(cloud)[:_WIDE])}; hollow marks: the geometric mean of all heads"
 
 

@@ -49,7 +49,7 @@ def draw(result: Stability, width_mm: float = style.WIDE_MM) -> Figure:
 
 
 def _trace_names(result: Stability) -> list[str]:
-    """Return a name per trace, with its model where the traces are of several."""
+    """Return a name per trace, which includes the model if the traces are of several models."""
     several = len({one.model for one in result.traces}) > 1
     return [_trace_name(one, several) for one in result.traces]
 
@@ -79,7 +79,7 @@ def _draw_matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
 
 
 def correlations(result: Stability, kind: str) -> Floats:
-    """Return ρ (trace, trace), the split-half reliability on the diagonal; NaN between models."""
+    """Return (trace, trace) ρ, with split-half reliability on the diagonal; NaN between different models."""
     values = np.diag([one.perturbation[kind].split_half.value for one in result.traces])
     values[~np.eye(len(values), dtype=bool)] = np.nan
     for pair in result.pairs:

@@ -99,7 +99,7 @@ def symbols_to_tex(text: str) -> str:
 
 
 def typeset(texts: Iterable[Text]) -> None:
-    """Let matplotlib parse as TeX those texts whose only dollar signs are around the package's symbols."""
+    """Let matplotlib parse texts as TeX if their only dollar signs enclose the package's symbols."""
     for text in texts:
         rest = text.get_text()
         for tex in _SYMBOLS.values():
@@ -162,7 +162,7 @@ def category_colours(count: int) -> list[Any]:
 
 
 def interval_legend(samples: int, medians: bool = False) -> str:
-    """Return the foot's text on bars, bands and brackets; `medians`: some of them are intervals of medians."""
+    """Return the foot's text on bars, bands and brackets; `medians`: whether it covers intervals of medians."""
     if samples < 2:
         return "1 sample: no intervals"
     median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
@@ -171,7 +171,7 @@ def interval_legend(samples: int, medians: bool = False) -> str:
 
 
 def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | None:
-    """Return an interval as matplotlib's error bars, the distances from `value` to its ends; None without one."""
+    """Return an interval as matplotlib's yerr/xerr: distances from `value` to both ends; None for None."""
     return None if interval is None else [[max(0.0, value - interval.low)], [max(0.0, interval.high - value)]]
 
 
@@ -181,7 +181,7 @@ def positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def log_axes(axes: Axes, x: bool = False, y: bool = False) -> None:
-    """Make x, y or both axes logarithmic with plain numbers; an axis without positive values stays linear."""
+    """Make the x and y axes logarithmic as requested, with plain numbers; linear without positive values."""
     if x and np.isfinite(axes.dataLim.minposx):
         axes.set_xscale("log")
         set_plain_ticks(axes.xaxis)
@@ -203,14 +203,14 @@ def draw_layer_bar(
 
 
 def set_title(figure: Figure, text: str) -> None:
-    """Set the title of the whole figure at its upper left, on as many lines as it needs."""
+    """Set the figure's title at its upper left, broken into as many lines as needed."""
     figure.suptitle(
         _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
     )
 
 
 def long_title_mm(text: str, width_mm: float) -> float:
-    """Return the height that a title needs beyond two lines, in mm."""
+    """Return a title's height beyond two lines, in mm."""
     return max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
@@ -284,12 +284,12 @@ def height_mm(figure: Figure) -> float:
 
 
 def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height, in mm, by which the foot exceeds its usual five lines, for which figures have space."""
+    """Return the foot's height beyond its usual five lines, in mm."""
     return max(0.0, foot_mm(identity, note, width_mm) - _USUAL_LINES * _LINE_MM)
 
 
 def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of the foot that `draw_foot` writes, in mm."""
+    """Return the height of `draw_foot`'s foot, in mm."""
     return _lines_mm(_foot_lines(identity, note, width_mm))
 
 
@@ -305,7 +305,7 @@ def _lines_mm(lines: Sequence[str]) -> float:
 
 
 def _wrap(line: str, width_inches: float) -> list[str]:
-    """Return a line broken at its separators, a dot or a bar, and parts that are still too long between words."""
+    """Return a line broken into lines of a width, at dots or bars, else between words."""
     width = int(width_inches * 72 / (_FOOT_POINTS * 0.56))
     if len(line) <= width:
         return [line]

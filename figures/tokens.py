@@ -38,7 +38,7 @@ def draw(result: Tokens, width_mm: float = style.WIDE_MM) -> Figure:
         axes.set_title(_title(result), loc="left")
         figure.legend(handles=_legend(result), loc="outside upper left", ncols=2 if narrow else 4)
         shares = cache_shares_text(result.cache_shares)
-        style.draw_foot(figure, result.identity, f"held / full {shares} · ▼ ▲: evicted, the largest A ν")
+        style.draw_foot(figure, result.identity, f"cache share {shares} · ▼ ▲: evicted, the largest A ν")
     return figure
 
 
@@ -67,7 +67,7 @@ def _draw_losses(axes: Axes, result: Tokens, per_row: int) -> None:
 
 
 def _title(result: Tokens) -> str:
-    """Return sample, head, budget and both sides' names."""
+    """Return the figure's title: sample, head, budget and both sides."""
     first, second = side_names(result.baseline, result.treatment)
     head, budget = result.shown, result.baseline.budget
     return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"

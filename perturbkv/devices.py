@@ -13,15 +13,15 @@ _CACHE_BYTES = 8 * 2**20
 
 
 def working_bytes(device: torch.device, most: int) -> int:
-    """Return the bytes of working memory to use at once on a device: `most`, less on a CPU."""
+    """Return the bytes of working memory to use at once on a device: `most`, limited to `_CACHE_BYTES` on a CPU."""
     return min(most, _CACHE_BYTES) if device.type == "cpu" else most
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for the copy to finish."""
+    """Return numbers as a tensor on a device; the copy is asynchronous."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors of several devices, stacked along `dim` on one, without waiting for the copies to finish."""
+    """Return tensors from several devices, stacked along `dim` on one device; the copies are asynchronous."""
     return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)

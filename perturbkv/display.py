@@ -55,7 +55,7 @@ Part = Table | HighlightedText | str
 
 
 def as_text(parts: Sequence[Part], width: int = 80) -> str:
-    """Return the parts of a result as a terminal of `width` columns shows them, without colours."""
+    """Return the parts of a result as uncoloured text, laid out for a terminal of `width` columns."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
@@ -71,7 +71,7 @@ def as_html(parts: Sequence[Part]) -> str:
 
 
 def print_part(console: Console, part: Part) -> None:
-    """Print a table, highlighted text, or a line whose text is not interpreted as markup, to a console."""
+    """Print a part of a result to a console: a table, highlighted text, or a line without markup."""
     if isinstance(part, HighlightedText):
         console.print(part.to_rich(console.color_system is not None and not console.no_color), soft_wrap=False)
         console.print()
@@ -96,7 +96,7 @@ def _escape_html(text: str) -> str:
 
 
 def shorten_middle(text: str, width: int = 30) -> str:
-    """Return the text on one line, cut in its middle to about `width` characters at either end, in whole words."""
+    """Return the text on one line, reduced to about `width` characters at either end, in whole words."""
     line = " ".join(text.split())
     if len(line) <= 2 * width:
         return line

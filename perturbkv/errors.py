@@ -159,7 +159,7 @@ class BoundError(PerturbkvError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, those similar to `name` first, then the rest in their original order."""
+    """Return the known names: those similar to `name` first, then all others in their original order."""
     names = list(known)
     close = difflib.get_close_matches(name[:_COMPARED], names, n=max(1, len(names)), cutoff=0.4)
     return close + [other for other in names if other not in close]

@@ -81,12 +81,12 @@ class HighlightedText:
 
 
 def show_control_characters(text: str) -> str:
-    """Replace every control or invisible character by a visible sign; a newline keeps its effect."""
+    """Return the text with visible signs for control and invisible characters; newlines also break the line."""
     return "".join(map(_visible_sign, text))
 
 
 def _visible_sign(character: str) -> str:
-    """Return a visible sign for a control or invisible character, other characters unchanged."""
+    """Return a visible sign for a control or invisible character; any other character is returned unchanged."""
     code = ord(character)
     if character in "\n\t":
         return f"{_NEWLINE}\n" if character == "\n" else _TAB
@@ -96,7 +96,7 @@ def _visible_sign(character: str) -> str:
 
 
 def _bracket(text: str, style: TextStyle) -> str:
-    """Return the text in its style's brackets, outer whitespace outside; spaces alone become visible signs."""
+    """Return the text in its style's brackets, outer whitespace outside; in blank text, spaces become visible signs."""
     inner = text.strip(" \n")
     if not inner:
         return f"{style.opens}{text.replace(' ', _SPACE)}{style.closes}"
@@ -120,7 +120,7 @@ _LINE_BREAKS = re.compile(r"[\n\t]")
 
 
 def escape_control_characters(text: str) -> str:
-    r"""Replace control and invisible characters by escapes such as `\x1b`; newlines and tabs stay.
+    r"""Return the text with control and invisible characters escaped as `\x1b`; newlines and tabs stay.
 
     Joiners (U+200C, U+200D) stay too: scripts and emoji need them.
     """
@@ -128,7 +128,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def escape_line(text: str) -> str:
-    r"""Escape as `escape_control_characters` does, and newlines and tabs too, so that the text is one line."""
+    r"""Return the text as one line: escaped as by `escape_control_characters`, and newlines and tabs escaped too."""
     return _LINE_BREAKS.sub(_escape_match, escape_control_characters(text))
 
 
@@ -138,5 +138,5 @@ def escape_json(document: str) -> str:
 
 
 def _escape_match(match: re.Match[str]) -> str:
-    r"""Return the escape of a matched character, such as `\x1b`."""
+    r"""Return the escape sequence of a matched character, such as `\x1b`."""
     return match[0].encode("unicode_escape").decode()

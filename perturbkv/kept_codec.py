@@ -22,12 +22,12 @@ _WIDEST = 5
 
 
 def mask_bytes(tokens: int) -> int:
-    """Return the bytes of a mask over `tokens` entries; a code of this length is a mask, a shorter code holds gaps."""
+    """Return the byte length of a bit mask over `tokens` entries; a shorter code holds gaps instead of a mask."""
     return -(-tokens // 8)
 
 
 def encode_masks(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
-    """Return the concatenated codes of kept sets, and the number of bytes of each code.
+    """Return the concatenated codes of kept sets, and the byte length of every code.
 
     Args:
         masks: (set, byte) bit masks; bits after the last entry are 0.
@@ -46,12 +46,12 @@ def decode_positions(code: Bytes, tokens: int) -> NDArray[np.int32]:
 
 
 def decode_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> NDArray[np.bool_]:
-    """Return the masks (set, key) of several kept sets of one prompt, whose codes begin at `offsets`."""
+    """Return the boolean masks (set, key) of kept sets of one prompt, from codes at `offsets`."""
     return np.unpackbits(_bit_masks(codes, offsets, lengths, tokens), axis=1, count=tokens).view(bool)
 
 
 def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> Counts:
-    """Return 64 bits of BLAKE2b of each code, 0 where a code is missing; equal sets of a prompt have equal digests."""
+    """Return a 64-bit BLAKE2b digest of every code, 0 for a missing code; equal kept sets have equal digests."""
     slices, of_set = np.unique(np.stack([offsets.reshape(-1), lengths.reshape(-1)]), axis=1, return_inverse=True)
     raw = [
         blake2b(codes[begin : begin + length].tobytes(), digest_size=8).digest() for begin, length in slices.T.tolist()
@@ -69,19 +69,19 @@ def are_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, to
 
 
 def byte_indices(offsets: Counts, lengths: Counts) -> Counts:
-    """Return the indices of all bytes of the codes that begin at `offsets`, code after code."""
+    """Return the indices, in the concatenated codes, of all bytes of the codes at `offsets`, in order."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(offsets - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _step_slices(sets: int, size: int) -> Iterator[slice]:
-    """Return slices over the sets, at least one, whose masks take at most `_STEP_BYTES` each."""
+    """Return slices that divide the sets into steps whose masks take at most `_STEP_BYTES`."""
     step = max(1, _STEP_BYTES // max(1, size))
     return (slice(begin, begin + step) for begin in range(0, max(1, sets), step))
 
 
 def _encode_step(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
-    """Return the concatenated codes of one step's masks, and the number of bytes of each code."""
+    """Return the concatenated codes of one step's bit masks, and the byte length of every code."""
     sets, size = masks.shape
     rows, lengths = masks.copy(), np.full(sets, size, dtype=np.int64)
     few = np.flatnonzero(counts < size)  # a gap takes a byte at least
@@ -95,7 +95,7 @@ def _encode_step(masks: Bytes, counts: Counts) -> tuple[Bytes, Counts]:
 
 
 def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
-    """Return, per entry of the sets `chosen`, the index of its set and the gap to the entry before it."""
+    """Return (set index, gap to the previous position) arrays of all kept entries of the sets `chosen`."""
     size = masks.shape[1]
     content = masks[chosen].reshape(-1)
     filled = np.flatnonzero(content)
@@ -109,7 +109,7 @@ def _position_gaps(masks: Bytes, chosen: Counts) -> tuple[Counts, Counts]:
 
 
 def _leb128_bytes(gaps: Counts) -> Counts:
-    """Return the number of bytes of each number as LEB128."""
+    """Return the number of bytes of every gap's LEB128 encoding."""
     widths = np.ones(len(gaps), dtype=np.int64)
     for byte in range(1, _WIDEST):
         widths += gaps >= 1 << 7 * byte
@@ -117,7 +117,7 @@ def _leb128_bytes(gaps: Counts) -> Counts:
 
 
 def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> None:
-    """Write gaps as LEB128 to the beginning of the row of their set; `of_set`: the set of each gap, ascending."""
+    """Write gaps in LEB128 to the start of the rows of their sets; `of_set`: the set of every gap, ascending."""
     ends = np.cumsum(widths)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     begins = ends - widths
@@ -128,7 +128,7 @@ def _write_gaps(rows: Bytes, of_set: Counts, gaps: Counts, widths: Counts) -> No
 
 
 def _decode_leb128(code: Bytes) -> Counts:
-    """Return the LEB128 numbers of a code; a truncated last one is left out."""
+    """Return the LEB128 numbers of a code; a truncated last number is dropped."""
     last = np.flatnonzero(code < 128)
     begins = np.concatenate([[0], last[:-1] + 1])[: len(last)]
     numbers = np.zeros(len(last), dtype=np.int64)
@@ -139,7 +139,7 @@ def _decode_leb128(code: Bytes) -> Counts:
 
 
 def _bit_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> Bytes:
-    """Return the bit masks (set, byte) of codes; positions beyond the prompt are left out."""
+    """Return the bit masks (set, byte) decoded from codes; positions beyond the prompt are dropped."""
     size = mask_bytes(tokens)
     bits, is_mask = np.zeros((len(lengths), size), dtype=np.uint8), lengths == size
     bits[is_mask] = codes[offsets[is_mask, np.newaxis] + np.arange(size)]
@@ -155,14 +155,14 @@ def _bit_masks(codes: Bytes, offsets: Counts, lengths: Counts, tokens: int) -> B
 
 
 def _positions_from_gaps(gaps: Counts, of_set: Counts) -> Counts:
-    """Return positions as cumulative sums of gaps within each set; `of_set`: the set of each gap, ascending."""
+    """Return positions as cumulative sums of gaps within every set; `of_set` has every gap's set, ascending."""
     sums = np.cumsum(gaps)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     return sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))
 
 
 def _are_step_codes_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether one step's codes are valid, and are what encoding their sets gives."""
+    """Return whether one step's codes are valid and equal to the encoding of their decoded sets."""
     if (lengths > mask_bytes(tokens)).any():
         return False
     bits = _bit_masks(codes, offsets, lengths, tokens)

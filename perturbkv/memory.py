@@ -35,7 +35,7 @@ ADVICE = (
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a process may still allocate on a GPU, or on this machine for another device.
+    """Return the bytes that a process can still allocate on a GPU, or in this machine's memory for any other device.
 
     On the machine swap counts, and the limits of process and container apply. A GPU that shares the machine's memory
     gets what the machine has, including the page cache.
@@ -55,7 +55,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _process_limits() -> Iterator[int]:
-    """Yield this process's memory limits in bytes, where the system has any."""
+    """Yield this process's memory limits in bytes, if the system sets any."""
     with suppress(ImportError):
         import resource
 
@@ -64,7 +64,7 @@ def _process_limits() -> Iterator[int]:
 
 
 def _container_limits() -> Iterator[int]:
-    """Yield the container's memory limits in bytes, where it has any."""
+    """Yield the container's memory limits in bytes, if it has any."""
     for path in _LIMITS:
         with suppress(OSError):
             if (text := path.read_text().strip()).isdigit():
@@ -72,7 +72,7 @@ def _container_limits() -> Iterator[int]:
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Raise NoMemoryError unless `needed` bytes are free; `what` says who needs them, `instead` what to do."""
+    """Raise NoMemoryError unless `needed` bytes are free; `what` names their user, `instead` gives advice."""
     available = free_bytes(device)
     if needed > available:
         msg = f"{what} {format_size(needed)}, and {format_size(available)} are free on {device.type}; {instead}"
@@ -81,7 +81,7 @@ def check(needed: int, device: torch.device, what: str, instead: str) -> None:
 
 @contextmanager
 def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
-    """Turn a failed allocation within the `with` block into a NoMemoryError; `advice` says what to do.
+    """Turn a failed allocation in the block into a NoMemoryError that ends with `advice`.
 
     Works as a decorator too. Other errors pass unchanged.
     """
@@ -98,7 +98,7 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
 
 
 def _requested_size(match: re.Match[str]) -> str:
-    """Return the size that an allocation message names, with its unit; torch's bytes in a readable unit."""
+    """Return the size in an allocation error's message, with its unit."""
     return format_size(int(float(match[1]))) if match[2].lower() == "bytes" else f"{match[1]} {match[2]}"
 
 

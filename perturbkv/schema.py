@@ -22,7 +22,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Variable:
-    """A stored variable: its axes without `sample`, its unit, long name and dtype, and whether a trace may lack it."""
+    """A stored variable: axes without `sample`, unit, long name, dtype, and whether it is optional in a trace."""
 
     dims: tuple[str, ...]
     units: str
@@ -32,7 +32,7 @@ class Variable:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The variable's axes in a trace: `sample` first, unless all samples are concatenated along one axis."""
+        """The variable's axes in a trace: `sample` first, unless samples are concatenated along one axis."""
         return self.dims if self.in_rows else ("sample", *self.dims)
 
     @property
@@ -239,7 +239,7 @@ SUMS = ("cache_bytes", "cache_padding_bytes")
 
 
 def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return axis name -> length, from variable name -> shape. Raises TraceError where two variables disagree."""
+    """Return axis name -> length, from variable name -> shape. Raises TraceError for contradictory lengths."""
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         dims = VARIABLES[name].dims

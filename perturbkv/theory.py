@@ -31,7 +31,7 @@ def decode_weights(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-    """Return A, the attention weights of one decoding query, and the weight of each head's sink (0 without one).
+    """Return a decoding query's attention weights A, and the attention weight of every head's sink (0 without a sink).
 
     A sink is an entry without a value that is never evicted. Keys that are not `present` take no part in the softmax.
     """
@@ -44,7 +44,7 @@ def decode_logits(
     scale: float,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head key"]:
-    """Return the scaled logits whose softmax is the attention A; −∞ for keys that are not `present`."""
+    """Return the scaled logits of a decoding query, whose softmax is A; −∞ for keys that are not `present`."""
     heads, d_head = query.shape
     grouped = query.to(WORK).view(key.shape[0], heads // key.shape[0], d_head)
     logits = grouped @ key.to(WORK).transpose(1, 2) * scale
@@ -59,7 +59,7 @@ def log_total(
     scale: float,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Return log Z, the log-sum-exp of all logits of a head, including its sink's."""
+    """Return log Z per head: the log-sum-exp of its logits, the sink's included."""
     total = decode_logits(query, key, scale).logsumexp(dim=-1)
     return total if sinks is None else torch.logaddexp(total, sinks.to(WORK))
 
@@ -72,7 +72,7 @@ def attention_output(
     sinks: Float[Tensor, " head"] | None = None,
     present: Bool[Tensor, "kv_head key"] | None = None,
 ) -> Float[Tensor, "head d_head"]:
-    """Return Σ A V, the attention-weighted sum of values, over the given entries, with A their own softmax.
+    """Return Σ A V over the given entries, with A the softmax over these entries alone.
 
     For quantised entries the evicted weights A' are not a renormalised part of the full A, so they are computed anew.
     """
@@ -83,7 +83,7 @@ def attention_output(
 def softmax_with_sinks(
     logits: Float[Tensor, "head *query key"], sinks: Float[Tensor, " head"] | None
 ) -> tuple[Float[Tensor, "head *query key"], Float[Tensor, head * query]]:
-    """Return the softmax weights of the entries and of the sinks; a sink is one more logit in every row of its head."""
+    """Return the softmax weights of entries and sinks; a sink is one more logit in every row of its head."""
     if sinks is None:
         return logits.softmax(dim=-1), torch.zeros_like(logits[..., 0])
     sink_logits = sinks.to(logits.dtype).view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
@@ -94,34 +94,34 @@ def softmax_with_sinks(
 def weighted_sums(
     weights: Float[Tensor, "config head key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
-    """Return Σ_i weights_i x_i over each head's entries, where x_i are the columns of `summands`."""
+    """Return the sums of `summands` over every head's entries, weighted by `weights`, per column."""
     return _grouped_sums(_by_kv_head(weights, len(summands)).contiguous(), summands.to(weights.dtype))
 
 
 def _by_kv_head(
     weights: Shaped[Tensor, "config head key"], kv_heads: int
 ) -> Shaped[Tensor, "kv_head config group key"]:
-    """Return a view of the weights in which query heads are grouped by their key/value head."""
+    """Return a view of the weights with query heads grouped by key/value head."""
     return weights.view(len(weights), kv_heads, -1, weights.shape[-1]).transpose(0, 1)
 
 
 def _grouped_sums(
     weights: Float[Tensor, "kv_head config group key"], summands: Float[Tensor, "kv_head key column"]
 ) -> Float[Tensor, "config head column"]:
-    """Return Σ weights · summands per head, from weights grouped by key/value head."""
+    """Return the weighted sums of `summands` per query head, from weights grouped by key/value head."""
     sums = weights.flatten(1, 2) @ summands  # equal rows give equal bits; transposed, which is faster, they do not
     return sums.view(*weights.shape[:3], -1).transpose(0, 1).flatten(1, 2)
 
 
 def head_slices(w_o: Float[Tensor, "d_model head_d_head"], heads: int) -> Float[Tensor, "head d_head d_model"]:
-    """Return W_O^h, the slice of the output projection of every head, in `WORK` precision; `w_o` as `o_proj.weight`."""
+    """Return W_O^h, every head's slice of the output projection, in `WORK` precision; `w_o` is `o_proj.weight`."""
     return w_o.to(WORK).view(len(w_o), heads, -1).permute(1, 2, 0)
 
 
 def project_outputs(
     head_output: Float[Tensor, "*batch head d_head"], slices: Float[Tensor, "head d_head d_model"]
 ) -> Float[Tensor, "*batch head d_model"]:
-    """Return x_h W_O^h, the contribution of each head's vector x_h to the attention output (METHOD: o_h)."""
+    """Return x_h W_O^h: the projection of every head's vector x_h (METHOD: o_h)."""
     return torch.einsum("...hk,hkd->...hd", head_output.to(WORK), slices)
 
 
@@ -142,7 +142,7 @@ class KeptSums:
 
 @dataclass(frozen=True)
 class Summands:
-    """The columns that are summed over a layer's entries, beside each other, so that one product gives all sums.
+    """The columns summed over a layer's entries, concatenated so that one product gives all sums.
 
     Attributes:
         columns: V, then ν of each query head of the group, then 1.
@@ -157,25 +157,25 @@ class Summands:
         return Summands(self.columns[:, :entries], self.d_head)
 
     def without_values(self) -> Summands:
-        """Return the summands without the columns of V, as a view."""
+        """Return the summands without the V columns, as a view."""
         return Summands(self.columns[..., self.d_head :], 0)
 
     def smallest_norms(self) -> Float[Tensor, " head"]:
-        """Return M, the smallest value norm ν of any entry, per head."""
+        """Return M per head: the smallest value norm ν over the entries."""
         return self.columns[..., self.d_head : -1].amin(dim=1).flatten()
 
     def sums(self, weights: Float[Tensor, "config head key"]) -> KeptSums:
-        """Return Σ weights · summands per head, each head with its own value norms ν."""
+        """Return the weighted sums of the summands over the entries, using every head's own value norms ν."""
         return self._split_columns(weighted_sums(weights, self.columns))
 
     def kept_sums(self, attention: Float[Tensor, "head key"], kept: Bool[Tensor, "config head key"]) -> KeptSums:
-        """Return Σ A · summands over the kept entries of each head and configuration."""
+        """Return the sums, weighted by A, of the summands over the kept entries of every head and configuration."""
         mask, full = (_by_kv_head(tensor, len(self.columns)) for tensor in (kept, attention.unsqueeze(0)))
         weights = torch.mul(full, mask, out=attention.new_empty(mask.shape))
         return self._split_columns(_grouped_sums(weights, self.columns))
 
     def _split_columns(self, sums: Float[Tensor, "config head column"]) -> KeptSums:
-        """Return sums over the columns as `KeptSums`, each head with its own value norm from its group's."""
+        """Return column sums as `KeptSums`; of a group's value-norm columns, a head's own is taken."""
         configs, heads, _ = sums.shape
         own = self.d_head + torch.arange(heads, device=sums.device) % (heads // len(self.columns))
         weighted = sums.gather(-1, own.view(1, -1, 1).expand(configs, -1, 1)).squeeze(-1)
@@ -183,7 +183,7 @@ class Summands:
 
 
 def stack_summands(value: Float[Tensor, "kv_head key d_head"], norms: Float[Tensor, "head key"]) -> Summands:
-    """Return the `Summands` of a layer's values V and value norms ν, in `WORK` precision."""
+    """Return a layer's `Summands`, from its values V and value norms ν, in `WORK` precision."""
     per_head = norms.view(value.shape[0], -1, norms.shape[1]).transpose(1, 2).to(WORK)
     columns = torch.cat([value.to(WORK), per_head, torch.ones_like(per_head[..., :1])], dim=-1)
     return Summands(columns, value.shape[-1])
@@ -195,7 +195,7 @@ def kept_sums(
     kept: Bool[Tensor, "config head key"],
     sink: Float[Tensor, " head"] | None = None,
 ) -> KeptSums:
-    """Return all sums over kept entries that perturbation and bounds need, in one product.
+    """Return the sums over kept entries for perturbation and bounds, the sink's mass included.
 
     `sink` is the weight of each head's sink, which is never evicted and adds only to the mass.
     """
@@ -218,7 +218,7 @@ class Distances:
 
 
 def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*batch d_model"]) -> Distances:
-    """Return the L1, L2 and cosine distances of u = `full` from v = u + δ, where δ is `moved`.
+    """Return the L1, L2 and cosine distances between u = `full` and v = u + δ, where δ is `moved`.
 
     1 − cos is not computed by subtracting cos from 1, which leaves nothing below 1e-16: δ is split into its component
     along u and the orthogonal rest p, so that with t the component of v along u, 1 − cos = p² / (‖v‖ (‖v‖ + t)), exact
@@ -242,7 +242,7 @@ def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*bat
 
 
 def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype) -> Distances:
-    """Return the noise floors of u = `full`: the distances `measured` with everything kept, or one rounding error.
+    """Return the noise floors of u = `full`: the larger of `measured`, distances without eviction, and rounding error.
 
     `inputs` is the dtype in which both sides were computed, ε its machine epsilon. Rounding moves a vector by ε times
     its norm, in L1 as in L2; as 1 − cos that is ε²/2, the distance between vectors at an angle of ε, which `distances`
@@ -257,7 +257,7 @@ def noise_floors(measured: Distances, full: Float[Tensor, "*batch d_model"], inp
 
 
 def floor_at_rounding(measured: Float[Tensor, "*batch"], rounding: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Return a noise floor: the larger of `measured` and `rounding`, and never 0 (METHOD, protocol 4)."""
+    """Return a noise floor: the larger of `measured` and `rounding`, and always above 0 (METHOD, protocol 4)."""
     return torch.maximum(measured, rounding).clamp(min=torch.finfo(WORK).tiny)
 
 
@@ -268,7 +268,7 @@ def isolated_perturbation(
     slices: Float[Tensor, "head d_head d_model"],
     output: Float[Tensor, "head d_model"],
 ) -> Distances:
-    """Return the distances (config, head) of a head's output o_h from its output over the kept entries alone.
+    """Return the distances (config, head) between a head's output o_h and its output from the kept entries alone.
 
     The L1 distance is L_h (paper, eq. 5 and Theorem 1). `whole` is Σ A V over all entries and `output` its projection
     by `project_outputs`; `mixed` is Σ N A V and `mass` Σ N A over the kept entries.
@@ -295,7 +295,7 @@ def propagated_perturbation(
     evicted: Float[Tensor, "row head d_head"],
     slices: Float[Tensor, "head d_head d_model"],
 ) -> tuple[Float[Tensor, "head d_model"], Distances]:
-    """Return o_h of the full run and its distances (row, head) from the evicted runs' outputs (METHOD: propagated).
+    """Return the full run's o_h, and its distances (row, head) from the evicted runs' outputs (METHOD: propagated).
 
     Output and differences go through one product: subtracting two products would leave their rounding.
     """
@@ -305,7 +305,7 @@ def propagated_perturbation(
 
 
 def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head count"]:
-    """Return the largest attention mass that any 0, 1, 2, … entries of a head can have, over `count`."""
+    """Return, per head and count k = 0, 1, 2, …, the sum of the k largest attention weights."""
     cumulative = attention.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     return torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative], dim=-1)
 
@@ -313,14 +313,14 @@ def largest_sums(attention: Float[Tensor, "head key"]) -> Float[Tensor, "head co
 def sigma_topk(
     largest: Float[Tensor, "head count"], counts: Int[Tensor, "config head"]
 ) -> Float[Tensor, "config head"]:
-    """Return σ, the attention of the ⌊αb⌋ entries with the most of it (paper, Assumption 1)."""
+    """Return σ, the sum of the ⌊αb⌋ largest attention weights of a head (paper, Assumption 1)."""
     clipped = counts.clamp(max=largest.shape[-1] - 1)
     return largest.expand(len(counts), -1, -1).gather(-1, clipped.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds of the isolated perturbation L and the attention masses that they depend on, each (config, head)."""
+    """Upper bounds of the isolated perturbation L, and their attention masses, (config, head) each."""
 
     retained_mass: Float[Tensor, "config head"]
     sigma_stage1: Float[Tensor, "config head"]
@@ -358,7 +358,7 @@ def drift(full: Float[Tensor, "*layer d_model"], evicted: Float[Tensor, "row *la
 def logit_divergence(
     full: Float[Tensor, " vocab"], evicted: Float[Tensor, "row vocab"]
 ) -> tuple[Float[Tensor, " row"], Bool[Tensor, " row"]]:
-    """Return KL(full ‖ evicted) of the next token in nats, and whether both runs pick the same token, per row."""
+    """Return, per row, the next token's KL(full ‖ evicted) in nats, and whether both runs predict the same token."""
     log_full = full.to(WORK).log_softmax(dim=-1)
     log_evicted = evicted.to(WORK).log_softmax(dim=-1)
     divergence = (log_full.exp() * (log_full - log_evicted)).sum(dim=-1)

@@ -112,7 +112,7 @@ class Trace:
 
     @property
     def measured(self) -> NDArray[np.bool_]:
-        """(sample, step) True where a step was measured: in a complete sample, before the end of its text.
+        """(sample, step) True for measured steps: those of complete samples, before the end of the text.
 
         In a trace without `steps_measured`, all steps of complete samples were measured.
         """
@@ -121,7 +121,7 @@ class Trace:
         return np.asarray((np.arange(steps) < np.asarray(counts)[:, np.newaxis]) & self.ok[:, np.newaxis])
 
     def layer_name(self, index: int) -> int:
-        """Return the number of the decoder layer at an index along `layer`, which skips layers not measured."""
+        """Return the decoder layer's number for an index along `layer`, an axis of measured layers alone."""
         text = self.attrs.get(MEASURED_LAYERS)
         return layer_types.parse_measured(text)[0][index] if text else index
 
@@ -142,7 +142,7 @@ class Trace:
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
     def kept(self, sample: int, config: int, layer: int, head: int) -> NDArray[np.int32]:
-        """Return a head's kept positions (kept_entry,), ascending. Raises TraceError where the trace lacks them."""
+        """Return the ascending positions (kept_entry,) that a head keeps. Raises TraceError if the trace lacks them."""
         codes, offset, length = self._codes_at((sample, config, layer, head))
         start = int(offset)
         return kept_codec.decode_positions(
@@ -150,7 +150,7 @@ class Trace:
         )
 
     def kept_masks(self, sample: int, config: int) -> NDArray[np.bool_]:
-        """Return masks (layer, head, key), True where an entry was kept. Raises TraceError without kept positions."""
+        """Return masks (layer, head, key), True for kept entries. Raises TraceError without kept positions."""
         codes, offsets, lengths = self._codes_at((sample, config))
         tokens = int(self.arrays["prompt_tokens"][sample])
         return kept_codec.decode_masks(codes, offsets.reshape(-1), lengths.reshape(-1), tokens).reshape(
@@ -158,7 +158,7 @@ class Trace:
         )
 
     def same_kept(self, first: int, second: int) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) over complete samples: True where two configurations keep the same entries.
+        """Return (sample, layer, head) over complete samples: True if both configurations keep the same entries.
 
         Equal sets of one prompt have equal codes; each distinct pair of codes is compared once. In a trace without
         positions the digests are compared. Raises TraceError where the trace has neither.
@@ -178,7 +178,7 @@ class Trace:
         return same
 
     def kept_digests(self) -> NDArray[np.int64]:
-        """Return digests (sample, config, layer, head) of complete samples' kept sets: equal for equal sets.
+        """Return digests (sample, config, layer, head) of the kept sets of complete samples.
 
         Digests are read where they are stored and computed where the positions are. Raises TraceError where the trace
         has neither.
@@ -194,7 +194,7 @@ class Trace:
         return np.asarray(np.where(counts > 0, digests, 0), dtype=np.int64)
 
     def missing_positions_message(self) -> str:
-        """Return the command that records kept positions where a complete sample lacks them, else ''."""
+        """Return the command that records kept positions if a complete sample lacks them, else ''."""
         try:
             self._codes_at((self.ok,))
         except TraceError as error:
@@ -202,7 +202,7 @@ class Trace:
         return ""
 
     def config_index(self, label: str) -> int:
-        """Return the index of a configuration along `config`. Raises TraceError with the known labels."""
+        """Return a configuration's index along `config`, given its label. Raises TraceError with the known labels."""
         labels = self.run.labels()
         if label not in labels:
             msg = f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'"
@@ -210,7 +210,7 @@ class Trace:
         return labels.index(label)
 
     def sample(self, name: str) -> SampleTrace | FailedSample:
-        """Return one sample as it was measured, kept positions included. Raises TraceError for an unknown id."""
+        """Return one sample as measured, kept positions included. Raises TraceError for an unknown id."""
         if name not in self.sample_ids:
             msg = f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'"
             raise TraceError(msg)
@@ -286,7 +286,7 @@ class Trace:
         return _storage_module("trace.export").to_table(self)
 
     def _codes_at(self, index: tuple[Any, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the codes of all kept sets, and offsets and lengths of the codes at an index. Raises TraceError."""
+        """Return the codes of all kept sets, and the code offsets and lengths at an index. Raises TraceError."""
         stored = [self.arrays[name][index] for name in (*KEPT[:2], "kept_count") if name in self.arrays]
         if len(stored) < 3 or ((stored[1] == 0) & (stored[2] != 0)).any():
             raise TraceError(self._no_positions_message())
@@ -305,7 +305,7 @@ class Trace:
         )
 
     def _title(self) -> str:
-        """Return one line: model, data set, complete samples, and whether the weights are random."""
+        """Return a one-line title: model, data set, complete samples, and a note if the weights are random."""
         run, complete = self.run, int(self.ok.sum())
         weights = " · random weights" if run.random_weights else ""
         return escape_line(
@@ -326,12 +326,12 @@ class Trace:
 
 
 def _storage_module(name: str) -> ModuleType:
-    """Return a module of `perturbkv.storage`, imported by name, as storage imports this module."""
+    """Return a module of `perturbkv.storage`, imported late to avoid a circular import."""
     return importlib.import_module(f"perturbkv.storage.{name}")
 
 
 def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
-    """Return one complete sample's values of the named variables; `read(name, index)` gives the values at an index.
+    """Return variable name -> values of one complete sample; `read(name, index)` gives the values at an index.
 
     From concatenated variables only the sample's own entries are taken, and their offsets are counted from the first.
     """
@@ -352,14 +352,14 @@ def sample_arrays(read: Callable[[str, Any], Any], names: Iterable[str], index: 
 
 
 def _sample_rows(read: Callable[[str, Any], Any], offset: str, count: str, index: int) -> slice:
-    """Return the slice of one sample along a concatenated axis; entries of count 0 may have any offset."""
+    """Return the slice of one sample along a concatenated axis, given the variables of offset and count."""
     offsets, counts = (np.asarray(read(name, index)) for name in (offset, count))
     used = counts > 0
     return slice(int(offsets[used].min()), int((offsets + counts)[used].max())) if used.any() else slice(0, 0)
 
 
 def _matches(config: EvictionConfig, choices: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has the chosen values, one of several where a choice is a list."""
+    """Return whether a configuration has the chosen values; for a list, whether it has a value in the list."""
     values, texts = config.flat(), {name: str(getattr(config, name)) for name in CHOICES}
     return all(
         name in values
@@ -374,12 +374,12 @@ def _as_values(choice: Any) -> Iterable[Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value as `EvictionConfig.flat` gives it: a budget's number, a choice's text."""
+    """Return a value in the form of `EvictionConfig.flat`: a budget as a number, a choice as text."""
     return value.value if isinstance(value, Budget) else str(value) if isinstance(value, Choice) else value
 
 
 def _select_configs(sample: SampleTrace | FailedSample, indices: Sequence[int]) -> SampleTrace | FailedSample:
-    """Return the sample with the configurations at these indices."""
+    """Return the sample with the configurations at these indices alone."""
     if isinstance(sample, FailedSample):
         return sample
     whole = len(indices) == sample.sizes()["config"]
@@ -394,7 +394,7 @@ def _select_configs(sample: SampleTrace | FailedSample, indices: Sequence[int]) 
 
 
 class Arrays(Protocol):
-    """Arrays by name that can be written to: a dictionary of NumPy arrays, or an HDF5 file."""
+    """Writable arrays by name: a dictionary of NumPy arrays, or an HDF5 file."""
 
     def __contains__(self, name: str, /) -> bool:
         """Return whether there is an array of this name."""
@@ -428,7 +428,7 @@ def trace_sizes(
 
 
 def fill_value(dtype: str) -> float | str:
-    """Return the value of elements that were not measured: NaN for floats, 0 for integers, '' for text."""
+    """Return the fill value for elements that were not measured: NaN for floats, 0 for integers, '' for text."""
     if dtype == "str":
         return ""
     return np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0
@@ -442,7 +442,7 @@ def _empty_array(name: str, sizes: Mapping[str, int]) -> NDArray[Any]:
 
 
 def write_sample(arrays: Arrays, index: int, sample: SampleTrace, filled: dict[str, int]) -> None:
-    """Write one sample at an index along `sample`, and after the `filled` entries of each concatenated axis."""
+    """Write a sample's arrays at `index`; concatenated axes continue after `filled` entries, which is updated."""
     if "steps_measured" in arrays:
         arrays["steps_measured"][index] = sample.sizes()["step"]  # unless the sample has the variable itself
     sizes = sample.sizes()

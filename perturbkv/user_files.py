@@ -30,7 +30,7 @@ _DESCRIPTORS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file that a user names: its description, size limit and the error for other files.
+    """A kind of user file: its description, its size limit and the error for invalid files.
 
     Attributes:
         description: such as "a sweep file (YAML)".
@@ -91,7 +91,7 @@ class FileKind:
             raise self.refusal(path, f"text that is no JSON ({error})") from None
 
     def refusal(self, path: Path, got: str) -> PerturbkvError:
-        """Return the error, not raised, for a file that is not of this kind; `got` says what it is instead."""
+        """Return, not raise, the error for a file that is not of this kind; `got` describes the file."""
         return self.error(f"expected {self.description} at {path}, got {got}{self.hint and f'; {self.hint}'}")
 
 
@@ -128,7 +128,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _parse_float(digits: str) -> float:
-    """Return a JSON number as a float. Raises ValueError for one beyond a float's range."""
+    """Return a JSON number as a float. Raises ValueError if it exceeds a float's range."""
     value = float(digits)
     if math.isinf(value):
         msg = f"{digits if len(digits) <= 20 else f'{digits[:20]}…'} is beyond every number"
@@ -137,7 +137,7 @@ def _parse_float(digits: str) -> float:
 
 
 def _parse_int(digits: str) -> int:
-    """Return a JSON number as an int. Raises ValueError for one with more digits than Python converts."""
+    """Return a JSON number as an int. Raises ValueError if it has more digits than Python converts."""
     try:
         return int(digits)
     except ValueError:
@@ -146,5 +146,5 @@ def _parse_int(digits: str) -> int:
 
 
 def _error_reason(error: OSError) -> str:
-    """Return the system's reason of an error, in quotes."""
+    """Return the system's error message of an OSError, in quotes."""
     return f"'{error.strerror or os.strerror(error.errno or 0)}'"

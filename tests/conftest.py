@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
+import jaxtyping
 import typer.main
-from jaxtyping import install_import_hook
+from beartype import beartype
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import TypeCheckError, install_import_hook
+from jaxtyping._decorator import _destring_annotation
+from jaxtyping._storage import pop_shape_memo, push_shape_memo
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
@@ -27,4 +34,38 @@ CHECKED = (  # not kernels: Triton compiles a function's source in its module's 
     "pipeline.answers.recompression",
     "pipeline.answers.answer_heads",
 )
+
+
+def _checked(*, typechecker: Any, jaxtyped: Any = jaxtyping.jaxtyped) -> Callable[[Any], Any]:
+    """The decorator of the import hook: every call is checked as by jaxtyping's own, which does it twice and slowly."""
+
+    def decorated(of: Any) -> Any:
+        if isinstance(of, type):
+            return jaxtyped(of, typechecker=typechecker)
+        of.__annotations__ = {
+            name: _destring_annotation(hint, of.__globals__) for name, hint in of.__annotations__.items()
+        }
+        checking = beartype(of)
+
+        @wraps(of)
+        def call(*arguments: Any, **more: Any) -> Any:
+            push_shape_memo({})
+            try:
+                return checking(*arguments, **more)
+            except BeartypeCallHintViolation as error:
+                jaxtyped(of, typechecker=typechecker)(*arguments, **more)  # which tells the axes
+                raise TypeCheckError(str(error)) from error
+            finally:
+                pop_shape_memo()
+
+        return call
+
+    return decorated
+
+
+jaxtyping.jaxtyped = _checked
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")
+
+from perturbkv.cli import run_time  # noqa: E402
+
+run_time._PROBE_S = 0.0  # a run's time is estimated from a single product of matrices

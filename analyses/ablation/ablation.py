@@ -55,7 +55,7 @@ class Ablation(SettingsResult):
     )
 
     def conclusion(self) -> str:
-        """Return by how much two stages perturb less than the baseline, and the gain of each ingredient."""
+        """Return by how much two-stage selection perturbs less than the baseline, and each ingredient's gain."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
         parts = [self._gain_clause(name, phrase) for name, phrase in _INGREDIENT_PHRASES.items()]
         clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
@@ -74,7 +74,7 @@ class Ablation(SettingsResult):
         return [f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated).", *left]
 
     def details(self) -> Sequence[Part]:
-        """Return controls, missing ingredients, configurations left out, and the definitions of ties and floors."""
+        """Return notes on controls, missing ingredients and left-out configurations; definitions of ties, floors."""
         names = [name or setting.setting for name, setting in zip(self.setting_names(), self.settings, strict=True)]
         named = zip(names, self.settings, strict=True)
         return [
@@ -155,7 +155,7 @@ def _setting_notes(name: str, setting: Setting) -> list[str]:
 
 
 def _left_out_note(configs: Iterable[EvictionConfig]) -> str:
-    """Return the note on the configurations that are left out: '… h2o:attention, 2 × snapkv:random'."""
+    """Return the note that lists configurations left out: '… h2o:attention, 2 × snapkv:random'."""
     counts = Counter(f"{config.policy}:{config.selection}" for config in configs)
     names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
     return f"Left out, as nothing in their settings but controls can be compared with {BASELINE}: {names}"

@@ -69,7 +69,7 @@ class Row(ComparisonRow):
 
     @property
     def title(self) -> str:
-        """The name, with its α where it has one."""
+        """The ingredient's name, followed by α if it has stages."""
         return f"{self.name} α={self.alpha_text}" if self.alpha_text else self.name
 
 
@@ -106,7 +106,7 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
 
     Raises TraceError where no setting holds the baseline and another row, and as `head_comparison.summarise`.
     """
-    results = [_setting(trace, _rows_by_ingredient(group), step) for group in _setting_groups(trace.run)]
+    results = [_setting(trace, _configs_by_ingredient(group), step) for group in _setting_groups(trace.run)]
     if not results:
         names = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
         msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {names}"
@@ -115,27 +115,27 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
 
 
 def left_out(run: RunConfig) -> tuple[EvictionConfig, ...]:
-    """Return the configurations of a run that belong to no setting."""
+    """Return the configurations of a run that are in no setting of the ablation."""
     inside = {config for group in _setting_groups(run) for config in group}
     return tuple(config for config in run.configs if config not in inside)
 
 
 def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
-    """Return the groups of configurations that make a setting: each has the baseline and another row."""
+    """Return the configurations by setting; only settings that hold the baseline and another ingredient."""
     controls = controls_of_others(run)
-    groups = [(group, _rows_by_ingredient(group)) for group in group_settings(run, *_FREE)]
+    groups = [(group, _configs_by_ingredient(group)) for group in group_settings(run, *_FREE)]
     compared = [group for group, rows in groups if (BASELINE, None) in rows and len(rows) > 1]
     return [group for group in compared if not controls.issuperset(group)]
 
 
 def _ingredient(config: EvictionConfig) -> str:
-    """Return the ingredient that a configuration stands for, a key of `INGREDIENTS` if it is one."""
+    """Return a configuration's ingredient: its selection's name, or `MEAN_OF_PRODUCTS` for two-stage that uses it."""
     grouped = config.granularity.options.get("product") == MEAN_OF_PRODUCTS
     return MEAN_OF_PRODUCTS if config.selection.name == "two-stage" and grouped else config.selection.name
 
 
-def _rows_by_ingredient(configs: Iterable[EvictionConfig]) -> _Members:
-    """Return (ingredient, α) -> configuration; of an ingredient without stages the configuration of the smallest α."""
+def _configs_by_ingredient(configs: Iterable[EvictionConfig]) -> _Members:
+    """Return (ingredient, α) -> configuration; α is None for ingredients without stages, whose smallest α is taken."""
     members: _Members = {}
     for config in sorted(configs, key=budget_order):
         ingredient = _ingredient(config)
@@ -144,12 +144,12 @@ def _rows_by_ingredient(configs: Iterable[EvictionConfig]) -> _Members:
 
 
 def _alpha(config: EvictionConfig) -> Alpha:
-    """Return the α of a configuration; of a table its text."""
+    """Return the α of a configuration: a number, or the label text of an α table."""
     return config.alpha_text if isinstance(config.alpha, AlphaTable) else config.alpha
 
 
 def _setting(trace: Trace, members: _Members, step: int) -> Setting:
-    """Return the setting of some rows, each compared with the baseline and with the row without its ingredient."""
+    """Return the setting of `members` ((ingredient, α) -> configuration), with its comparisons and gains."""
 
     def compare(name: str, alpha: Alpha, without: EvictionConfig, added: EvictionConfig) -> Row:
         return Row(**field_values(head_comparison.summarise(trace, without, added, step)), name=name, alpha=alpha)
@@ -161,15 +161,15 @@ def _setting(trace: Trace, members: _Members, step: int) -> Setting:
     return Setting(
         baseline=members[BASELINE, None],
         rows=tuple(compare(*key, members[BASELINE, None], members[key]) for key in rows),
-        brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _gains(members)),
+        brings=tuple(compare(name, alpha, *pair) for name, alpha, pair in _gain_pairs(members)),
         absent=tuple(name for name in expected if name not in {name for name, _ in members}),
         controls=tuple(config for (name, _), config in members.items() if name in CONTROLS),
         identity=identity(trace, list(members.values()), step),
     )
 
 
-def _gains(members: _Members) -> list[tuple[str, Alpha, Pair]]:
-    """Return the comparisons that show a gain: its name, α, and the configurations without and with the ingredient."""
+def _gain_pairs(members: _Members) -> list[tuple[str, Alpha, Pair]]:
+    """Return (ingredient, α, (configuration without, configuration with it)) for every gain that can be measured."""
     alphas = dict.fromkeys(alpha for _, alpha in members if alpha is not None)
     gains: list[tuple[str, Alpha, Pair]] = []
     for name, sides in BRINGS.items():

@@ -56,15 +56,21 @@ class Row(Outcome):
         name = policy if plain_selection else f"{policy}:{self.treatment.selection}"
         return f"{name} {self.difference}".strip()
 
-    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
+    @derived(
+        json=False, heading="#random,\nsame ends", interval=lambda row: _propagated_ratio(row.controls.get("random"))[1]
+    )
     def random_ratio(self) -> float:
         """Propagated sum over that of random entries under the method's own window and protection."""
-        return _ratio(self.controls.get("random"))[0]
+        return _propagated_ratio(self.controls.get("random"))[0]
 
-    @derived(json=False, heading="#snapkv,\nsame ends", interval=lambda row: _ratio(row.controls.get("attention"))[1])
+    @derived(
+        json=False,
+        heading="#snapkv,\nsame ends",
+        interval=lambda row: _propagated_ratio(row.controls.get("attention"))[1],
+    )
     def protected_ratio(self) -> float:
         """Propagated sum over that of SnapKV's entries under the method's own window and protection."""
-        return _ratio(self.controls.get("attention"))[0]
+        return _propagated_ratio(self.controls.get("attention"))[0]
 
 
 @record
@@ -82,25 +88,27 @@ class MethodSetting(OutcomeSetting):
         """The choices that all rows share, in a label's notation."""
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
-    @derived(json=False, heading="#random,\nsame ends", interval=lambda row: _ratio(row.controls.get("random"))[1])
+    @derived(
+        json=False, heading="#random,\nsame ends", interval=lambda row: _propagated_ratio(row.controls.get("random"))[1]
+    )
     def random_ratio(self) -> float:
         """The baseline's propagated sum over that of random entries under its own window and protection."""
-        return _ratio(self.controls.get("random"))[0]
+        return _propagated_ratio(self.controls.get("random"))[0]
 
     def lines(self) -> Sequence[Line]:
         """Return the baseline's line, then one per method."""
         return [Line("snapkv (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
 
 
-def _ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
-    """Return a comparison's ratio of propagated sums with its interval; NaN and None without a comparison."""
+def _propagated_ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
+    """Return a comparison's ratio of propagated perturbation with its interval; NaN and None without a comparison."""
     if comparison is None:
         return float("nan"), None
     return comparison.propagated.sum_ratio, comparison.propagated.sum_ratio_interval
 
 
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
-    """Return how many first and recent entries, or shares of b, stay in every head whatever their scores.
+    """Return the numbers of first and recent entries, or shares of b, that every head keeps whatever their scores.
 
     `sinks` are first entries of a policy or of the score that it ranks by, `recent` a share of b. None where unknown:
     for external kept sets, and for a number with a share where b itself is a share.
@@ -157,7 +165,7 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Met
 
 
 def controls_of_others(run: RunConfig) -> set[EvictionConfig]:
-    """Return SnapKV's configurations that are controls of another method: with that method's window and protection."""
+    """Return SnapKV's configurations that are another method's controls, with its window and protection."""
     controls: set[EvictionConfig] = set()
     for group in _setting_groups(run):
         if base := baseline_of(group):
@@ -181,13 +189,13 @@ def _setting_groups(run: RunConfig) -> list[list[EvictionConfig]]:
 
 
 def baseline_of(group: Sequence[EvictionConfig]) -> EvictionConfig | None:
-    """Return SnapKV's configuration with the fewest protected entries in a group; None where there is none."""
+    """Return SnapKV's configuration with the fewest protected entries in a group; None without SnapKV."""
     named = [config for config in group if (config.policy.name, config.selection.name) == BASELINE]
     return min(named, key=lambda config: sum(protection(config) or ()), default=None)
 
 
 def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[EvictionConfig]:
-    """Return the configurations of a group that are neither the baseline nor a control of another one."""
+    """Return a group's configurations other than the baseline and the controls of methods."""
     controls = {key for config in group if config != base for key in _control_keys(base, config)}
     return [
         config
@@ -197,13 +205,13 @@ def _methods(group: list[EvictionConfig], base: EvictionConfig) -> list[Eviction
 
 
 def _control_keys(base: EvictionConfig, config: EvictionConfig) -> set[tuple[Any, ...]]:
-    """Return the keys (`_control_key`) by which the controls of a method are recognised."""
+    """Return the `_control_key` of every control that a method can have."""
     controls = (control(base, config, name) for name in CONTROLS)
     return {_control_key(expected) for expected in controls if expected is not None}
 
 
 def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
-    """Return the choices of a configuration by which it is recognised as a control."""
+    """Return the choices that identify a control: budget, policy, selection, window, granularity and protection."""
     return (config.budget, str(config.policy), config.selection.name, config.window, str(config.granularity),
             config.protect_first, config.protect_recent)  # fmt: skip
 
@@ -211,7 +219,7 @@ def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
 def _setting(
     trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
 ) -> MethodSetting:
-    """Return the setting of a group of configurations: its methods, or those in `only`, against the baseline."""
+    """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
     methods = [
         config for config in _methods(group, baseline) if not only or any(matches(config, name) for name in only)
     ]
@@ -236,7 +244,7 @@ def _setting(
 
 
 def _with_distinct_names(rows: list[Row]) -> list[Row]:
-    """Return the rows with distinct names: `difference` holds the choices in which rows of one name differ."""
+    """Return the rows, with the choices that tell apart rows of equal name in `difference`."""
     distinct = []
     for row in rows:
         same = [other.treatment for other in rows if other.name == row.name]
@@ -248,7 +256,7 @@ def _with_distinct_names(rows: list[Row]) -> list[Row]:
 def _compare_with_controls(
     trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
 ) -> dict[str, HeadComparison]:
-    """Return control -> comparison of a method with it, for the method's controls in the group."""
+    """Return control's name -> comparison of a method with that control, for the controls in the group."""
     by_key = {_control_key(member): member for member in group if member != config}
     controls = {
         name: by_key.get(_control_key(expected))
@@ -294,7 +302,7 @@ class MethodRanking(SettingsResult):
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the definition of 'same ends', the controls' window and protection."""
+        """Return the note that defines 'same ends': the window and protection of the controls."""
         return ["Same ends: under the method's own window and protection."]
 
     def details(self) -> Sequence[Part]:

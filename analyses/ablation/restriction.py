@@ -36,7 +36,7 @@ class Row(Outcome):
 
     @property
     def wider(self) -> bool:
-        """True for a set per query head, which is no restriction: it keeps more of a grouped cache."""
+        """True for a kept set per query head: no restriction, as its cache can be larger than the baseline's."""
         return self.treatment.granularity.name == "query"
 
 
@@ -86,7 +86,7 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
 
 
 def _is_baseline(config: EvictionConfig, group: list[EvictionConfig]) -> bool:
-    """Return whether a configuration is the baseline of a group that has another one."""
+    """Return whether a configuration is its group's unrestricted baseline, and the group has other configurations."""
     return config.granularity.name == RESTRICTION_BASELINE and config.block == 1 and len(group) > 1
 
 
@@ -96,7 +96,7 @@ def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
 
 
 def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
-    """Return the setting of a group: every other configuration against the baseline."""
+    """Return the setting of a group: each other configuration compared with the baseline."""
     treatments = sorted((config for config in group if config != baseline), key=_sort_key)
     return RestrictionSetting(
         baseline=baseline,
@@ -119,7 +119,7 @@ class Restriction(SettingsResult):
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
     def conclusion(self) -> str:
-        """Return by how much more restricted kept sets perturb than the baseline; sets per query head do not count."""
+        """Return by how much more restricted kept sets perturb than the baseline, without sets per query head."""
         cases = self.cases()
         if not cases:
             return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
@@ -141,7 +141,7 @@ class Restriction(SettingsResult):
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on sets per query head, whose cache is larger, where there are any."""
+        """Return the note that sets per query head make larger caches; nothing without such sets."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
         return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 

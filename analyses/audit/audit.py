@@ -156,7 +156,7 @@ class Audit(Result):
 
     @property
     def obstacle(self) -> str:
-        """Reason why there is no verdict; empty where there is one."""
+        """Reason why there is no verdict; empty if the audit has a verdict."""
         runs = self.trace.runs
         if self.trace.unreadable or not runs:
             return self.trace.unreadable
@@ -182,11 +182,11 @@ class Audit(Result):
         return [Line(run.name, (run,)) for run in self.runs]
 
     def interval_note(self) -> str:
-        """Return an empty note: no number is a mean over samples."""
+        """Return an empty note, as no number of an audit is a mean over samples."""
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on how many noise floors make a difference, where distances were measured."""
+        """Return the note on how many noise floors a difference must exceed, where distances were measured."""
         known = any(run.worst is not None for run in self.runs)
         return (
             [f"Floors are of the plain model with everything kept; more than {FLOORS} are a difference."]
@@ -242,7 +242,7 @@ class Audit(Result):
         return worst
 
     def _fault_clause(self) -> str:
-        """Return a clause on the first fault and on other situations with a fault; empty where there is none."""
+        """Return a clause on the first fault and the other situations with faults; empty without a fault."""
         if not self.faults:
             return ""
         first = self.faults[0]
@@ -254,7 +254,7 @@ class Audit(Result):
         return f"{where}{first.what} ({first.situation}{row}{far}){also}"
 
     def _exact_clause(self) -> str:
-        """Return the clause that nothing differs, with the largest distance from the reference."""
+        """Return a clause that the eviction is exact, with its largest distance from the reference."""
         decoded = [run.decoded for run in self.trace.runs if run.decoded is not None]
         if not decoded:
             return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
@@ -265,7 +265,7 @@ class Audit(Result):
         )
 
     def _evicted_ends_clauses(self) -> str:
-        """Return clauses on kept sets without the first or the most recent entry, where there are any."""
+        """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none."""
         alone = {run.sample: run.entries for run in reversed(self.runs) if run.entries and run.row == 0}.values()
         sets = sum(entries.sets for entries in alone)
         words = {
@@ -290,7 +290,7 @@ class Audit(Result):
         return [table("step by step, the first prompt, in noise floors", lines, _STEPS, self.FIRST)] if lines else []
 
     def _loss_table(self) -> list[Part]:
-        """Return a table of the losses with a note, or the reason why there are none."""
+        """Return the table of losses with a note, or the reason why no loss was measured."""
         if not self.losses:
             return [f"no loss measured: {self.lossless}"] if self.lossless else []
         lines = [Line(loss.name, (loss,)) for loss in self.losses]

@@ -187,18 +187,18 @@ class CacheUse(Record):
     failed: str = column("what `generate` with all ids raises; empty where it goes on")
 
     def summary(self) -> str:
-        """Return the outcome of each plain use as text, a line each."""
+        """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
         again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
         fed = "right: feeds the new token alone" if self.fed == 1 else again
         return "\n".join([
             "plain use of this cache",
-            f"model(token): {self._next_token()}",
+            f"model(token): {self._next_token_text()}",
             f"generate(all ids): {f'fails: {self.failed}' if self.failed else fed}",
             f"generate(last id): {f'fails: {self.continued}' if self.continued else 'goes on'}",
         ])  # fmt: skip
 
-    def _next_token(self) -> str:
-        """Return whether the next token stands at its position, as text."""
+    def _next_token_text(self) -> str:
+        """Return the position that the next token gets, and whether it is right, as text."""
         if self.position is None:
             return "fails: the cache does not say how many tokens it has seen"
         if self.position == self.expected:
@@ -227,7 +227,7 @@ class AuditLoss(Record):
 
 
 def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> AuditedRun:
-    """Return the record of a run with its first difference."""
+    """Return the table's record of a run, with its first difference from the reference (`fault`)."""
     decoded = run.decoded
     return AuditedRun(
         sample=run.sample,
@@ -270,7 +270,7 @@ def _audited_entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) ->
 
 
 def _worst_head_floors(distance: Floats, floor: Floats) -> Floats:
-    """Return the distance of each layer's worst head in noise floors, (layer,); 0 for no distance."""
+    """Return each layer's largest distance over heads, in noise floors, (layer,); 0 where the distance is 0."""
     worst = distance.max(axis=-1)
     return np.asarray(np.divide(worst, floor, out=np.zeros_like(worst), where=worst > 0))
 
@@ -289,7 +289,7 @@ def _range_text(counts: Sequence[int]) -> str:
 
 
 def _audited_step(run: AuditRun, decoded: DecodeDistances, step: int) -> AuditedStep:
-    """Return the record of one forward pass after the eviction."""
+    """Return the record of decoding step `step` of a run."""
     return AuditedStep(
         step=step,
         tokens=run.forwards[step],

@@ -35,7 +35,7 @@ class Fault(Record):
     )
 
     def location(self) -> str:
-        """Return layer, head and step as text, as far as they are known: 'layer 3, head 1'."""
+        """Return layer, head and step as text, without unknown parts: 'layer 3, head 1'."""
         parts = (("layer", self.layer), ("head", self.head), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
@@ -50,7 +50,7 @@ def floors_text(floors: float) -> str:
 
 
 def fault_of_run(run: AuditRun) -> Fault | None:
-    """Return the first difference of a run; None where there is none."""
+    """Return the first difference of a run from its reference; None without a difference."""
     entries = None if run.entries is None else _entry_difference(run.entries)
     decoded = None if run.decoded is None else _decoding_difference(run.decoded)
     first = min(filter(None, (entries, decoded)), key=lambda difference: (difference[2], difference[0]), default=None)
@@ -72,7 +72,7 @@ def _entry_difference(entries: CacheEntries) -> Difference | None:
 def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     """Yield all differences between a cache's entries and the full cache's, kind by kind."""
     for layer in entries.repeated:
-        times = _repetitions(entries)
+        times = _repetitions_text(entries)
         yield layer, 0, 0, f"every entry is cached {times}, once per query head (repeat_kv before caching)"
     yield from _counted_differences(entries.padded, "{} of padding attended to")
     yield from _counted_differences(entries.strangers, "{} like none of the prompt's")
@@ -84,14 +84,14 @@ def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
 
 
 def _counted_differences(counts: NDArray[np.int64], template: str) -> Iterator[Difference]:
-    """Yield a difference per kept set with a positive count, (layer, kept set), described by a `template`."""
+    """Yield a difference per positive count in `counts` (layer, kept set); its text is `template` with the count."""
     for layer, head in np.argwhere(counts > 0):
         count = int(counts[layer, head])
         yield int(layer), int(head), 0, template.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
 
 
-def _repetitions(entries: CacheEntries) -> str:
-    """Return how often an entry is cached, as text: the number of equal sets in a row in the first repeated layer."""
+def _repetitions_text(entries: CacheEntries) -> str:
+    """Return how often the first repeated layer holds its first kept set, as text: '4 times'."""
     sets = entries.kept[entries.repeated[0]]
     group = 1
     while group < len(sets) and np.array_equal(sets[group], sets[0]):
@@ -104,7 +104,7 @@ def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
     heads = np.argwhere(head_floors(decoded) > FLOORS)
     if len(heads):
         step, layer, head = map(int, heads[0])
-        return layer, head, step, _cause(decoded, step)
+        return layer, head, step, _cause_text(decoded, step)
     hidden = np.argwhere(decoded.hidden / decoded.hidden_floor > FLOORS)
     if len(hidden):
         step, layer = map(int, hidden[0])
@@ -113,11 +113,11 @@ def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
     return (-1, -1, int(logits[0, 0]), "the logits differ from the reference's") if len(logits) else None
 
 
-def _cause(decoded: DecodeDistances, step: int) -> str:
-    """Return the cause of a difference in decoding as text, as far as positions or masks show it."""
+def _cause_text(decoded: DecodeDistances, step: int) -> str:
+    """Return the cause of a decoding difference as text: positions, masks, or unknown."""
     lag = float(decoded.behind[step])
     if lag:
-        return _position_error(lag)
+        return _position_error_text(lag)
     if decoded.sees_later:
         return "the mask of a block lets its tokens see those behind them"
     if decoded.hides:
@@ -125,8 +125,8 @@ def _cause(decoded: DecodeDistances, step: int) -> str:
     return "decoding differs from the masked reference, its entries do not"
 
 
-def _position_error(lag: float) -> str:
-    """Return the error in new tokens' positions as text; they lie `lag` too early, NaN: are rotated otherwise."""
+def _position_error_text(lag: float) -> str:
+    """Return an error in new tokens' positions as text; `lag`: positions too early, NaN for wrong rotation."""
     if isnan(lag):
         return "keys of new tokens are not rotated to their positions"
     count = abs(lag)
@@ -155,7 +155,7 @@ def worst_floors(decoded: DecodeDistances) -> float:
 
 
 def _floors_at(decoded: DecodeDistances | None, layer: int, step: int) -> float:
-    """Return the distance of a layer, of the logits for −1, at a step in noise floors; NaN where not measured."""
+    """Return the distance of a layer (−1: of the logits) at a step, in noise floors; NaN where not measured."""
     if decoded is None or step >= len(decoded.logits):
         return nan
     return float(logit_floors(decoded)[step] if layer < 0 else layer_floors(decoded)[step, layer])

@@ -72,7 +72,7 @@ class Reading(Record):
 
     @property
     def failing(self) -> NDArray[np.bool_]:
-        """True where the mean σ is at most 0.5, (layer, head)."""
+        """(layer, head) True where the mean σ over samples is at most 0.5."""
         return self.mean <= EVIDENCE
 
     @derived(key="heads_at_most_half")
@@ -214,13 +214,15 @@ class Assumption(Result):
         """Return in how many heads Assumption 1 holds, at the best and the worst budget, and where it fails most."""
         shares = [
             (name, reading.share, text.percent(reading.share, reading.share_interval))
-            for name, reading in zip(self._names(), self._stage1(), strict=True)
+            for name, reading in zip(self._names(), self._stage1_readings(), strict=True)
         ]
         clause = (
             f"the first stage of {self.selection} keeps more than half of the attention in {extremes(shares)} of heads "
-            f"({sample_note(self.identity.samples)}); {self._failing_heads()}"
+            f"({sample_note(self.identity.samples)}); {self._failing_heads_clause()}"
         )
-        verdict = _verdict([interval_verdict(reading.share_interval, 0.5) for reading in self._stage1()])
+        verdict = _verdict_clause(
+            [interval_verdict(reading.share_interval, 0.5) for reading in self._stage1_readings()]
+        )
         return sentence(f"{verdict}: {clause}" if verdict else clause)
 
     def title(self) -> str:
@@ -266,20 +268,20 @@ class Assumption(Result):
         ]
 
     def _names(self) -> list[str]:
-        """Return the short name of each configuration."""
+        """Return the short name of each configuration, or the selection's name for a single configuration."""
         return [name or self.selection for name in short_names([config.config for config in self.configs])]
 
-    def _stage1(self) -> list[Reading]:
-        """Return σ of stage 1 of each configuration."""
+    def _stage1_readings(self) -> list[Reading]:
+        """Return each configuration's σ of stage 1."""
         return [config.sigma_stage1 for config in self.configs]
 
-    def _failing_heads(self) -> str:
-        """Return the number of heads that fail (mean σ ≤ 0.5) at the worst budget, and the layer with most of them."""
-        index = max(range(len(self.configs)), key=lambda index: int(self._stage1()[index].failing.sum()))
-        failing = self._stage1()[index].failing
+    def _failing_heads_clause(self) -> str:
+        """Return a clause on the heads that fail (mean σ ≤ 0.5) at the worst budget: their number and layers."""
+        index = max(range(len(self.configs)), key=lambda index: int(self._stage1_readings()[index].failing.sum()))
+        failing = self._stage1_readings()[index].failing
         if not failing.any():
             return "no head fails in the mean over samples"
-        same = all((reading.failing == failing).all() for reading in self._stage1())
+        same = all((reading.failing == failing).all() for reading in self._stage1_readings())
         at = "" if same else f" at {self._names()[index]}"
         total, counts = int(failing.sum()), failing.sum(axis=1)
         heads = f"{plural(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
@@ -317,8 +319,8 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
     return Assumption(selection, configs, step, identity(trace, [shown.config for shown in configs], step))
 
 
-def _verdict(verdicts: list[int | None]) -> str:
-    """Return a clause on whether the assumption holds in most heads; empty where samples are too few to decide."""
+def _verdict_clause(verdicts: list[int | None]) -> str:
+    """Return a clause on whether the assumption holds in most heads; empty for too few samples."""
     if None in verdicts:
         return ""
     if len(set(verdicts)) > 1:

@@ -109,7 +109,7 @@ class BoundTightness(Result):
         return [Line(name, (config, config.cells())) for name, config in self._named()]
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on configurations that are left out, where there are any."""
+        """Return the note on left-out configurations; empty for none."""
         return left_out_note(self.left_out)
 
     def details(self) -> Sequence[Part]:
@@ -159,7 +159,7 @@ class BoundTightness(Result):
         return [(name or self.selection, config) for name, config in zip(names, self.shown, strict=True)]
 
     def _looseness_clause(self) -> str:
-        """Return the share of heads with σ > 0.5, and θ̂ over L there, of the median head and of nine heads in ten."""
+        """Return a clause with the share of heads with σ > 0.5, and the ratio θ̂ / L in these heads."""
         quantiles = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
         if all(isnan(levels[_MEDIAN]) for _, levels in quantiles):
             return f"there is no bound to judge for {self.selection}: {self._no_ratio_reason()}"
@@ -172,7 +172,7 @@ class BoundTightness(Result):
         )
 
     def _no_ratio_reason(self) -> str:
-        """Return the reason why no ratio is known, as a clause."""
+        """Return the reason why θ̂ / L is unknown, as a clause."""
         if not any(config.evicted_samples for config in self.shown):
             return "nothing was evicted"
         if all(config.flagged_share == 1 for config in self.shown):
@@ -260,7 +260,7 @@ def _covered_share(config: Tightness) -> str:
 
 
 def _factor_text(ratios: Floats) -> str:
-    """Return the bound over the perturbation as text, median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
+    """Return a factor by which the bound exceeds L, as median and 5 to 95 % of heads: '3.1 × (1.6 to 8.2)'."""
     median, largest, least = (
         1 / float(ratios[index]) if ratios[index] else float("inf") for index in (_MEDIAN, _LOW, _HIGH)
     )
@@ -268,5 +268,5 @@ def _factor_text(ratios: Floats) -> str:
 
 
 def _is_evidence(rho: RankCorrelation) -> bool:
-    """Return whether a correlation is of θ̂, over the contenders alone, and from enough samples."""
+    """Return whether a correlation counts for the conclusion: of θ̂, among contenders only, from enough samples."""
     return rho.bound == _BOUND and set(rho.selections) <= {*CONTENDERS} and rho.evidence_samples >= MIN_SAMPLES

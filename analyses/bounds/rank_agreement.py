@@ -105,12 +105,12 @@ class RankAgreement(Record):
 
     @property
     def most_specific(self) -> EvictionConfig:
-        """The configuration with most options, which names the setting."""
+        """The configuration with the most options, whose choices name the setting."""
         return max(self.configs, key=lambda config: len(config.flat()))
 
 
 def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
-    """Compare the order of selections by each bound with that by L, for each setting of several selections."""
+    """Return, for each setting of several selections, how well the order by each bound agrees with that by L."""
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
 
 
@@ -124,19 +124,19 @@ class _Group:
     sigma: Floats
 
     def select(self, names: tuple[str, ...]) -> _Group:
-        """Return the group with the arrays of some of its selections."""
+        """Return the group restricted to the named selections."""
         indices = [self.names.index(name) for name in names]
         bounds = {bound: array[indices] for bound, array in self.bounds.items()}
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
     def evidence(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where a bound is valid: θ̂ where every σ > 0.5, θ and 1 − S everywhere."""
+        """Return (sample, layer, head) True where a bound is valid: for θ̂ if all σ > 0.5, for others everywhere."""
         everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
         return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
 
 
 def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
-    """Return the agreement of bounds with L over a group: selection -> index of its configuration."""
+    """Return the agreement of bounds with L among selections; `group`: selection -> index of its configuration."""
     indices = list(group.values())
     samples = bounds.evicted[:, indices].all(axis=1)
     arrays = [
@@ -179,7 +179,7 @@ def _correlation(group: _Group, bound: str) -> RankCorrelation:
 
 
 def _concordance(pair: _Group, bound: str) -> Concordance:
-    """Return how often the lower bound has the lower L, in a group of two selections."""
+    """Return the share of heads in which the selection with the lower bound has the lower L, for two selections."""
     limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
     differing = pair.evidence(bound) & (limit != 0) & (perturbation != 0)
     agreeing = np.where(differing, limit == perturbation, np.nan)

@@ -55,7 +55,7 @@ class Bounds:
     layers: tuple[int, ...]
 
     def select(self, config: int) -> Bounds:
-        """Return the numbers of one configuration, over the samples in which it evicted anything."""
+        """Return one configuration's L and bounds, over the samples in which it evicted entries."""
         samples = self.evicted[:, config]
         arrays = {
             field.name: getattr(self, field.name)[samples, 0 if field.name == "scale" else config]
@@ -67,7 +67,7 @@ class Bounds:
 
 
 def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """Return the trace of the configurations to which the theorems apply, and the configurations left out.
+    """Return the trace of the configurations that the theorems apply to, and the quantised or corrected ones left out.
 
     Those are quantised or corrected. Raises TraceError where no configuration is left.
     """
@@ -85,7 +85,7 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 
 
 def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
-    """Return the note on configurations that are left out, as a list; empty where there are none."""
+    """Return the note on left-out configurations, as a list; empty for none."""
     labels = ", ".join(config.label() for config in left_out)
     why = "bounds speak of eviction alone, not of few bits or corrected outputs"
     return [f"Left out, as {why}: {labels}."] if left_out else []
@@ -114,19 +114,21 @@ def read_bounds(measured: Measurements) -> Bounds:
 
 
 def check_inequalities(bounds: Bounds) -> dict[str, int]:
-    """Return the number of values that each inequality was checked on. Raises BoundError at the first violation."""
+    """Return inequality -> number of values checked. Raises BoundError at the first violation."""
     everywhere = np.broadcast_to(bounds.evicted[:, :, None, None], bounds.theta.shape)
     return {
-        "L ≤ θ": _check("L", bounds.perturbation, "θ", bounds.theta, bounds, everywhere),
-        "θ ≤ θ̂": _check("θ", bounds.theta, "θ̂", bounds.theta_hat, bounds, everywhere),
-        "θ̂ ≤ θ̂_relax": _check(
+        "L ≤ θ": _check_inequality("L", bounds.perturbation, "θ", bounds.theta, bounds, everywhere),
+        "θ ≤ θ̂": _check_inequality("θ", bounds.theta, "θ̂", bounds.theta_hat, bounds, everywhere),
+        "θ̂ ≤ θ̂_relax": _check_inequality(
             "θ̂", bounds.theta_hat, "θ̂_relax", bounds.theta_hat_relax, bounds, everywhere & (bounds.sigma > EVIDENCE)
         ),
     }
 
 
-def _check(below: str, lower: Floats, above: str, upper: Floats, bounds: Bounds, where: NDArray[np.bool_]) -> int:
-    """Return the number of values in which `lower` ≤ `upper` was checked. Raises BoundError at the first violation."""
+def _check_inequality(
+    below: str, lower: Floats, above: str, upper: Floats, bounds: Bounds, where: NDArray[np.bool_]
+) -> int:
+    """Return the number of checked values. Raises BoundError at the first violation of `lower` ≤ `upper`."""
     slack = RELATIVE_SLACK * np.abs(upper) + ABSOLUTE_SLACK * bounds.scale
     violated = where & (lower > upper + slack)
     if violated.any():
@@ -233,22 +235,23 @@ class Tightness(Record):
     )
 
     def cells(self, flagged: bool = False) -> RatioCells:
-        """Return the ratios as table cells, where σ > 0.5, or (`flagged`) where σ ≤ 0.5."""
+        """Return the ratios as table cells, over heads with σ > 0.5, or with `flagged` over those with σ ≤ 0.5."""
         share, ends = self.flagged_share, self.flagged_share_interval
         shown = (share, ends) if flagged else (1 - share, complement(ends))
         return RatioCells(
-            *shown, *(_cell(spread.flagged if flagged else spread.evidence) for spread in self.spreads.values())
+            *shown,
+            *(_quantile_cell(spread.flagged if flagged else spread.evidence) for spread in self.spreads.values()),
         )
 
 
-def _cell(quantiles: Floats) -> str:
-    """Return the text of a cell from quantiles at `LEVELS`: the median, on a second line those at 5 and 95 %."""
+def _quantile_cell(quantiles: Floats) -> str:
+    """Return a table cell from quantiles at `LEVELS`: the median, and on a second line the 5 and 95 % quantiles."""
     low, _, median, _, high = (float(value) for value in quantiles)
     return decimal(median) if isnan(median) else f"{decimal(median)}\n{decimal(low)}–{decimal(high)}"
 
 
 def tightness(config: EvictionConfig, cache_share: float, bounds: Bounds) -> Tightness:
-    """Return the distributions of one configuration's ratios; `bounds` holds that configuration alone."""
+    """Return the tightness of one configuration, from the `bounds` of that configuration alone."""
     flagged = bounds.sigma <= EVIDENCE
     ratios = dict(
         zip(
@@ -278,7 +281,7 @@ def tightness(config: EvictionConfig, cache_share: float, bounds: Bounds) -> Tig
 
 
 def _spread(values: Floats, flagged: NDArray[np.bool_]) -> Spread:
-    """Return the distribution of a ratio, (sample, layer, head), where σ > 0.5 and where it is not (`flagged`)."""
+    """Return the distribution of a (sample, layer, head) ratio, over heads with σ > 0.5 and over `flagged` heads."""
     evidence = np.where(flagged, np.nan, values)
     layers = evidence.shape[1]
     return Spread(

@@ -32,7 +32,7 @@ class Axis:
 
 
 def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
-    """Return the axis of configurations, by index, that differ in budget alone. Raises as `check_budget_units`."""
+    """Return the budget axis of the configurations at `indices`. Raises as `check_budget_units`."""
     run = measured.trace.run
     ordered = sorted(indices, key=lambda index: run.configs[index].budget.value)
     configs = [run.configs[index] for index in ordered]
@@ -42,7 +42,7 @@ def axis(measured: Measurements, indices: Sequence[int]) -> Axis:
 
 
 def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tuple[str, Axis]]:
-    """Return name and axis of every curve of some sides, or of all configurations. Raises as `axis`."""
+    """Return (name, budget axis) of every curve of the given sides; None: of all curves. Raises as `axis`."""
     each: Sequence[str | None] = [None] if sides is None else sides
     curves = dict.fromkeys(tuple(indices) for side in each for indices in sweeps(measured.trace.run, side))
     axes = [axis(measured, indices) for indices in curves]
@@ -50,7 +50,7 @@ def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tupl
 
 
 def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None:
-    """Raise ConfigError where some budgets are entries and others shares: which is larger depends on the prompt."""
+    """Raise ConfigError where budgets mix entries and shares of the prompt, which have no common order."""
     units = {config.budget.unit: config.budget for config in configs}
     if len(units) > 1:
         got = " and ".join(f"{budget} ({unit})" for unit, budget in units.items())
@@ -59,7 +59,7 @@ def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None
 
 
 def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[tuple[Axis, Axis]]:
-    """Return the axes of baseline and treatment for each pair of curves, each over all of its own budgets.
+    """Return the budget axes of baseline and treatment for each pair of curves, with all budgets of either curve.
 
     Pairs are those of `pairs`; where there are none, as the sides keep other sets (per head, or per group of heads),
     the only curves of both sides. Raises as `pairs` and `axis`.
@@ -79,11 +79,11 @@ def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[t
 
 
 def above_full_caveat(shares: Iterable[float]) -> list[str]:
-    """Return the caveat on cache shares above 1, as a list; empty where there are none."""
+    """Return the caveat on cache shares above 1, as a list; empty without such shares."""
     above = any(share > 1 for share in shares)
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
 
 
 def _curve_of(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
-    """Return the curve, as indices of its configurations, that a configuration belongs to."""
+    """Return the curve that holds a configuration, as the indices of its configurations."""
     return next(indices for indices in curves if any(run.configs[index] == config for index in indices))

@@ -78,7 +78,7 @@ class EquivalentBudget(Record):
 
     @property
     def known(self) -> bool:
-        """True where `value` lies within the measured budgets, and the curve is not flat there."""
+        """True where `value` lies within the measured budgets, on a part of the curve that is not flat."""
         return 0 < self.value < np.inf and not self.flat
 
     @derived()
@@ -94,7 +94,7 @@ class EquivalentBudget(Record):
 def equivalent_budgets(
     budgets: Floats, baseline: Floats, own: Floats, treatment: Floats, kind: StatisticKind
 ) -> list[EquivalentBudget]:
-    """Return the baseline's budget that loses no more than the treatment does, for each budget of the treatment.
+    """Return, per budget of the treatment, the baseline's budget with an equally low loss.
 
     Args:
         budgets: (budget,) the baseline's, rising.
@@ -112,14 +112,14 @@ def equivalent_budgets(
 def _equivalent_budget(
     budgets: Floats, falling: Floats, own: float, level: Floats, kind: StatisticKind
 ) -> EquivalentBudget:
-    """Return the baseline's budget at which its losses, made `falling`, reach a `level` of the treatment's."""
+    """Return the baseline's budget at which its `falling` losses reach the treatment's `level` at budget `own`."""
     curve, aim = falling.mean(axis=0), float(level.mean())
     flat = None if kind.log else _flat_index(curve, aim)
     if flat is not None:
         return EquivalentBudget(float(budgets[flat]), None, flat=True)
     value = _budget_at(budgets, curve, aim, own, kind.log)
     tried = np.geomspace(budgets[0], budgets[-1], _CANDIDATES)
-    contrast = _contrast(_interpolation(budgets, tried), falling, level, kind.log)
+    contrast = _contrast(_interpolation_weights(budgets, tried), falling, level, kind.log)
     band = intervals.of_statistics(contrast, len(falling), kind)
     if band is None:
         return EquivalentBudget(value, None)
@@ -129,7 +129,7 @@ def _equivalent_budget(
 
 
 def _flat_index(curve: Floats, level: float) -> int | None:
-    """Return the first index where a curve (budget,) equals `level`, if it is flat at an end there; else None.
+    """Return the index of the first budget at which a curve (budget,) equals `level` on a flat end; else None.
 
     A level of 1, a score of 0, counts as such an end.
     """
@@ -164,7 +164,7 @@ def median_equivalent_budgets(
 
 
 def _make_falling(losses: Floats) -> Floats:
-    """Return losses (sample, budget) whose mean falls: neighbouring budgets between which it rises are pooled."""
+    """Return losses (sample, budget) with a falling mean: adjacent budgets over which the mean rises are averaged."""
     means = losses.mean(axis=0)
     shares = np.round(means / (means.max() or 1.0), _DIGITS)
     starts = isotonic_regression(shares, increasing=False).blocks
@@ -173,8 +173,8 @@ def _make_falling(losses: Floats) -> Floats:
 
 
 def _budget_at(budgets: Floats, curve: Floats, level: float, own: float, log: bool) -> float:
-    """Return the budget at which a falling curve (budget,) reaches the level; on a flat part the nearest to `own`."""
-    curve, aim = _scale(curve, log), _scale(np.asarray(level), log)
+    """Return the budget where a falling curve (budget,) reaches `level`; on a flat part the budget nearest to `own`."""
+    curve, aim = _log_if(curve, log), _log_if(np.asarray(level), log)
     same = budgets[np.abs(curve - aim) <= _SAME]
     if len(same):
         return float(np.clip(own, same[0], same[-1]))
@@ -187,20 +187,20 @@ def _budget_at(budgets: Floats, curve: Floats, level: float, own: float, log: bo
     return float(budgets[index - 1] * (budgets[index] / budgets[index - 1]) ** share)
 
 
-def _interpolation(budgets: Floats, tried: Floats) -> Floats:
-    """Return weights that interpolate measured budgets at tried ones, linear in the logarithm, (tried, budget)."""
+def _interpolation_weights(budgets: Floats, tried: Floats) -> Floats:
+    """Return weights (tried, budget) that interpolate measured budgets at `tried` budgets, linear in the logarithm."""
     logs = np.log(budgets)
     return np.stack([np.interp(np.log(tried), logs, unit) for unit in np.eye(len(budgets))], axis=1)
 
 
 def _contrast(between: Floats, baseline: Floats, treatment: Floats, log: bool) -> Callable[[Floats], Floats]:
-    """Return a function from (row, sample) weights to treatment against baseline at each tried budget, (row, tried).
+    """Return the function from weights (row, sample) to treatment against baseline at each tried budget, (row, tried).
 
     With `log` it gives ratios, else differences.
     """
 
     def contrast(weights: Floats) -> Floats:
-        level, curve = (weights @ treatment)[:, None], _scale(weights @ baseline, log) @ between.T
+        level, curve = (weights @ treatment)[:, None], _log_if(weights @ baseline, log) @ between.T
         return np.asarray(ratio(level, np.exp(curve)) if log else level - curve)
 
     return contrast
@@ -219,8 +219,8 @@ def _undecided_ends(tried: Floats, better: np.ndarray, worse: np.ndarray) -> tup
     return low, high
 
 
-def _scale(values: Floats, log: bool) -> Floats:
-    """Return the values, or with `log` their logarithms."""
+def _log_if(values: Floats, log: bool) -> Floats:
+    """Return the logarithms of the values if `log`, else the values."""
     return np.log(np.maximum(values, _SMALLEST)) if log else values
 
 
@@ -250,7 +250,7 @@ class Loss:
     full: float
 
     def level(self, index: int) -> tuple[float, OptionalInterval]:
-        """Return the mean score in [0, 1], mean L1 or median KL of the configuration at an index, with its interval."""
+        """Return a configuration's value by index, with its interval: mean score in [0, 1], mean L1 or median KL."""
         each = self.each[:, index]
         if self.name == "kl":
             return float(np.median(each)), intervals.of_median(each)
@@ -259,7 +259,7 @@ class Loss:
         return float(each.mean()), intervals.of_mean(each, POSITIVE)
 
     def equivalent_budgets(self, baseline: Axis, treatment: Axis) -> list[EquivalentBudget]:
-        """Return the baseline's budget that loses no more than the treatment does, for each budget of the treatment."""
+        """Return, per budget of the treatment, the baseline's budget with an equally low loss."""
         falling, levels = (self.each[:, list(side.indices)] for side in (baseline, treatment))
         if self.name == "kl":
             return median_equivalent_budgets(baseline.at, falling, treatment.at, levels)
@@ -268,15 +268,15 @@ class Loss:
 
 
 def measure_losses(measured: Measurements, by: Sequence[str] | None) -> list[Loss]:
-    """Return the losses by the measures in `by`; None: by all that the trace has. Scores are of whole answers.
+    """Return the losses by the measures in `by`, or by all of the trace's for None. Scores are of whole answers.
 
     Raises TraceError where the trace lacks one, UnknownNameError for an unknown one, ConfigError for none at all.
     """
-    return [_loss(measured, name) for name in (_available(measured) if by is None else check_measures(by))]
+    return [_loss(measured, name) for name in (_available_measures(measured) if by is None else check_measures(by))]
 
 
 def check_measures(by: Sequence[str]) -> list[str]:
-    """Return the names of measures, each once. Raises UnknownNameError for an unknown one, ConfigError for none."""
+    """Return the names of measures without duplicates. Raises UnknownNameError, or ConfigError for no name."""
     names = [by] if isinstance(by, str) else list(by)
     for name in names:
         if name not in MEASURES:
@@ -287,8 +287,8 @@ def check_measures(by: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _available(measured: Measurements) -> list[str]:
-    """Return the names of a trace's measures: all of `MEASURES`, without scores where some answer has none."""
+def _available_measures(measured: Measurements) -> list[str]:
+    """Return the names of the measures that a trace has; scores only if all answers have one."""
     trace = measured.trace
     graded = "score_full" in measured and not np.isnan(np.asarray(trace.arrays["score_full"])[trace.ok]).any()
     return [name for name in MEASURES if graded or name != "score"]
@@ -394,7 +394,7 @@ _SIGNS = {inf: "> ", 0.0: "< "}
 
 
 def _percent_end(end: float) -> str:
-    """Return an end of a saving's interval in percent; '…' for the open ends 1 and −∞."""
+    """Return an end of a saving's interval in percent; '…' for an open end (1 or −∞)."""
     return "…" if end in (1, -inf) else text.fixed(100 * end, 0)
 
 
@@ -437,7 +437,7 @@ def measured_savings(loss: Loss, baseline: Axis, treatment: Axis, along: str) ->
 
 
 def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level], entries: bool) -> Point:
-    """Return the treatment's value at one budget with the equivalent budget of the baseline."""
+    """Return a point: the treatment's value at one budget, and the baseline's equivalent budget."""
     same = next((own for own in baseline if own.at == level.at), None)
     ends = (baseline[0].at, baseline[-1].at)
     return Point(
@@ -452,7 +452,7 @@ def _point(level: Level, equivalent: EquivalentBudget, baseline: Sequence[Level]
 
 
 def _unknown_reason(equivalent: EquivalentBudget, measured: tuple[float, float]) -> str:
-    """Return the reason why a saving has no number or no interval; empty where it has both."""
+    """Return the reason why a saving lacks its number or interval; empty if it lacks neither."""
     smallest, largest, at = (f"{value:.4g}" for value in (*measured, equivalent.value))
     best = f"the baseline does as well from {at} on, where it is at its best"
     return {
@@ -472,6 +472,6 @@ def _levels(loss: Loss, axis: Axis) -> list[Level]:
 
 
 def _rising_pairs(loss: Loss, levels: list[Level]) -> tuple[tuple[float, float], ...]:
-    """Return the pairs of neighbouring budgets of a curve where the larger budget loses more."""
+    """Return the pairs of adjacent budgets of a curve between which the loss rises with the budget."""
     sign = -1 if loss.name == "score" else 1
     return tuple((low.at, high.at) for low, high in pairwise(levels) if sign * (high.level - low.level) > 0)

@@ -77,7 +77,7 @@ class Cliff(Record):
     ratios: tuple[CrossingRatio, ...] = column("one per threshold, over the first method; empty of the first method")
 
     def at(self, budget: float, quantity: Floats) -> float:
-        """Return a (budget,) quantity at some budget, interpolated on both logarithms; NaN beyond those measured."""
+        """Return a (budget,) quantity at any budget, interpolated on both logarithms; NaN outside measured budgets."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
             return float("nan")
         return float(np.exp(np.interp(np.log(budget), np.log(self.budgets), np.log(quantity))))
@@ -124,7 +124,7 @@ def method_cliff(
 
 
 def _sized_crossing(method: Cliff, curves: Floats, threshold: float) -> Crossing:
-    """Return where a method's KL curves pass a threshold, with the size of the cache at that budget."""
+    """Return where a method's KL curve passes a threshold, with the cache's size there; `curves` (sample, budget)."""
     point = crossing(method.budgets, curves, threshold)
     return dataclasses.replace(
         point,
@@ -142,7 +142,7 @@ def _mean_bytes(measured: Measurements) -> Floats:
 
 
 def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
-    """Return the number of samples in which stage 1 takes no entry, (budget,); 0 for methods without stages."""
+    """Return the number of samples in which stage 1 selects no entry, (budget,); 0 for selections without stages."""
     taken = measured["stage1_count"][:, list(axis.indices)].max(axis=(2, 3))
     staged = np.array([config.selection.name in STAGED for config in axis.configs])
     return np.asarray(((taken == 0) & staged).sum(axis=0), dtype=np.int64)
@@ -175,7 +175,7 @@ class Cliffs(Sequenced[Cliff], Result):
     def lines(self) -> Sequence[Line]:
         """Return a line per threshold and method."""
         return [
-            Line(method.name if len(self) > 1 else "", (method.crossings[index], self._ratio(method, index)))
+            Line(method.name if len(self) > 1 else "", (method.crossings[index], self._crossing_ratio(method, index)))
             for index in range(len(self.thresholds))
             for method in self.members
         ]
@@ -190,7 +190,7 @@ class Cliffs(Sequenced[Cliff], Result):
         """Return tables of all curves and of the crossings of means, and notes on how both are made."""
         lines = [Line(method.name if index == 0 else "", (row,))
                  for method in self.members for index, row in enumerate(method.by_budget())]  # fmt: skip
-        means = [Line(method.name, (crossing, self._ratio(method, index)))
+        means = [Line(method.name, (crossing, self._crossing_ratio(method, index)))
                  for method in self.members for index, crossing in enumerate(method.crossings)]  # fmt: skip
         return [
             columns.table("KL of the next token", lines, ("budget", "cache_share", "median", "mean"), self.FIRST),
@@ -211,7 +211,7 @@ class Cliffs(Sequenced[Cliff], Result):
         ]  # fmt: skip
 
     def _threshold_clause(self, index: int, threshold: float) -> str:
-        """Return a clause on the budgets from which on KL stays below a threshold, at an index."""
+        """Return a clause with each method's budget from which on KL stays below a threshold."""
         where = ", ".join(
             f"{method.crossings[index].budget.removeprefix('*')} with {method.name}" for method in self.members
         )
@@ -220,8 +220,8 @@ class Cliffs(Sequenced[Cliff], Result):
         needs = [f"{name} needs {method.over_first} of {first}'s" for name, method in ratios if not isnan(method.ratio)]
         return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
 
-    def _ratio(self, method: Cliff, index: int) -> CrossingRatio:
-        """Return the ratio of a method's crossing of a threshold to the first method's; 1 for the first itself."""
+    def _crossing_ratio(self, method: Cliff, index: int) -> CrossingRatio:
+        """Return the ratio of a method's crossing to the first method's, for the threshold at `index`."""
         samples = self.identity.samples
         return (
             method.ratios[index]
@@ -278,7 +278,7 @@ def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THR
 
 
 def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
-    """Return thresholds of KL in nat, sorted. Raises ConfigError for none, one that is not positive, or one twice."""
+    """Return KL thresholds in nat, sorted. Raises ConfigError for no threshold, duplicates, or a threshold ≤ 0."""
     for threshold in kl:
         check_number("--kl", threshold)
     if not kl or min(kl) <= 0 or len({*kl}) < len(kl):
@@ -288,7 +288,7 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
 
 
 def _check_budgets(axes: Sequence[Axis]) -> None:
-    """Raise TraceError where a method has too few budgets for a curve."""
+    """Raise TraceError where a method has fewer budgets than a curve needs."""
     for axis in axes:
         if len(axis.at) < LEAST_BUDGETS:
             got = ", ".join(f"{config.budget}" for config in axis.configs)

@@ -76,7 +76,7 @@ class Criterion:
         return self.name == "top1"
 
     def keeps(self, value: float) -> bool:
-        """Return whether a mean, or its bound, keeps to the limit."""
+        """Return whether a mean, or a bound of a mean, meets the limit."""
         return value >= self.limit if self.is_lower_limit else value <= self.limit
 
     def sample_means(self, measured: Measurements) -> Floats:
@@ -94,7 +94,7 @@ class Criterion:
         return np.asarray(np.maximum(kl, np.maximum(floor, _SMALLEST)[:, None]))
 
     def bound(self, each: Floats, samples: int | None = None) -> float:
-        """Return the one-sided 95 % bound of the mean of (sample,) values, were there `samples` like these."""
+        """Return the one-sided 95 % bound of the mean of (sample,) values; `samples`: as if there were that many."""
         if self.name == "kl":
             return one_sided.mean_at_most(each, samples)
         if self.name == "drop":
@@ -104,11 +104,11 @@ class Criterion:
         return one_sided.mean_at_least(each, samples)
 
     def share_above(self, each: Floats) -> float | None:
-        """Return the bound of the share of (sample,) values above a limit on KL; None for other limits."""
+        """Return the upper bound of the share of samples with KL above the limit; None if the limit is not on KL."""
         return 1 - one_sided.share_at_least(each <= self.limit) if self.name == "kl" else None
 
     def samples_for(self, each: Floats) -> int | None:
-        """Return how many samples like these would keep the bound to the limit; None where no number is known."""
+        """Return the number of samples at which the bound would meet the limit; None if unknown."""
         return one_sided.samples_for(lambda count: self.keeps(self.bound(each, count)), len(each))
 
 
@@ -126,12 +126,12 @@ def _drop(measured: Measurements) -> Floats:
 
 
 def _mean_over_steps(array: Floats, measured: NDArray[np.bool_]) -> Floats:
-    """Return means over the last axis, the steps, of those that each sample has (`measured`)."""
+    """Return means over the step axis (the last), over the steps that each sample has; `measured` (sample, step)."""
     return np.asarray(np.mean(array, axis=-1, where=np.broadcast_to(measured, array.shape)))
 
 
 def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | None) -> tuple[Criterion, ...]:
-    """Return the criteria of some limits, `max_drop` in points of 100. Raises ConfigError for none or a bad one."""
+    """Return the criteria of the given limits; `max_drop` in points of 100. Raises ConfigError for invalid limits."""
     limits = {"kl": max_kl, "drop": max_drop, "top1": min_top1}
     if all(limit is None for limit in limits.values()):
         msg = (
@@ -218,13 +218,13 @@ class Verdict(Record):
 
     @property
     def safe(self) -> TestedBudget | None:
-        """The smallest budget that passed; None where the largest fails."""
+        """The smallest tested budget that passed; None where even the largest fails."""
         passed = [tested for tested in self.budgets if tested.tested and tested.holds]
         return passed[-1] if passed else None
 
     @property
     def failed(self) -> TestedBudget | None:
-        """The first budget that failed; None where every one passed."""
+        """The largest budget that failed; None if all budgets passed."""
         return next((tested for tested in self.budgets if tested.tested and not tested.holds), None)
 
     @derived(heading="limit", json=False)
@@ -267,13 +267,13 @@ class Verdict(Record):
 
 
 def worst_state(states: Iterable[str]) -> str:
-    """Return the worst of some states: NONE before FEW before SAFE."""
+    """Return the worst state: NONE if present, else FEW, else SAFE."""
     present = set(states)
     return next(state for state in (NONE, FEW, SAFE) if state in present)
 
 
 def verdict(criterion: Criterion, each: Floats, curve: Axis) -> Verdict:
-    """Return the verdict of a limit on a curve; `each` is the limited quantity of the whole trace, (sample, config)."""
+    """Return a limit's verdict on a curve; `each` is the limited quantity (sample, config) of all configurations."""
     tested: list[TestedBudget] = []
     for config, index, share in list(zip(curve.configs, curve.indices, curve.cache_shares, strict=True))[::-1]:
         values, passed = each[:, index], all(larger.holds for larger in tested)

@@ -129,9 +129,9 @@ class RowBuilder:
         self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
     def build(self, index: int, base: int | None = None) -> Row:
-        """Return the row of a configuration, by index, against that at `base`, which evicts alone at equal bytes."""
+        """Return a configuration's row, compared at equal bytes with the configuration at `base`, which only evicts."""
         own, kl = self._perturbation[:, index], self._kl[:, index]
-        over, over_interval = (None, None) if base is None else self._ratio(index, base)
+        over, over_interval = (None, None) if base is None else self._perturbation_ratio(index, base)
         score = gain = None
         if self.scores is not None:
             score = self.scores.evicted[:, index]
@@ -153,8 +153,8 @@ class RowBuilder:
             gain_interval=None if gain is None else intervals.of_mean(gain, DIFFERENCE),
         )
 
-    def _ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
-        """Return the ratio of perturbation between two configurations, by index, with its interval."""
+    def _perturbation_ratio(self, index: int, base: int) -> tuple[float, OptionalInterval]:
+        """Return the perturbation of the configuration at `index` over that at `base`, with its interval."""
         first, second = self._perturbation[:, base], self._perturbation[:, index]
 
         return float(ratio(second.sum(), first.sum())), intervals.of_ratio(second, first)
@@ -178,7 +178,7 @@ def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
 
 
 def _setting(rows: RowBuilder, base: int) -> Setting:
-    """Return the setting of all configurations with the bytes of the one at `base`, which evicts alone."""
+    """Return the setting of the configurations with the same bytes as the one at `base`, which only evicts."""
     alike = [
         index
         for index, config in enumerate(rows.configs)
@@ -189,17 +189,17 @@ def _setting(rows: RowBuilder, base: int) -> Setting:
 
 
 def _counts_bytes(config: EvictionConfig) -> bool:
-    """Return whether a configuration's budget counts bytes, to be filled with entries of few bits."""
+    """Return whether a configuration's budget is in bytes, which quantised entries fill."""
     return bool(config.precision.options.get("fill"))
 
 
 def _in_full_precision(config: EvictionConfig) -> EvictionConfig:
-    """Return the configuration in 16 bits that is alike in all else."""
+    """Return the same configuration in 16 bits."""
     return dataclasses.replace(config, precision=Choice(FULL))
 
 
 def quantised_alone(rows: RowBuilder, compared: Sequence[Setting]) -> tuple[Row, ...]:
-    """Return the rows of configurations outside the settings that evict nothing and store few bits."""
+    """Return the rows of quantised configurations that evict nothing and are in none of the `compared` settings."""
     shown = {row.config for setting in compared for row in setting.rows}
     indices = [
         index
@@ -231,25 +231,25 @@ class EqualBytes(Result):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of all settings, then those that keep everything."""
+        """The rows of all settings, then the rows of configurations that keep all entries."""
         return (*(row for setting in self.settings for row in setting.rows), *self.everything)
 
     def conclusion(self) -> str:
-        """Return whether more entries of few bits perturb less than fewer of 16, per number of bits, and scores."""
+        """Return, per number of bits, whether more quantised entries perturb less than 16-bit ones, and scores."""
         bits = sorted({row.bits for setting in self.settings for row in setting.rows[1:]}, reverse=True)
-        clauses = [comparison(f"storing {count} bits", "evicting alone", self._cases(count)) for count in bits]
+        clauses = [comparison(f"storing {count} bits", "evicting alone", self._bits_cases(count)) for count in bits]
         answers = filter(None, map(self._score_clause, bits))
         perturbed = f"at equal bytes {'; '.join(clauses)} (last layer, {sample_note(self.identity.samples)})"
         return sentence("; ".join([perturbed, *answers]))
 
     def title(self) -> str:
-        """Return the table's title: what is compared, and the full cache's score."""
+        """Return the table's title, with the compared quantities and the full cache's score."""
         full = self.full_score
         scored = "" if full is None else f"; the full cache scores {text.points(full, self.full_score_interval)}"
         return f"one budget of bytes, in entries of 16 bits or more entries of fewer bits{scored}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per configuration, sorted by budget, then those that keep everything."""
+        """Return a line per configuration by budget, then lines of configurations that keep all entries."""
         names = short_names([setting.baseline for setting in self.settings])
         compared = [
             Line(name if index == 0 else "", (row,))
@@ -260,7 +260,7 @@ class EqualBytes(Result):
                              for index, row in enumerate(self.everything))]  # fmt: skip
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on numbers of bits that store everything in fewer bytes than the budget, if there are any."""
+        """Return the note on numbers of bits at which all entries need less than the budget; nothing without such."""
         bits = {row.bits for setting in self.settings for row in setting.rows[1:] if not row.evicts}
         counts = ", ".join(str(count) for count in sorted(bits, reverse=True))
         return [f"Where {counts} bits hold everything they take less than the budget."] if bits else []
@@ -297,8 +297,8 @@ class EqualBytes(Result):
             for row in self.rows
         ]  # fmt: skip
 
-    def _cases(self, bits: int) -> list[Case]:
-        """Return the ratio of perturbation to evicting alone in each setting, for a number of bits, as cases."""
+    def _bits_cases(self, bits: int) -> list[Case]:
+        """Return, as a case per setting, perturbation at a number of bits over that of evicting alone."""
         rows = [(setting, row) for setting in self.settings for row in setting.rows if row.bits == bits]
         names = short_names([setting.baseline for setting, _ in rows])
         return [

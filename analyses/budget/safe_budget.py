@@ -68,7 +68,7 @@ class CacheSize(Record):
         return self.token_bytes * self.length * self.batch
 
     def evicted(self, config: EvictionConfig, cache_share: float) -> float:
-        """Return the bytes of a configuration's evicted caches; `cache_share` is that on the trace's prompts.
+        """Return the bytes of a configuration's evicted caches; `cache_share`: its cache share on the trace's prompts.
 
         A budget in entries keeps as many at every length: the share then implies the number of kept sets.
         """
@@ -125,7 +125,7 @@ class SafeBudget(Record):
 
     @property
     def safe(self) -> TestedBudget | None:
-        """The smallest budget at which every limit holds; None where one holds nowhere."""
+        """The smallest budget at which all limits hold; None if some limit holds at no budget."""
         known = [limited.safe for limited in self.verdicts if limited.safe is not None]
         return max(known, key=lambda tested: tested.config.budget.value) if len(known) == len(self.verdicts) else None
 
@@ -211,7 +211,7 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         return f"n = {plural(self.identity.samples, 'sample')}; bounds are one-sided, 95 %{_kl_assumption(self)}."
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on answers that cannot be lost, on cache shares above 1, and on what limits do not bound."""
+        """Return notes on answers that eviction cannot change, cache shares above 1, and what limits do not bound."""
         names = [limited.criterion.name for limited in self[0].verdicts]
         shares = [tested.cache_share for selection in self for tested in selection.verdicts[0].budgets]
         return [
@@ -259,7 +259,7 @@ def _kl_assumption(result: SafeBudgets) -> str:
 
 
 def _missing_clause(selection: SafeBudget, samples: int) -> str:
-    """Return a clause on why a selection has no safe budget: a limit that its mean exceeds, or too few samples."""
+    """Return a clause on why a selection has no safe budget: its mean exceeds a limit, or samples are too few."""
     failing = next(limited for state in (NONE, FEW) for limited in selection.verdicts if limited.state == state)
     largest, criterion = failing.budgets[0], failing.criterion
     where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
@@ -271,7 +271,7 @@ def _missing_clause(selection: SafeBudget, samples: int) -> str:
 
 
 def _samples_clause(failing: Verdict, samples: int) -> str:
-    """Return a clause on how many samples it would take for a failed limit to pass."""
+    """Return a clause on the number of samples with which a failed limit would pass."""
     if failing.samples_for is not None:
         return f"{failing.samples_for:,} samples like these would do"
     if samples < MIN_SAMPLES:
@@ -285,7 +285,7 @@ def _format_gib(size: float) -> str:
 
 
 def _lossless_bound(samples: int) -> float:
-    """Return the bound on the drop, in points, after a number of samples that lost nothing."""
+    """Return the bound on the drop, in points, for a number of samples without any loss."""
     return 100 * Criterion("drop", 1.0).bound(np.zeros(samples))
 
 

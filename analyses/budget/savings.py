@@ -158,7 +158,7 @@ def _lines(members: Sequence[PairSavings]) -> list[Line]:
 
 
 def _measure_clause(measured: MeasuredSavings, along: str) -> str:
-    """Return a clause on whether the treatment saves budget by one measure, and how much."""
+    """Return a clause on whether, and how much, the treatment saves by one measure."""
     baseline, treatment = side_names(measured.baseline[0].config, measured.points[0].config)
     verdicts = [_UNKNOWN if point.equivalent.flat else interval_verdict(point.saving_interval, 0)
                 for point in measured.points]  # fmt: skip
@@ -174,7 +174,7 @@ def _measure_clause(measured: MeasuredSavings, along: str) -> str:
 
 
 def _verdict_words(baseline: str, treatment: str) -> Words:
-    """Return verdict on a saving -> clause and short word."""
+    """Return verdict on a saving -> (clause, short word)."""
     return {
         1: (f"{treatment} saves budget over {baseline}", "saves"),
         -1: (f"{treatment} needs more budget than {baseline}", "needs more"),
@@ -189,7 +189,7 @@ def _format_coordinate(point: Point, along: str) -> str:
 
 
 def _pooling_notes(measured: MeasuredSavings) -> Iterator[str]:
-    """Yield a note per side whose curve rises with the budget, so that budgets were pooled."""
+    """Yield a note for each side with losses that rise with the budget, whose budgets were therefore pooled."""
     names = side_names(measured.baseline[0].config, measured.points[0].config)
     for name, rising in zip(names, (measured.rising, measured.treatment_rising), strict=True):
         where = ", ".join(f"{low:.4g} to {high:.4g}" for low, high in rising)
@@ -245,15 +245,15 @@ def _pair_savings(
     losses: Sequence[Loss], baseline: Axis, treatment: Axis, setting: str, step: int, run: RunIdentity
 ) -> PairSavings:
     """Return the savings of one pair of curves by every measure."""
-    along = "budget" if _comparable(baseline, treatment) else "held"
-    first, second = (_locate(side, along) for side in (baseline, treatment))
+    along = "budget" if _equal_cache_sizes(baseline, treatment) else "held"
+    first, second = (_with_coordinates(side, along) for side in (baseline, treatment))
     return PairSavings(
         tuple(measured_savings(loss, first, second, along) for loss in losses), setting, along, step, run
     )
 
 
-def _comparable(baseline: Axis, treatment: Axis) -> bool:
-    """Return whether equal budgets make caches of one size: equal granularity, block and unit of budgets."""
+def _equal_cache_sizes(baseline: Axis, treatment: Axis) -> bool:
+    """Return whether equal budgets give caches of equal size: same granularity, block and budget unit."""
     first, second = (
         (config.granularity.name, config.block, config.budget.unit)
         for config in (baseline.configs[0], treatment.configs[0])
@@ -262,7 +262,7 @@ def _comparable(baseline: Axis, treatment: Axis) -> bool:
 
 
 def check_budgets(configs: Sequence[EvictionConfig]) -> None:
-    """Raise ConfigError for fewer than five budgets, and for budgets of both kinds."""
+    """Raise ConfigError for fewer than five budgets, and for a mix of entries and shares."""
     check_budget_units(configs, ANALYSIS)
     budgets = list(dict.fromkeys(str(config.budget) for config in configs))
     if len(budgets) < LEAST_BUDGETS:
@@ -273,8 +273,8 @@ def check_budgets(configs: Sequence[EvictionConfig]) -> None:
         raise ConfigError(msg)
 
 
-def _locate(axis: Axis, along: str) -> Axis:
-    """Return the axis with its coordinates along `budget` or `held`, the cache share.
+def _with_coordinates(axis: Axis, along: str) -> Axis:
+    """Return the axis with coordinates by `along`: `budget`, or `held` for the cache share.
 
     Raises ConfigError as `check_budgets`, TraceError where cache shares are unknown or do not grow with the budget.
     """
@@ -282,7 +282,7 @@ def _locate(axis: Axis, along: str) -> Axis:
     located = axis if along == "budget" else dataclasses.replace(axis, at=axis.cache_shares)
     if not (np.diff(located.at) > 0).all():  # NaN where the trace lacks cache shares
         msg = (
-            f"{ANALYSIS} needs caches that grow with the budget, got held / full {located.at.round(3).tolist()} of "
+            f"{ANALYSIS} needs caches that grow with the budget, got cache share {located.at.round(3).tolist()} of "
             f"'{axis.configs[0].label()}'; compare sides of one granularity"
         )
         raise TraceError(msg)
@@ -298,13 +298,13 @@ def _rows(measured: MeasuredSavings, along: str) -> Iterator[dict[str, Any]]:
             **config_columns(point.config),
             **{f"baseline_{name}": value for name, value in baseline.items() if name in SIDE},
             "along": along,
-            **_numbers(point),
+            **_point_columns(point),
             "reason": point.reason,
         }
 
 
-def _numbers(point: Point) -> dict[str, Any]:
-    """Return the numbers of a point by data frame column."""
+def _point_columns(point: Point) -> dict[str, Any]:
+    """Return a point's numbers, keyed by data frame column."""
     equivalent, ends = point.equivalent, point.saving_interval
     return {
         "at": point.at,

@@ -61,7 +61,7 @@ _UNDECIDED = f"whether {_WHO} score less is undecided"
 
 
 def _rank_clause(result: Correlation) -> str:
-    """Return the clause on the sign of ρ, and how much ρ exceeds the method identity baseline."""
+    """Return the clause on ρ: its sign, its value, and its excess over the method identity baseline."""
     every = result.overall[0]
     rho = every.strength(HEADLINE).rho
     if isnan(rho.value):
@@ -76,13 +76,13 @@ def _rank_clause(result: Correlation) -> str:
 
 
 def _budgets_phrase(result: Correlation) -> str:
-    """Return '3 budgets, one at a time, ' for several budgets; empty for one."""
+    """Return the number of budgets as '3 budgets, one at a time, '; empty for a single budget."""
     count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in result.settings)
     return f"{count} budgets, one at a time, " if count > 1 else ""
 
 
 def _prompts_note(one: Estimate) -> str:
-    """Return 'n = 12 deciding prompts', and of fewer than five that they are too few."""
+    """Return the number of prompts as 'n = 12 deciding prompts', marked if too few for an interval."""
     few = ", too few for an interval" if one.prompts < MIN_SAMPLES else ""
     return f"n = {plural(one.prompts, 'deciding prompt')}{few}"
 
@@ -110,13 +110,13 @@ def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
 
 
 def _is_negligible(beyond: Estimate) -> bool:
-    """Return whether the whole interval of a statistic less its baseline lies within `NOTHING` of 0."""
+    """Return whether the interval of a statistic's excess over its baseline lies within ±`NOTHING`."""
     ends = beyond.interval
     return ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING
 
 
 def _area_clause(result: Correlation) -> str:
-    """Return the clause on how often a lost answer is the more perturbed one, also less the baseline."""
+    """Return the clause on the share of pairs with the lost answer more perturbed, and its excess over the baseline."""
     every = result.overall[0]
     area, baseline = every.strength(HEADLINE).auc, every.identity_baselines(HEADLINE).auc
     if isnan(area.value):
@@ -246,7 +246,7 @@ class Correlation(Result):
         ]
 
     def _answered_note(self) -> str:
-        """Return 'The full cache answers 12 of 16 prompts of needle (score > 0, median 1); lost: …'."""
+        """Return the numbers of answered prompts: 'The full cache answers 12 of 16 prompts of needle …; lost: …'."""
         each = ", ".join(
             f"{part.answered} of {plural(part.samples, 'prompt')} of {part.dataset}"
             + (f" (score > {self.rule.right:g}; median {part.median_full:.2g})" if part.answered else "")
@@ -325,7 +325,7 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
 
 
 def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overall, ...]:
-    """Return all prompts' correlations, and each data set's where there are several."""
+    """Return the correlations of all prompts, then of each data set if there are several."""
     datasets = list(dict.fromkeys(part.dataset for part in prompts.parts))
     names = np.array([prompts.parts[part].dataset for part in prompts.part], dtype=str)
     rows = {"": np.ones(len(names), dtype=bool)}
@@ -337,7 +337,7 @@ def _overall(prompts: PooledPrompts, settings: Sequence[Setting]) -> tuple[Overa
 def _overall_correlations(
     prompts: PooledPrompts, settings: Sequence[Setting], dataset: str, rows: NDArray[np.bool_]
 ) -> Overall:
-    """Return the correlations of the prompts in `rows` over all settings; an empty `dataset` is all.
+    """Return the correlations over all settings for the prompts in `rows`, those of `dataset` or, if empty, of all.
 
     `significant` is set for all prompts alone.
     """

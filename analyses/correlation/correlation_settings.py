@@ -124,7 +124,7 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
     whole = [Measurements(trace, ANALYSIS, 0) for trace in traces]
     each = [_answered_prompts(one, run.configs, rule) for one in whole]
     arrays = {name: np.concatenate([own[name] for _, own, _ in each]) for name in each[0][1]}
-    shares = np.stack([one.cache_shares[_config_order(one.trace, run.configs)] for one in whole])
+    shares = np.stack([one.cache_shares[_config_indices(one.trace, run.configs)] for one in whole])
     parts = tuple(part for part, _, _ in each)
     measured = {name: arrays.pop(name) for name in (*measurements.FIRST_STEP_MEASURES, *measurements.CIRCULAR_MEASURES)}
     return PooledPrompts(
@@ -141,9 +141,9 @@ def pool_prompts(traces: Sequence[Trace], rule: Rule) -> PooledPrompts:
 def _answered_prompts(
     own: Measurements, configs: Sequence[EvictionConfig], rule: Rule
 ) -> tuple[GradedTrace, dict[str, Floats], list[str]]:
-    """Return what a trace adds to the pool: its summary, the arrays of its answered prompts, and their sample ids."""
+    """Return one trace's part of the pool: its summary, arrays of answered prompts, and their sample ids."""
     trace = own.trace
-    graded, order = scores(trace, ANALYSIS), _config_order(trace, configs)
+    graded, order = scores(trace, ANALYSIS), _config_indices(trace, configs)
     answered = graded.full > rule.right
     kept, tokens = own["kept_count"], own["prompt_tokens"]
     by_config = {
@@ -161,8 +161,8 @@ def _answered_prompts(
     return part, arrays, [name for name, right in zip(own.sample_ids, answered, strict=True) if right]
 
 
-def _config_order(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
-    """Return the indices of configurations in a trace."""
+def _config_indices(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int]:
+    """Return the trace's indices of the given configurations, in the given order."""
     return [trace.run.configs.index(config) for config in configs]
 
 
@@ -242,12 +242,12 @@ class Setting(ByMeasure, Record):
         return float(self.cache_shares.min()), float(self.cache_shares.max())
 
     def control(self, measure: str) -> Control:
-        """Return a measure's controls."""
+        """Return the permutation and between-prompt controls of a measure's correlation."""
         return next(one for one in self.controls if one.measure == measure)
 
     @property
     def decides(self) -> bool:
-        """True where any prompt has ranks, or both lost and kept answers."""
+        """True where any prompt has a rank correlation, or both lost and kept answers."""
         return any(one.rho.prompts or one.auc.prompts for one in self.strengths)
 
     @derived(key="silence")
@@ -328,14 +328,14 @@ def _centred_ranks(values: Floats) -> Floats:
 
 
 def _rho_weights(measured: Floats, scored: Floats) -> Floats:
-    """Return (prompt, config) weights whose sum with the scores' centred ranks is Spearman's ρ; NaN without a ρ."""
+    """Return (prompt, config) weights; Σ weights × centred ranks of the scores is Spearman's ρ. NaN without a ρ."""
     ranks, others = _centred_ranks(measured), _centred_ranks(scored)
     size = np.sqrt((ranks**2).sum(axis=1) * (others**2).sum(axis=1))
     return _nan_where_unmeasured(measured, np.asarray(ratio(ranks, size[:, None])))
 
 
 def _area_weights(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt, config) weights that sum, over lost answers, to the ROC area less 0.5; NaN without an area."""
+    """Return (prompt, config) weights; their sum over lost answers is the ROC area − 0.5. NaN without an area."""
     pairs = lost.sum(axis=1) * (~lost).sum(axis=1)
     return _nan_where_unmeasured(measured, np.asarray(ratio(_centred_ranks(measured), pairs[:, None])))
 
@@ -360,7 +360,7 @@ class AcrossBudgets(Record):
 
 
 def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
-    """Return every measure's correlation over budgets, the budget itself first; nothing without three budgets."""
+    """Return each measure's correlation over budgets, the kept share's first; empty for fewer than three budgets."""
     curves = [indices for indices in sweeps(prompts.run, None) if len(indices) >= LEAST_CONFIGS]
     if not curves:
         return ()
@@ -376,7 +376,7 @@ def across_budgets(prompts: PooledPrompts) -> tuple[AcrossBudgets, ...]:
 
 
 def _rho_in_prompts(prompts: PooledPrompts, measure: str, indices: list[int]) -> Floats:
-    """Return (prompt,) Spearman's ρ of a measure, or of the budget, with the score over some configurations."""
+    """Return (prompt,) Spearman's ρ between a measure and the score, over the configurations at `indices`."""
     if measure == EVICTED:
         measured = 1 - prompts.kept[:, indices]
     elif measure == "theta_hat":

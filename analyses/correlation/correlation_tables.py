@@ -91,7 +91,7 @@ class MeasureRow(Record):
 
 
 def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
-    """Return a measure's line of the table."""
+    """Return a measure's record for the table of measures."""
     strength, names = results.strength(measure), results.identity_baselines(measure)
     return MeasureRow(
         rho=strength.rho,
@@ -104,7 +104,7 @@ def measure_row(measure: str, results: Overall | Setting) -> MeasureRow:
 
 
 def measure_lines(results: Overall | Setting) -> list[Line]:
-    """Return a line per measure that is not circular."""
+    """Return a table line per measure that is not circular."""
     return [
         Line(NAMES[one.measure], (measure_row(one.measure, results),))
         for one in results.strengths
@@ -119,13 +119,13 @@ def budget_table(settings: Sequence[Setting]) -> Table:
 
 
 def describe_setting(one: Setting) -> str:
-    """Return 'b=0.4: 3 methods, cache share 1.20; 37 of 48 lost'."""
+    """Return a setting's summary: 'b=0.4: 3 methods, cache share 1.20; 37 of 48 lost'."""
     shares = " to ".join(dict.fromkeys(map(text.cache_share, one.cache_share_ends)))
     return f"b={one.name}: {len(one.configs)} methods, cache share {shares}; {one.lost_count} of {one.answers} lost"
 
 
 def lowest_rho_notes(every: Overall) -> list[str]:
-    """Return notes on the measures with the lowest ρ, and on ρ of propagated L1 less that of 1 − S."""
+    """Return a note on the measures with the lowest ρ, and a note on ρ of propagated L1 less ρ of 1 − S."""
     known = [one for one in every.strengths if one.measure in MEASURES and one.rho.prompts]
     if not known:
         return []
@@ -139,7 +139,7 @@ def lowest_rho_notes(every: Overall) -> list[str]:
 
 
 def few_methods_note(settings: Sequence[Setting]) -> list[str]:
-    """Return the caveat that few methods have few orders, in which measures easily agree."""
+    """Return the caveat that few methods have few possible orders, so that measures easily agree."""
     fewest = min((len(one.configs) for one in settings), default=_FEW_METHODS)
     if fewest >= _FEW_METHODS:
         return []
@@ -147,7 +147,7 @@ def few_methods_note(settings: Sequence[Setting]) -> list[str]:
 
 
 def undecided_notes(settings: Sequence[Setting]) -> list[str]:
-    """Return a sentence per reason why settings have no ranks, or no lost and kept answers, with these settings."""
+    """Return a sentence per reason for settings without statistics, naming the settings."""
     reasons: dict[str, list[str]] = {}
     for one in settings:
         if one.undecided_reason:
@@ -156,7 +156,7 @@ def undecided_notes(settings: Sequence[Setting]) -> list[str]:
 
 
 def _with_star(value: str, baseline: IdentityBaseline) -> str:
-    """Return the text of a value, with a star behind the number where it is significant."""
+    """Return a value's text with a star after its number if the statistic is significant."""
     first, newline, ends = value.partition("\n")
     return f"{first}{'*' * baseline.significant}{newline}{ends}"
 
@@ -191,7 +191,7 @@ def further_tables(
 
 
 def _setting_tables(one: Setting) -> list[Part]:
-    """Return the tables of measures and of controls of one setting."""
+    """Return a setting's table of measures, a note on θ̂, and its table of controls."""
     evidence = text.percent(one.evidence)
     return [
         Table(
@@ -209,7 +209,7 @@ def _setting_tables(one: Setting) -> list[Part]:
 
 
 def _strength_row(one: Strength, names: IdentityBaselines) -> list[str]:
-    """Return the cells of one measure in the table of correlations."""
+    """Return a measure's cells in the table of correlations."""
     ranks = [format_estimate(one.rho), format_estimate(one.tau), _format_p(names.rho), str(one.rho.prompts)]
     return [NAMES[one.measure], *ranks, format_share(one.auc), _format_p(names.auc), str(one.auc.prompts)]
 
@@ -221,7 +221,7 @@ def _format_p(baseline: IdentityBaseline) -> str:
 
 
 def _control_row(one: Control, names: IdentityBaselines) -> list[str]:
-    """Return the cells of one measure in the table of controls."""
+    """Return a measure's cells in the table of controls."""
     others, between = map(format_share, (names.auc.others, one.between))
     return [NAMES[one.measure], _format_null(one.rho), format_estimate(names.rho.others), others, between]
 
@@ -244,7 +244,7 @@ def _contrast_table(overall: Overall, settings: Sequence[Setting]) -> Table:
 
 
 def _contrast_row(one: Contrast) -> list[str]:
-    """Return the cells of one measure compared with 1 − S."""
+    """Return a measure's cells in the table of comparisons with 1 − S."""
     rho, auc = map(format_estimate, (one.rho, one.auc))
     return [NAMES[one.first], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
@@ -260,7 +260,7 @@ def _circular_table(settings: Sequence[Setting]) -> Table:
 
 
 def _circular_row(one: Strength) -> list[str]:
-    """Return the cells of one circular measure."""
+    """Return the table cells of a circular measure."""
     rho, auc = format_estimate(one.rho), format_share(one.auc)
     return [NAMES[one.measure], rho, str(one.rho.prompts), auc, str(one.auc.prompts)]
 
@@ -272,14 +272,14 @@ def _curve_table(settings: Sequence[Setting]) -> Table:
 
 
 def _bin_row(one: Bin) -> list[str]:
-    """Return the cells of one bin of a calibration curve."""
+    """Return a bin's cells in the table of calibration curves."""
     drop = Estimate(one.drop, one.drop_interval, one.prompts)
     lost = text.percent(one.lost, one.lost_interval)
     return [f"{one.low:.3g} to {one.high:.3g}", str(one.answers), str(one.prompts), lost, format_points(drop)]
 
 
 def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
-    """Return the table of correlations over budgets; nothing where no prompt has one."""
+    """Return the table of correlations over budgets, as a list; empty if no prompt has a correlation."""
     if not any(one.rho.prompts for one in across):
         return []
     names = {EVICTED: "the budget itself", **NAMES}
@@ -288,5 +288,5 @@ def _across_tables(across: Sequence[AcrossBudgets]) -> list[Table]:
 
 
 def _with_first_name(name: str, rows: Iterable[list[str]]) -> list[list[str]]:
-    """Return rows with one more column in front: the name in the first row, empty below."""
+    """Return the rows with a first column added: the name in the first row, empty below."""
     return [[fold(name) if index == 0 else "", *row] for index, row in enumerate(rows)]

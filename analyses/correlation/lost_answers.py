@@ -51,7 +51,7 @@ class Rule(Record):
 
 
 def area_within_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
-    """Return (prompt,) ROC areas of lost against kept answers; NaN where a prompt has lost or kept ones alone."""
+    """Return (prompt,) ROC areas of lost against kept answers; NaN for prompts without both kinds."""
     count = lost.sum(axis=1)
     ranks = np.where(lost, mean_ranks(measured.T).T, 0).sum(axis=1)
     return np.asarray(ratio(ranks - count * (count + 1) / 2, count * (lost.shape[1] - count)))
@@ -77,7 +77,7 @@ def area_between_prompts(measured: Floats, lost: NDArray[np.bool_]) -> Estimate:
 
 
 def _between_pairs(measured: Floats, lost: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return two (prompt of the lost answer, prompt of the kept answer) counts of pairs between different prompts.
+    """Return numbers of pairs between prompts, (lost answer's prompt, kept answer's prompt): of wins, and of all pairs.
 
     First of the pairs whose lost answer is more perturbed, ties at one half; then of all pairs.
     """
@@ -132,11 +132,11 @@ def calibration_curve(measured: Floats, lost: NDArray[np.bool_], drop: Floats, b
         return ()
     edges = np.quantile(known, np.arange(1, bins) / bins, method="inverted_cdf")
     indices = np.where(np.isnan(measured), -1, np.searchsorted(np.unique(edges), measured, side="left"))
-    return tuple(_bin(measured, lost, drop, indices == index) for index in np.unique(indices[indices >= 0]))
+    return tuple(_calibration_bin(measured, lost, drop, indices == index) for index in np.unique(indices[indices >= 0]))
 
 
-def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
-    """Return the bin of the answers that are True in the (prompt, config) array `inside`."""
+def _calibration_bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArray[np.bool_]) -> Bin:
+    """Return the calibration bin of the answers selected by `inside` (prompt, config)."""
     perturbed = measured[inside]
     lost_share, lost_interval = _mean_in_bin(lost, inside, share_kind(0))
     mean_drop, drop_interval = _mean_in_bin(drop, inside, _DROP)
@@ -156,7 +156,7 @@ def _bin(measured: Floats, lost: NDArray[np.bool_], drop: Floats, inside: NDArra
 def _mean_in_bin(
     values: NDArray[np.generic], inside: NDArray[np.bool_], kind: StatisticKind
 ) -> tuple[float, OptionalInterval]:
-    """Return the mean of (prompt, config) values in a bin, a ratio of sums over prompts, with its interval."""
+    """Return the mean of (prompt, config) values over the answers in `inside`, with its interval over prompts."""
     prompts = inside.any(axis=1)
     total = np.where(inside, values, 0)[prompts].sum(axis=1, dtype=np.float64)
     count = inside[prompts].sum(axis=1)

@@ -98,7 +98,7 @@ def area_table(measured: Floats, lost: NDArray[np.bool_]) -> Floats:
 
 
 def _drop_undecided(table: Floats, measured: Floats) -> Floats:
-    """Return a table with NaN for prompts that lack the measure (column), or whose own statistic is NaN (row)."""
+    """Return the table with NaN in columns of prompts without the measure, and rows of prompts without a statistic."""
     missing = np.isnan(measured).any(axis=1)
     known = np.where(missing, np.nan, table)
     return np.where(np.isnan(np.diag(known))[:, None], np.nan, known)
@@ -107,7 +107,7 @@ def _drop_undecided(table: Floats, measured: Floats) -> Floats:
 def _identity_baseline(
     tables: Sequence[Floats], permutations: PromptPermutations, kind: StatisticKind, differences: StatisticKind
 ) -> IdentityBaseline:
-    """Return the baseline of a statistic and of its difference from it, which are of these kinds."""
+    """Return a statistic's method identity baseline, with its excess and permutation null, from a table per setting."""
     same_dataset, prompts = permutations.same_dataset, len(permutations.same_dataset)
 
     def others(weights: Floats) -> Floats:
@@ -124,7 +124,7 @@ def _identity_baseline(
 
 
 def _mean_of_others(table: Floats, same_dataset: NDArray[np.bool_], weights: Floats) -> Floats:
-    """Return (row of weights, prompt) mean of a statistic over the measures of other prompts of the data set.
+    """Return the (row of weights, prompt) weighted mean of a statistic over the data set's other prompts.
 
     NaN where the prompt does not decide.
     """
@@ -133,7 +133,7 @@ def _mean_of_others(table: Floats, same_dataset: NDArray[np.bool_], weights: Flo
 
 
 def _estimate_mean(by_prompt: Callable[[Floats], Floats], prompts: int, kind: StatisticKind) -> Estimate:
-    """Return the mean over prompts of a statistic that maps weights (row, prompt) to values (row, prompt).
+    """Return the mean of a statistic over prompts; `by_prompt` maps weights (row, prompt) to values (row, prompt).
 
     Prompts that are NaN do not decide: the interval is as wide as the deciding ones make it.
     """
@@ -204,7 +204,7 @@ class Contrast(Record):
 
 
 def correlate_within_prompts(measured: Floats, scored: Floats, lost: NDArray[np.bool_]) -> PromptStatistics:
-    """Correlate (prompt, config) arrays within each prompt; a prompt whose measure is NaN decides nothing."""
+    """Return each prompt's statistics of (prompt, config) arrays; NaN where the prompt lacks the measure."""
     return PromptStatistics(
         rho=apply_to_measured(measured, lambda known, rows: spearman(known.T, scored[rows].T)),
         tau=apply_to_measured(measured, lambda known, rows: kendall(known.T, scored[rows].T)),
@@ -213,7 +213,7 @@ def correlate_within_prompts(measured: Floats, scored: Floats, lost: NDArray[np.
 
 
 def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bool_]], Floats]) -> Floats:
-    """Return (prompt,) `compute(measures, rows)` of the prompts that have the measure; NaN for the others."""
+    """Return (prompt,) values of `compute(measures, rows)` for prompts with the measure; NaN for prompts without."""
     rows = np.asarray(~np.isnan(measured).any(axis=1))
     values = np.full(len(measured), np.nan)
     if rows.any():
@@ -222,19 +222,19 @@ def apply_to_measured(measured: Floats, compute: Callable[[Floats, NDArray[np.bo
 
 
 def mean_over_settings(each: Sequence[PromptStatistics]) -> PromptStatistics:
-    """Return each prompt's statistics, mean over several settings."""
+    """Return each prompt's statistics, averaged over settings."""
     return PromptStatistics(
         *(mean_where_known([getattr(one, name) for one in each]) for name in ("rho", "tau", "area"))
     )
 
 
 def select_prompts(each: Mapping[str, PromptStatistics], rows: NDArray[np.bool_]) -> dict[str, PromptStatistics]:
-    """Return measure -> its statistics in the prompts of `rows`."""
+    """Return measure -> statistics of the prompts in `rows`."""
     return {name: PromptStatistics(one.rho[rows], one.tau[rows], one.area[rows]) for name, one in each.items()}
 
 
 def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
-    """Return the correlation of every measure with the score, mean over prompts."""
+    """Return each measure's correlation with the score, mean over prompts."""
     return tuple(
         Strength(
             name,
@@ -247,7 +247,7 @@ def strengths(each: Mapping[str, PromptStatistics]) -> tuple[Strength, ...]:
 
 
 def contrasts(each: Mapping[str, PromptStatistics]) -> tuple[Contrast, ...]:
-    """Return the difference between every two measures that are not circular, mean over prompts."""
+    """Return the difference between every two non-circular measures, mean over prompts."""
     return tuple(
         Contrast(
             first,
@@ -290,7 +290,7 @@ class IdentityBaselines(Record):
 def cross_prompt_tables(
     measured: Mapping[str, Floats], scored: Floats, lost: NDArray[np.bool_]
 ) -> dict[str, CrossPromptTables]:
-    """Return measure -> its tables, from (prompt, config) arrays."""
+    """Return measure -> tables of the statistics of every prompt's measure with every prompt's answers."""
     return {
         name: CrossPromptTables(rank_table(array, scored), area_table(array, lost)) for name, array in measured.items()
     }
@@ -317,7 +317,7 @@ def identity_baselines(
 def mark_significant(
     groups: Sequence[tuple[IdentityBaselines, ...]], strengths: Sequence[Sequence[Strength]]
 ) -> list[tuple[IdentityBaselines, ...]]:
-    """Return the groups of baselines with `significant` set, all of their tests corrected together.
+    """Return the groups of baselines with `significant` set, after correction over all tests of all groups.
 
     Significant is a statistic that is decided itself and beyond its baseline. `strengths`: the measures' own, group by
     group in the same order.
@@ -344,13 +344,13 @@ _EXPECTED = {"rho": (-1, 0.0), "auc": (1, 0.5)}
 
 
 def _is_decided(baseline: IdentityBaseline, strength: Estimate, side: int, at: float) -> bool:
-    """Return whether a statistic lies on the expected side of `at`, and its excess over the baseline on that of 0."""
+    """Return whether a statistic is decided against `at` and its excess against 0, both on the expected `side`."""
     both = (interval_verdict(strength.interval, at), interval_verdict(baseline.beyond.interval, 0))
     return both == (side, side)
 
 
 def _with_significance(one: IdentityBaselines, index: int, significant: set[tuple[int, str, str]]) -> IdentityBaselines:
-    """Return a measure's baselines with `significant` set, by (index of the group, measure, statistic)."""
+    """Return a measure's baselines with `significant` set by membership of (index, measure, statistic)."""
     rho, auc = (
         replace(getattr(one, field), significant=(index, one.measure, field) in significant) for field in ("rho", "auc")
     )

@@ -92,14 +92,14 @@ def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
 
 
 def _first_tokens(trace: Trace) -> NDArray[np.int64]:
-    """Return the first decoded token of each complete sample, (sample,)."""
+    """Return the first decoded token id of each complete sample, (sample,)."""
     return np.asarray(trace.get("token_id", ANALYSIS), dtype=np.int64)[:, 0]
 
 
 def _compare(
     exact: Measurements, rounded: Measurements, same: NDArray[np.bool_], kind: str, distance: str, pair: Pair
 ) -> Ties:
-    """Return the agreement of two traces for one measure and one pair; `same` (sample,) selects the samples."""
+    """Return the agreement of two traces for one measure and pair, over the samples selected by `same` (sample,)."""
     expected, _ = (verdict[same] for verdict in _verdicts_by_rule(exact, kind, distance, pair))
     by_difference, alone = (verdict[same] for verdict in _verdicts_by_rule(rounded, kind, distance, pair))
     samples = zip(expected, by_difference, strict=True)
@@ -119,7 +119,7 @@ def _compare(
 
 
 def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pair) -> tuple[Verdicts, Verdicts]:
-    """Return the verdicts of step 0, (sample, layer, head), by both values' difference and by each value alone."""
+    """Return the verdicts at step 0, (sample, layer, head), under two rules: by difference, and by value alone."""
     sides = measured.index(pair[0]), measured.index(pair[1])
     both, floor = compared_perturbation(measured, kind, distance, sides)
     sign = np.sign(both[0] - both[1]).astype(np.int8)
@@ -128,7 +128,7 @@ def _verdicts_by_rule(measured: Measurements, kind: str, distance: str, pair: Pa
 
 
 def _agreement(expected: Verdicts, rounded: Verdicts) -> Agreement:
-    """Return the counts of heads that are decided in `rounded`, by their `expected` verdict."""
+    """Return counts of the heads decided in `rounded`: agreeing with, opposite to, or tied in `expected`."""
     decided = rounded != 0
     return Agreement(
         decided=int(decided.sum()),

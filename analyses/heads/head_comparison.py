@@ -171,7 +171,7 @@ def better_share(verdict: NDArray[np.int8]) -> tuple[float, OptionalInterval]:
 
 
 def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
-    """Return the noise floor over ‖o_h‖, sample means of (sample, layer, head) each: median head and largest."""
+    """Return the ratio of mean noise floor to mean ‖o_h‖, of the median head and of the largest ratio."""
     middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
     return float(middle), float(largest)
 
@@ -279,7 +279,7 @@ def summarise(
 
 
 def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1") -> HeadComparison:
-    """Compare the two configurations of an identity head by head. Raises as `summarise`."""
+    """Compare the configurations of `about` (baseline, treatment) head by head. Raises as `summarise`."""
     distance_of(distance)
     baseline, treatment = about.configs
     sides = (measured.index(baseline), measured.index(treatment))
@@ -305,7 +305,7 @@ def compare_pair(measured: Measurements, about: RunIdentity, distance: str = "l1
 def _head_kind(
     measured: Measurements, kind: str, distance: str, sides: tuple[int, int], flagged: NDArray[np.bool_]
 ) -> HeadKind:
-    """Return the comparison of two configurations, by index, in `isolated` or `propagated` perturbation."""
+    """Return the comparison of `sides` (indices of baseline, treatment) in `isolated` or `propagated` perturbation."""
     both, floor = compared_perturbation(measured, kind, distance, sides)
     unit = distance_of(distance)
     norm = np.ones_like(floor) if unit.angular else measured[f"output_norm{unit.suffix}"]
@@ -336,6 +336,6 @@ def perturbation_and_floor(measured: Measurements, kind: str, distance: str) -> 
 
 
 def select_sides(values: Floats, sides: tuple[int, int], same: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return baseline and treatment of (sample, config, layer, head) values, made equal where `same` is True."""
+    """Return the values of baseline and treatment, (sample, layer, head); the baseline's in both where `same`."""
     baseline = values[:, sides[0]]
     return baseline, np.where(same, baseline, values[:, sides[1]])

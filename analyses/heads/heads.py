@@ -93,8 +93,12 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on isolated perturbation that disagrees, on tests without power, and on heads with σ ≤ 0.5."""
-        return [*self._disagreement(), *self.members[0].propagated.sign_flips.power_caveat(), *self._flagged()]
+        """Return notes on differing isolated perturbation, tests without power, and heads with σ ≤ 0.5."""
+        return [
+            *self._disagreement_note(),
+            *self.members[0].propagated.sign_flips.power_caveat(),
+            *self._flagged_note(),
+        ]
 
     def details(self) -> Sequence[Part]:
         """Return the definitions of tests, ties and noise floor, and the seconds of configurations' own prefills."""
@@ -106,7 +110,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
             f"Significant: {tests.flips:,} flips of whole samples' signs, Benjamini–Hochberg at 5 %; the smallest p is "
             f"{tests.smallest:.2g}: {power}. Without any effect p ≤ 0.05 in {tests.chance_mean:.1f} heads.",
             text.noise_floor_note(self.members[0].propagated.floor_relative_median),
-            *self._prefills(),
+            *self._prefill_note(),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -118,12 +122,12 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
 
     def _cases(self, kind: str) -> list[Case]:
-        """Return the ratio of each comparison in `isolated` or `propagated` perturbation, as cases."""
+        """Return each pair's ratio of perturbation as a case; `kind` is isolated or propagated."""
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
         return [each.case(name) for name, each in zip(pair_names(pairs_of(self.members)), kinds, strict=True)]
 
-    def _disagreement(self) -> list[str]:
-        """Return the note on pairs whose isolated and propagated perturbation have different verdicts, if any."""
+    def _disagreement_note(self) -> list[str]:
+        """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
         verdicts = ([case.verdict for case in self._cases(kind)] for kind in _KINDS)
         different = sum(isolated != propagated for isolated, propagated in zip(*verdicts, strict=True))
         if not different or len(self) > 1:
@@ -131,13 +135,13 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         (case,) = self._cases("isolated")
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
-    def _flagged(self) -> list[str]:
-        """Return the note on heads with σ ≤ 0.5, where there are any."""
+    def _flagged_note(self) -> list[str]:
+        """Return the note on the number of heads with σ ≤ 0.5; empty for none."""
         flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
-    def _prefills(self) -> list[str]:
-        """Return the note on the seconds of configurations' own prefills and the full prefill, where there are such."""
+    def _prefill_note(self) -> list[str]:
+        """Return the note on the durations of configurations' own prefills; empty without own prefills."""
         seconds = {
             config: own
             for pair in self.members

@@ -51,12 +51,13 @@ class Steps:
     def thirds(self, *arrays: Floats) -> tuple[list[Floats], list[Floats]]:
         """Return means of (sample, step, …) arrays over the first and the last third of each long sample's steps."""
         first, last = (
-            [np.einsum("st,st...->s...", third, array[self.long]) for array in arrays] for third in self._weights()
+            [np.einsum("st,st...->s...", third, array[self.long]) for array in arrays]
+            for third in self._third_weights()
         )
         return first, last
 
-    def _weights(self) -> tuple[Floats, Floats]:
-        """Return the weights that average over the first and over the last third of steps, (long sample, step) each."""
+    def _third_weights(self) -> tuple[Floats, Floats]:
+        """Return the weights of steps for means over the first and over the last third, (long sample, step)."""
         counts = self.measured[self.long].sum(axis=1)
         step, third = np.arange(self.measured.shape[1]), (counts // 3)[:, None]
         last = (step >= counts[:, None] - third) & (step < counts[:, None])
@@ -64,7 +65,7 @@ class Steps:
 
 
 def steps_of(trace: Trace) -> Steps:
-    """Return the decode steps of a trace's complete samples. Raises ConfigError where no text has three of them."""
+    """Return the decode steps of a trace's complete samples. Raises ConfigError where all have fewer than three."""
     counts = measured_steps(trace)
     if counts.max() < LEAST_STEPS:
         msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
@@ -198,7 +199,7 @@ def config_horizon(
 
 
 def _curve(kind: str, perturbation: Floats, norm: Floats, floor: Floats, steps: Steps) -> Curve:
-    """Return the curve of one kind of perturbation; arrays are (sample, step, layer, head)."""
+    """Return the curve of one kind of perturbation from (sample, step, layer, head) arrays."""
     early, late = steps.thirds(perturbation, norm, floor)
     total, heads, samples = (
         _Growth.from_thirds(*([np.asarray(add(part)) for part in third] for third in (early, late)))
@@ -230,7 +231,7 @@ def _weighted_growth(weights: Floats, early: list[Floats], late: list[Floats]) -
 
 
 def step_intervals(numerators: Floats, denominators: Floats, measured: NDArray[np.bool_], kind: StatisticKind) -> Band:
-    """Return the interval of Σ numerators / Σ denominators at each step; NaN where its samples are too few.
+    """Return the interval of Σ numerators / Σ denominators at each step; NaN for too few samples.
 
     `numerators`, `denominators` and `measured` are (sample, step).
     """
@@ -276,7 +277,7 @@ class Advantage(PairRecord, Record):
 
 
 def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tuple[Advantage, ...]:
-    """Compare every later side with the first side, wherever the trace has both with equal other choices."""
+    """Compare each other side with the first, wherever the trace has both with equal other choices."""
     run, floors = measured.trace.run, steps.thirds(by_step(measured, "noise_floor", steps))
 
     def thirds(config: EvictionConfig) -> _Thirds:
@@ -285,12 +286,12 @@ def advantages(measured: Measurements, sides: Sequence[str], steps: Steps) -> tu
     return tuple(
         _advantage(pair, floors, *map(thirds, pair))
         for side in sides[1:]
-        for pair in _pairs_or_none(run, sides[0], side)
+        for pair in _pairs_or_empty(run, sides[0], side)
     )
 
 
-def _pairs_or_none(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
-    """Return the pairs of two sides; none where these cannot be compared, as they still have curves."""
+def _pairs_or_empty(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
+    """Return the pairs of two sides, or an empty list where the sides cannot be paired."""
     with contextlib.suppress(TraceError):
         return pairs(run, baseline, treatment)
     return []
@@ -300,7 +301,7 @@ _Thirds = tuple[list[Floats], list[Floats]]
 
 
 def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Thirds) -> Advantage:
-    """Return the advantage of a pair; each third is a list of one (sample, layer, head) array."""
+    """Return a pair's advantage; `floors`, `baseline` and `treatment`: (sample, layer, head) by third."""
     (first, first_interval), (last, last_interval) = (
         _third_ratio(*(parts[0].sum(axis=(1, 2)) for parts in third))
         for third in zip(treatment, baseline, floors, strict=True)
@@ -309,7 +310,7 @@ def _advantage(pair: Pair, floors: _Thirds, baseline: _Thirds, treatment: _Third
 
 
 def _third_ratio(treatment: Floats, baseline: Floats, floor: Floats) -> tuple[float, OptionalInterval]:
-    """Return Σ treatment / Σ baseline of (sample,) values with its interval; NaN, None within two noise floors."""
+    """Return Σ treatment / Σ baseline over samples, with its interval; NaN and None if within two noise floors."""
     if min(treatment.sum(), baseline.sum()) <= TIE_FLOORS * floor.sum():
         return float("nan"), None
     return float(ratio(treatment.sum(), baseline.sum())), intervals.of_ratio(treatment, baseline)

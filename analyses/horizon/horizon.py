@@ -99,7 +99,7 @@ class Horizon(Result):
         by_treatment = {advantage.treatment: advantage for advantage in self.advantages}
         return [
             Line(name, list(filter(None, (config, config.curves["propagated"], by_treatment.get(config.config)))))
-            for name, config in self._named()
+            for name, config in self._named_configs()
         ]
 
     def interval_note(self) -> str:
@@ -122,13 +122,16 @@ class Horizon(Result):
         """Return a table of both kinds of perturbation, the heads that grow most, and the noise floor."""
         lines = [
             Line(name if curve.kind == "propagated" else "", (curve,))
-            for name, config in self._named()
+            for name, config in self._named_configs()
             for curve in config.all_curves
         ]
         return [
             table("Σ L / Σ ‖o_h‖₁ over all heads, by kind of perturbation", lines, _ISOLATED, "configuration"),
             "Heads that grow most, as layer-head ×factor (propagated, beyond chance):",
-            *(f"  {name}: {self._fastest_heads(config.curves['propagated'])}" for name, config in self._named()),
+            *(
+                f"  {name}: {self._fastest_heads(config.curves['propagated'])}"
+                for name, config in self._named_configs()
+            ),
             "Growth: each sample's last third of its steps over its first.",
             f"Noise floor: {float(self.noise_floor.max()):.1e} of Σ ‖o_h‖₁ (propagated, the largest step's).",
         ]
@@ -153,8 +156,8 @@ class Horizon(Result):
         """Return a figure of each head's growth as maps of layer × head."""
         return self._draw("Horizon.plot_heads", width_mm)
 
-    def _named(self) -> list[tuple[str, ConfigHorizon]]:
-        """Return the configurations with their short names."""
+    def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
+        """Return (short name, configuration) pairs."""
         return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
     def _advantage_clauses(self) -> list[str]:
@@ -169,7 +172,7 @@ class Horizon(Result):
 
     def _growth_clause(self) -> str:
         """Return a clause on whether propagated perturbation grows from the first third of the steps to the last."""
-        curves = [(name, config.curves["propagated"]) for name, config in self._named()]
+        curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
         known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
         if not known:
             return "whether the error grows cannot be told from rounding"

@@ -93,7 +93,7 @@ class BudgetCurve(Record):
         return tuple(config.budget for config in self.configs)
 
     def at(self, index: int) -> BudgetPoint:
-        """Return the numbers of the budget at an index, with their intervals."""
+        """Return the drift, KL and top-1 agreement at a budget's index, with intervals."""
         return BudgetPoint(
             kept=float(self.kept[index]),
             cache_share=float(self.cache_shares[index]),
@@ -107,7 +107,7 @@ class BudgetCurve(Record):
 
 
 def budget_curve(measured: Measurements, name: str, indices: Sequence[int], distance: str) -> BudgetCurve:
-    """Return the curve through the configurations at some indices. Raises TraceError for what the trace lacks."""
+    """Return the curve through the configurations at `indices`. Raises TraceError for a missing variable."""
     kept = np.array([_kept_share(measured, index) for index in indices])
     rising = np.argsort(kept, kind="stable")
     ordered = [indices[index] for index in rising]
@@ -131,18 +131,18 @@ def budget_curve(measured: Measurements, name: str, indices: Sequence[int], dist
 
 
 def _kept_share(measured: Measurements, index: int) -> float:
-    """Return the share of a prompt's entries that a head keeps, in (0, 1], mean over heads and samples."""
+    """Return the mean share of prompt entries that a head keeps, in (0, 1], for the configuration at `index`."""
     return float((measured["kept_count"][:, index].mean(axis=(1, 2)) / measured["prompt_tokens"]).mean())
 
 
 def _share_intervals(same: NDArray[np.bool_]) -> Band:
-    """Return the exact interval of the share of True per budget, of (sample, budget) booleans."""
+    """Return the exact interval of the share of True at each budget; `same` is (sample, budget)."""
     known = [interval for interval in map(intervals.of_share, same.T) if interval]
     return Interval(np.array([ends.low for ends in known]), np.array([ends.high for ends in known])) if known else None
 
 
 def _cliff(budgets: list[Budget], kept: Floats, kl: Floats) -> tuple[Budget, Budget] | None:
-    """Return the neighbouring budgets between which KL rises most per halving of the kept share, if any."""
+    """Return the adjacent budgets between which KL rises most per halving of `kept`; None if KL never rises."""
     if len(budgets) < 2:
         return None
     rise = np.asarray(ratio(kl[:-1] - kl[1:], np.log2(kept[1:] / kept[:-1])))
@@ -174,7 +174,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return how often the next token is the full run's, at the smallest budget and at the largest."""
+        """Return the top-1 agreement with the full run at the smallest and the largest budget."""
         counts = f"(n = {plural(self.identity.samples, 'sample')})"
         if len(self.members) > _MOST_CURVES:
             shares = [(name, *_agreement(curve, index)) for name, curve, index in self._points()]
@@ -193,13 +193,13 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         return [Line(name, (curve.at(index),)) for name, curve, index in self._points()]
 
     def _points(self) -> list[tuple[str, BudgetCurve, int]]:
-        """Return the configuration's name, the curve and the index of the budget, per configuration."""
+        """Return (configuration's name, curve, index of the budget) for every configuration."""
         points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
         names = pairing.method_names([curve.configs[index] for curve, index in points])
         return [(name, *point) for name, point in zip(names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return the note on cache shares above 1, where there are any."""
+        """Return the note on cache shares above 1; empty without such shares."""
         above = any((curve.cache_shares > 1).any() for curve in self.members)
         return [f"Cache share: {text.ABOVE_FULL}"] if above else []
 
@@ -237,13 +237,13 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
 
 
 def _agreement(curve: BudgetCurve, index: int) -> tuple[float, str]:
-    """Return the share of samples with the full run's token at one budget, and its text with interval."""
+    """Return the top-1 agreement at one budget: the share of samples, and its text with interval."""
     point = curve.at(index)
     return point.top1, text.percent(point.top1, point.top1_interval)
 
 
 def _agreement_range(curve: BudgetCurve) -> str:
-    """Return the share of samples with the full run's token at both ends: '25 % [3, 65] (b=0.01) to 88 % (b=0.4)'."""
+    """Return the top-1 agreement at the smallest and largest budget: '25 % [3, 65] (b=0.01) to 88 % (b=0.4)'."""
     ends = dict.fromkeys((0, len(curve.budgets) - 1))
     return " to ".join(f"{_agreement(curve, index)[1]} (b={curve.budgets[index]})" for index in ends)
 

@@ -110,7 +110,7 @@ class LayerDrift(DriftPair):
         return text.verdict_counts(self.verdict)
 
     def after(self, layer: int) -> LayerRatio:
-        """Return both sides' drift after the layer at an index, with the ratio of means."""
+        """Return both sides' median drift after the layer at an index, with the ratio of means."""
         return LayerRatio(
             baseline_median=float(self.baseline_median_drift[layer]),
             treatment_median=float(self.treatment_median_drift[layer]),
@@ -192,7 +192,7 @@ def drift_floors(measured: Measurements, distance: str) -> Floats | None:
 
 
 def _both_drifts(measured: Measurements, about: RunIdentity, distance: str) -> tuple[Floats, Floats]:
-    """Return both configurations' drift, (sample, layer), equal where all kept sets up to the layer are equal."""
+    """Return the drift of baseline and treatment, (sample, layer), identical where all kept sets so far are equal."""
     first, second = map(measured.index, about.configs)
     drift = drift_values(measured, distance)
     same = equal_layers(measured.trace, first, second)
@@ -206,7 +206,7 @@ def _cache_shares(measured: Measurements, about: RunIdentity) -> tuple[float, fl
 
 
 def _mean_norms(measured: Measurements, distance: str) -> Floats | None:
-    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which is relative already."""
+    """Return the mean norm of the full run's residual stream, (layer,); None for cosine, which has no norm."""
     name = f"hidden_norm{distance_of(distance).suffix}"
     return measured[name].mean(axis=0) if name in measured else None
 

@@ -157,7 +157,7 @@ def _title(drifts: Sequence[DriftPair]) -> str:
 
 
 def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return a clause as a sentence that may begin with a treatment's name as typed."""
+    """Return the clause as a sentence; a treatment's name at its start keeps its case."""
     return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
 
 

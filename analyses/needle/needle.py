@@ -87,7 +87,7 @@ class Needle(Result):
     correlation: RetrievalCorrelations = column("rank correlations between perturbation and retrieval")
 
     def conclusion(self) -> str:
-        """Return the shares of numbers that the best and the worst method find, and if perturbation predicts them."""
+        """Return the shares of numbers found by the best and worst method, and whether perturbation predicts it."""
         full = text.percent(self.full.score, self.full.score_interval)
         prompts = f"n = {plural(self.identity.samples, 'prompt')}"
         if not self.full.score:
@@ -142,7 +142,7 @@ class Needle(Result):
         return method_names(self.identity.configs)
 
     def _named_methods(self) -> list[tuple[str, Retrieval]]:
-        """Return the full cache and all methods, with their names."""
+        """Return (name, retrieval) pairs: the full cache, then all methods."""
         return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]
 
     def _length_table(self) -> Part:
@@ -173,7 +173,7 @@ class Needle(Result):
         ]
 
     def _retrieval_clause(self) -> str:
-        """Return a clause on the methods that find most and least, with their shares."""
+        """Return a clause on the methods with the largest and smallest share of numbers found."""
         ordered = sorted(zip(self._names(), self.methods, strict=True), key=lambda pair: pair[1].score)
         (worst, least), (best, most) = ordered[0], ordered[-1]
         shares = [text.percent(method.score, method.score_interval) for method in (least, most)]
@@ -239,7 +239,7 @@ def needle(trace: Trace) -> Needle:
 
 
 def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[RetrievalCorrelation]]]) -> Part:
-    """Return a table of correlations, each line under its budget."""
+    """Return a table with a line per correlation, grouped by budget."""
     lines = []
     for budget, correlations in budgets:
         names = {0: budget.name, 1: f"cache {' to '.join(dict.fromkeys(map(text.decimal, budget.cache_share_range)))}"}
@@ -248,11 +248,11 @@ def _rank_table(title: str, budgets: Sequence[tuple[RankedBudget, Sequence[Retri
 
 
 def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
-    """Return outcome -> score of a method's answer to one sample."""
+    """Return outcome -> score of a method's answer to the sample at an index."""
     return {name: float(answers[sample]) for name, answers in method.answers.items()}
 
 
 def _intervals_overlap(least: Retrieval, most: Retrieval) -> bool:
-    """Return whether the exact intervals of two methods overlap; False for a single prompt, which has none."""
+    """Return whether the exact intervals of two methods' scores overlap; False without intervals."""
     low, high = most.score_interval, least.score_interval
     return low is not None and high is not None and low.low <= high.high

@@ -134,7 +134,7 @@ class RankedBudget(Record):
         return [each for each in (*self.correlations, *self.circular) if each.outcome == outcome]
 
     def principal(self) -> RetrievalCorrelation:
-        """Return the correlation of propagated perturbation with digits, finer than that with whole numbers."""
+        """Return the correlation between propagated perturbation and the share of leading digits found."""
         (only,) = [each for each in self.by_outcome("digits") if each.measure == "propagated"]
         return only
 
@@ -212,7 +212,7 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def cells_of(trace: Trace) -> NDArray[np.int64]:
-    """Return the grid indices of depth and length of each complete sample, (sample, 2); samples take cells in turns."""
+    """Return the grid indices (depth, length) of each complete sample, (sample, 2)."""
     lengths, depths = grid_of(trace)
     cells = np.flatnonzero(trace.ok) % (len(lengths) * len(depths))
     return np.stack([cells % len(depths), cells // len(depths)], axis=1)
@@ -256,7 +256,7 @@ def check_scored(trace: Trace) -> None:
 
 
 def measures(measured: Measurements) -> dict[str, Floats]:
-    """Return measure -> (sample, config), relative to the full run's norms; equal where all kept sets are equal."""
+    """Return measure -> (sample, config), over the full run's norms; identical runs get equal values."""
     trace = measured.trace
     steps = np.arange(trace.run.steps) < measured_steps(trace)[:, None]
     heads = measured["output_norm"].sum(axis=(2, 3))[:, None]
@@ -277,7 +277,7 @@ def _mean_over_steps(array: Floats, steps: NDArray[np.bool_]) -> Floats:
 
 
 def correlate(measured: Measurements, by_measure: Mapping[str, Floats]) -> RetrievalCorrelations:
-    """Return the rank correlations of a run's `measures` with its answers. Raises TraceError where it has none."""
+    """Return the rank correlations of a run's `measures` with its answers. Raises TraceError without answers."""
     answered = measured["score_full"] == 1
     outcomes = {name: measured[name][answered] for name in OUTCOMES}
     answered_measures = {name: array[answered] for name, array in by_measure.items()}
@@ -302,7 +302,7 @@ def _ranked_budget(
     by_measure: Mapping[str, Floats],
     outcomes: Mapping[str, Floats],
 ) -> RankedBudget:
-    """Return the rank correlations over the configurations at some indices, which share a budget."""
+    """Return the rank correlations between the configurations at `indices`, which share a budget."""
     own = {measure: array[:, indices] for measure, array in by_measure.items()}
     scored = {outcome: array[:, indices] for outcome, array in outcomes.items()}
     first, circular = (
@@ -322,7 +322,7 @@ def _ranked_budget(
 
 
 def _correlation(measure: str, outcome: str, measured: Floats, answers: Floats) -> RetrievalCorrelation:
-    """Return ρ of a measure with an outcome, (sample, config) each, ranked within each sample."""
+    """Return Spearman's ρ of a measure with an outcome, (sample, config) each, within each sample."""
     within = spearman(measured.T, answers.T) if len(answers) else np.empty(0)
     mean = intervals.estimate_mean(within, CORRELATION)
     return RetrievalCorrelation(measure, outcome, mean.value, mean.interval, mean.prompts)

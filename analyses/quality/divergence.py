@@ -20,7 +20,13 @@ from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import common, method_names, plural
-from perturbkv.analyses.quality.divergence_point import AT_START, MOST_SPANS, DivergencePoint, divergence_point, spans
+from perturbkv.analyses.quality.divergence_point import (
+    AT_START,
+    MOST_SPANS,
+    DivergencePoint,
+    divergence_point,
+    span_means,
+)
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import extremes, sample_note, sentence
 from perturbkv.display import Part
@@ -48,8 +54,8 @@ class Divergence(Result):
     )
 
     def conclusion(self) -> str:
-        """Return after how many tokens the median answer first differs, and the median KL in forced reading."""
-        named, share = self._with_shares()
+        """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
+        named, share = self._named_with_shares()
         medians = [(name, one.median_first_difference) for name, one in named]
         never = sum(isinf(median) for _, median in medians)
         if never:
@@ -68,7 +74,7 @@ class Divergence(Result):
         return sentence(f"{'; '.join(clauses)} ({sample_note(len(self.samples))}{share})")
 
     def title(self) -> str:
-        """Return the lengths of answers, how often caches were compressed, and the choices all configurations share."""
+        """Return the table's title: answers' lengths, how often caches were compressed, and shared choices."""
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
         length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
@@ -83,7 +89,7 @@ class Divergence(Result):
         return text.intervals_note(len(self.samples), exact=True, medians=True)
 
     def caveats(self) -> Sequence[str]:
-        """Return when cache shares were taken, and how to measure KL where it was not measured."""
+        """Return notes on the time at which cache shares were taken, and on how to measure KL where it is missing."""
         return [
             *([AT_START] if self.compress_every else []),
             *above_full_caveat(one.cache_share for one in self.configs),
@@ -124,15 +130,15 @@ class Divergence(Result):
 
     @property
     def _answer_count(self) -> int:
-        """The number of samples whose full answer has any token."""
+        """The number of samples with a non-empty answer from the full cache."""
         return sum(length > 0 for length in self.lengths)
 
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        """Return each configuration with its short name."""
+        """Return (short name, configuration) pairs."""
         return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
-    def _with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
-        """Return (name, configuration) pairs, and the cache share if all have the same; else the names include it."""
+    def _named_with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
+        """Return (name, configuration) pairs, and the common cache share as text; differing shares are in the names."""
         start = " at the start" if self.compress_every else ""
         shares = [f"cache share {text.cache_share(one.cache_share)}{start}" for one in self.configs]
         if len(set(shares)) == 1:
@@ -162,7 +168,7 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     span = max(1, -(-max(lengths) // MOST_SPANS))
     has_kl = all(row.get("divergence") is not None for row in rows) and max(lengths) > 0
     read = rows if has_kl else tuple({**row, "divergence": None} for row in rows)
-    floors = spans([row["divergence"]["noise_floor"] for row in rows], span) if has_kl else np.zeros((1, 0))
+    floors = span_means([row["divergence"]["noise_floor"] for row in rows], span) if has_kl else np.zeros((1, 0))
     return Divergence(
         identity=answers_identity(answers),
         samples=tuple(row["sample"] for row in rows),

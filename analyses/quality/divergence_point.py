@@ -32,11 +32,11 @@ def rouge_l(text: str, reference: str) -> float:
     first, second = (_WORDS.findall(part.lower()) for part in (text, reference))
     if not first or not second:
         return float(text.strip() == reference.strip())
-    return 2 * _longest_common(first, second) / (len(first) + len(second))
+    return 2 * _longest_common_length(first, second) / (len(first) + len(second))
 
 
-def _longest_common(first: list[str], second: list[str]) -> int:
-    """Return the length of the longest common subsequence: a bit per word of `first` (Hyyrö, 2004)."""
+def _longest_common_length(first: list[str], second: list[str]) -> int:
+    """Return the length of the longest common subsequence of words, by Hyyrö's bit-parallel method (2004)."""
     bits: dict[str, int] = {}
     for index, word in enumerate(first):
         bits[word] = bits.get(word, 0) | 1 << index
@@ -173,7 +173,7 @@ class DivergencePoint(Record):
         return self.forced.top1_interval if self.forced else None
 
     def alike_after(self, tokens: int) -> tuple[Floats, Band]:
-        """Return (tokens + 1,) shares of samples whose first 0, 1, … tokens are equal, and their exact intervals."""
+        """Return the shares of samples whose first 0, 1, …, `tokens` tokens are equal, with exact intervals."""
         counts = (self.first_difference >= np.arange(tokens + 1)[:, None]).sum(axis=1)
         samples = len(self.first_difference)
         ends = [intervals.of_share(np.arange(samples) < count) for count in range(samples + 1)]
@@ -184,8 +184,8 @@ class DivergencePoint(Record):
         return counts / samples, Interval(low[counts], high[counts])
 
 
-def spans(values: Sequence[Sequence[float]], span: int) -> Floats:
-    """Return (sample, span) means of each sample's values over spans of `span` steps; NaN without such steps."""
+def span_means(values: Sequence[Sequence[float]], span: int) -> Floats:
+    """Return the means of each sample's values over consecutive `span` steps, (sample, span); NaN for empty spans."""
     count = -(-max(map(len, values)) // span)
     return np.array(
         [[_mean_or_nan(one[index * span : (index + 1) * span]) for index in range(count)] for one in values],
@@ -194,12 +194,12 @@ def spans(values: Sequence[Sequence[float]], span: int) -> Floats:
 
 
 def mean_cache_share(rows: Sequence[Row], label: str) -> float:
-    """Return a configuration's mean cache share over samples; NaN where the rows lack it."""
+    """Return a configuration's cache share, mean over samples; NaN where the rows do not hold it."""
     return float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in rows]))
 
 
 def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> DivergencePoint:
-    """Return the divergence point of one configuration; `span` steps of an answer make one point of the KL curve."""
+    """Return the divergence of one configuration; each point of its KL curve averages `span` steps."""
     label = config.label()
     pairs = [(row["full"]["tokens"], row["evicted"][label]["tokens"]) for row in rows]
     first = np.array([_first_difference(full, evicted) for full, evicted in pairs])
@@ -218,11 +218,11 @@ def divergence_point(rows: Sequence[Row], config: EvictionConfig, span: int) -> 
 
 
 def _forced_reading(rows: Sequence[Row], label: str, span: int) -> ForcedReading:
-    """Return the predictions of the cache `label` along the full cache's answers."""
+    """Return a cache's predictions along the full cache's answers; `label`: the configuration's."""
     read = [row["divergence"]["caches"][label] for row in rows]
     kl, top1 = (np.array([_mean_or_nan(one[name]) for one in read]) for name in ("kl", "top1"))
     last = np.array([_mean_or_nan(one["kl"][2 * len(one["kl"]) // 3 :]) for one in read])
-    curves = spans([one["kl"] for one in read], span)
+    curves = span_means([one["kl"] for one in read], span)
     return ForcedReading(
         kl=kl,
         kl_interval=_median_interval(kl),
@@ -241,7 +241,7 @@ def _median_interval(each: Floats) -> OptionalInterval:
 
 
 def _median_intervals(curves: Floats) -> Band:
-    """Return the interval of each span's median of (sample, span) values; NaN if its kind is not the first's."""
+    """Return the interval of each column's median, of (sample, span) values; NaN if its kind differs from the first."""
     each = [_median_interval(values) for values in curves.T]
     if not each or each[0] is None:
         return None
@@ -252,7 +252,7 @@ def _median_intervals(curves: Floats) -> Band:
 
 
 def _first_difference(full: Sequence[int], evicted: Sequence[int]) -> float:
-    """Return the index of the first token that differs, or the shorter answer's end; infinity for equal answers."""
+    """Return the index of the first differing token, or the shorter answer's length; infinity for equal answers."""
     if full == evicted:
         return float("inf")
     pairs = enumerate(zip(full, evicted, strict=False))

@@ -71,7 +71,7 @@ def terms(run: RunConfig) -> Terms:
 
 
 def _recorded_wording(run: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return data set -> recorded wording of LongBench and RULER; empty for needle, whose wording has no terms."""
+    """Return data set -> recorded wording (LongBench, RULER); needle's wording is left out."""
     wording = run.dataset_options.get("wording", {})
     return {name: one for name, one in wording.items() if isinstance(one, dict)}
 
@@ -82,10 +82,10 @@ def _metric_name(function: str) -> str:
 
 
 def metrics_text(named: NamedTerms) -> str:
-    """Return 'the data sets' own metrics (qa_f1, rouge)', or the metric of each data set that is not its own."""
+    """Return the metrics of all data sets as text: 'the data sets' own metrics (qa_f1, rouge)', others with names."""
     own = [one for one in named if one[1].metrics and one[1].metrics == one[1].own_metrics]
     foreign = [one for one in named if one not in own]
-    parts = [_with_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics)]
+    parts = [_with_names(metrics, names, named) for metrics, names in _group_names(foreign, _metrics_text)]
     if own:
         metrics = ", ".join(sorted({metric for _, one in own for metric in one.metrics}))
         parts.append(
@@ -95,17 +95,17 @@ def metrics_text(named: NamedTerms) -> str:
 
 
 def term_notes(named: NamedTerms) -> list[str]:
-    """Return a sentence each on answers' length, cut prompts and chat template, where not the data sets' own."""
+    """Return sentences on answers' length, cut prompts and chat templates that are not the data sets' own."""
     return list(filter(None, (_length_note(named), _cut_note(named), *_chat_notes(named))))
 
 
-def _metrics(one: Terms) -> str:
-    """Return the metrics of a data set's scores: 'f1, rouge'."""
+def _metrics_text(one: Terms) -> str:
+    """Return a data set's metrics as text: 'f1, rouge'."""
     return ", ".join(sorted(one.metrics)) or "a metric that the trace does not name"
 
 
 def _length_note(named: NamedTerms) -> str:
-    """Return the sentence on answers' lengths that are not the data sets' own; empty where all are."""
+    """Return the sentence on answers' lengths that differ from the data sets' own; empty for none."""
     other = [(name, one) for name, one in named if {length for _, length in one.own_answers} != {one.answer}]
     used = [
         _with_names(length, names, named) for length, names in _group_names(other, lambda one: f"{one.answer:,} tokens")
@@ -116,30 +116,30 @@ def _length_note(named: NamedTerms) -> str:
 
 
 def _cut_note(named: NamedTerms) -> str:
-    """Return the sentence on how long prompts were cut; empty where none was."""
+    """Return the sentence on the lengths to which prompts were cut; empty if none was cut."""
     if all(one.max_tokens is None for _, one in named):
         return ""
-    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _group_names(named, _cut))}."
+    return f"Prompts: {', '.join(_with_names(part, names, named) for part, names in _group_names(named, _cut_text))}."
 
 
-def _cut(one: Terms) -> str:
-    """Return how a data set's prompts were cut: 'cut to at most 512 tokens'."""
+def _cut_text(one: Terms) -> str:
+    """Return the limit to which a data set's prompts were cut, as text: 'cut to at most 512 tokens'."""
     return "uncut" if one.max_tokens is None else f"cut to at most {one.max_tokens:,} tokens"
 
 
 def _chat_notes(named: NamedTerms) -> list[str]:
-    """Return sentences on the use of a chat template, where it is not that of the data sets."""
+    """Return sentences on the use of a chat template that differs from the data sets' own."""
     other = [(name, one) for name, one in named if one.own_chats != {one.chat}]
-    return [f"{_with_names(part, names, named)}." for part, names in _group_names(other, _chat)]
+    return [f"{_with_names(part, names, named)}." for part, names in _group_names(other, _chat_text)]
 
 
-def _chat(one: Terms) -> str:
-    """Return whether a data set's prompts went through a chat template, in words."""
+def _chat_text(one: Terms) -> str:
+    """Return the use of a chat template as text: 'With a chat template'."""
     return "With a chat template" if one.chat else "Without a chat template"
 
 
 def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tuple[str, list[str]]]:
-    """Return (description, names of the data sets that have it) for each distinct description."""
+    """Return (description, names of its data sets) for each distinct description."""
     groups: dict[str, list[str]] = {}
     for name, one in named:
         groups.setdefault(describe(one), []).append(name)
@@ -147,7 +147,7 @@ def _group_names(named: NamedTerms, describe: Callable[[Terms], str]) -> list[tu
 
 
 def _with_names(description: str, names: Sequence[str], named: NamedTerms) -> str:
-    """Return a description with the names of its data sets: 'f1 (mine, yours)'; without names for all data sets."""
+    """Return a description with its data sets' names, 'f1 (mine, yours)'; no names if all data sets have it."""
     return description if len(names) == len(named) else f"{description} ({', '.join(names)})"
 
 
@@ -190,7 +190,7 @@ class Task:
 
 
 def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[Task, ...]:
-    """Return one task per trace, tasks of one kind together. Raises TraceError for answers that are not graded."""
+    """Return a task per trace, sorted by kind. Raises TraceError for answers that are not graded."""
     names = _dataset_names([trace.run.dataset for trace in traces])
     each = [
         _task(name, trace, [trace.run.configs.index(config) for config in configs])
@@ -200,7 +200,7 @@ def tasks(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[T
 
 
 def _task(name: str, trace: Trace, indices: list[int]) -> Task:
-    """Return the task of a trace, with the configurations at these indices."""
+    """Return the task of a trace, with the configurations at `indices`."""
     measured = Measurements(trace, ANALYSIS, 0)
     graded = scores(trace, ANALYSIS)
     perturbation = measured["perturbation_propagated"].sum(axis=(2, 3))
@@ -222,13 +222,13 @@ def _task(name: str, trace: Trace, indices: list[int]) -> Task:
 
 
 def _dataset_names(datasets: Sequence[str]) -> list[str]:
-    """Return the data sets' names in tables: the stems of files, unless two would have the same name."""
+    """Return the data sets' names for tables: files by their stems, unless two stems are equal."""
     stems = [Path(one).stem if one.endswith((".jsonl", ".json")) else one for one in datasets]
     return stems if len(set(stems)) == len(stems) else list(datasets)
 
 
 def _kind(run: RunConfig) -> str:
-    """Return the kind of task of a run; for a file whose rows are all of one known data set, that data set's."""
+    """Return a run's kind of task; for a file with rows of a single known data set, that data set's kind."""
     kind, worded = kind_of(run.dataset), list(run.dataset_options.get("wording", {}))
     return kind_of(worded[0]) if kind == OTHERS and len(worded) == 1 else kind
 
@@ -255,13 +255,13 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
 
 
 def partial_configs(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations that only some of the traces hold."""
+    """Return the configurations that some but not all of the traces hold."""
     every = dict.fromkeys(config for trace in traces for config in trace.run.configs)
     return tuple(config for config in every if config not in configs)
 
 
 def _check_equal_settings(traces: Sequence[Trace]) -> None:
-    """Raise TraceError for traces that differ in a setting that scores in one table share."""
+    """Raise TraceError for traces that differ in a setting that must be equal for one table of scores."""
     first = traces[0]
     for other in traces[1:]:
         for name in _SHARED:

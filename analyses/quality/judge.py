@@ -137,7 +137,7 @@ class JudgeScores(Result):
         return text.intervals_note(len(self.samples))
 
     def caveats(self) -> Sequence[str]:
-        """Return the range of the scores, that equal scores have no interval, and notes on cache shares."""
+        """Return notes on the scores' range, on equal scores without intervals, and on cache shares."""
         every = np.concatenate([one.scores for one in (self.full, *self.configs)])
         limit = "" if self.judge.scale else ", beyond which no interval goes"
         return [
@@ -167,13 +167,13 @@ class JudgeScores(Result):
 
     @property
     def _unbounded(self) -> bool:
-        """True where some mean has no interval because all its samples are equal."""
+        """True where a mean has no interval, as all of its samples are equal and the judge has no scale."""
         ends = [self.full.mean_interval, *(end for one in self.configs
                                            for end in (one.mean_interval, one.mean_drop_interval))]  # fmt: skip
         return len(self.samples) > 1 and None in ends
 
     def _named(self) -> list[tuple[str, ScoredCache]]:
-        """Return each configuration with its short name."""
+        """Return (short name, configuration's scores) pairs."""
         return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
 
@@ -215,7 +215,7 @@ def judge_scores(answers: WrittenAnswers, judge: Judge, judgements: Sequence[Jud
 
 
 def bounded_interval(each: Floats, kind: StatisticKind, judge: Judge) -> OptionalInterval:
-    """Return the interval of a mean; None where all samples are equal and no scale bounds the scores."""
+    """Return the interval of a mean score; None if all samples are equal and the judge has no scale."""
     return None if judge.scale is None and np.ptp(each) == 0 else intervals.of_mean(each, kind)
 
 
@@ -340,7 +340,7 @@ class Preferences(Result):
         ]  # fmt: skip
 
     def _named(self) -> list[tuple[str, PreferredCache]]:
-        """Return each configuration with its short name."""
+        """Return (short name, configuration's preferences) pairs."""
         return list(zip(method_names(self.identity.configs), self.configs, strict=True))
 
 
@@ -370,7 +370,7 @@ def judge_preferences(answers: WrittenAnswers, judge: Judge, judgements: Sequenc
 
 
 def _preferred_cache(config: EvictionConfig, share: float, outcomes: tuple[str, ...]) -> PreferredCache:
-    """Return one configuration's outcomes with the share of each and its interval."""
+    """Return a configuration's shares of wins, ties and losses with their intervals."""
     hits = {name: np.array([one == name for one in outcomes]) for name in OUTCOMES}
     decided = hits["loss"][~hits[TIE]]
     return PreferredCache(

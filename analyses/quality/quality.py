@@ -112,7 +112,7 @@ class Quality(Result):
     average: ScoreColumn = column("the mean over all data sets, each of which counts the same")
 
     def conclusion(self) -> str:
-        """Return the scores of the full cache and of each budget's best method, and how often the treatment wins."""
+        """Return the full cache's score, each budget's best method, and how often the treatment beats the baseline."""
         average = self.average
         full, over = text.points(average.full, average.full_interval), _data_phrase(average)
         if not average.full:
@@ -135,7 +135,7 @@ class Quality(Result):
         return f"n = {score_tables.sample_counts(self.datasets)}. {score_tables.brackets_note(self.datasets)}"
 
     def caveats(self) -> Sequence[str]:
-        """Return terms that are not the data sets' own, configurations left out, and answers that cannot change."""
+        """Return notes on terms that are not the data sets' own, left-out configurations, and unchangeable answers."""
         left = f"Left out: {plural(len(self.left_out), 'configuration')} that not all data sets have."
         terms = score_tables.terms_notes(self.datasets)
         return [
@@ -180,7 +180,7 @@ class Quality(Result):
         return score_tables.csv(self.layouts()[-1], self.configs)
 
     def layouts(self) -> tuple[Layout, ...]:
-        """Return the table by kind, where kinds hold several data sets, and the one by data set."""
+        """Return the layouts by kind, if any kind holds several data sets, and by data set."""
         summed = [self.kinds] if 1 < len(self.kinds) < len(self.datasets) else []
         return tuple(lay_out(self.configs, shown, self.average) for shown in [*summed, self.datasets])
 
@@ -189,16 +189,16 @@ class Quality(Result):
         return f"{self.identity.lines()[0]}. {score_tables.caption(self.datasets)}"
 
     def _column_table(self, one: ScoreColumn) -> Table:
-        """Return the table of one data set, kind of task or average."""
+        """Return the table of a data set, a kind of task, or the average."""
         return columns.table(self._column_title(one), self._column_lines(one), self.SHOWN, self.FIRST)
 
     def _column_title(self, one: ScoreColumn) -> str:
-        """Return the name of one data set, or of a kind or average with its number of data sets, and the baseline."""
+        """Return a table's title: the data set, or the kind or average with its number of data sets; the baseline."""
         name = one.tasks[0].name if len(one.tasks) == 1 else f"{one.name} of {len(one.tasks)} data sets"
         return name + (f"; baseline: {self.baseline}" if self.pairs else "")
 
     def _column_lines(self, one: ScoreColumn) -> list[Line]:
-        """Return the lines of one data set, kind of task or average: the full cache, then each configuration."""
+        """Return the lines of a data set, a kind of task, or the average: full cache, then each configuration."""
         names = method_names(self.configs)
         gains = {gain.treatment: gain for gain in reversed(one.gains)}
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
@@ -210,7 +210,7 @@ class Quality(Result):
         return lines
 
     def _best_of_groups(self) -> list[str]:
-        """Return a clause per group on its best method; of more than three, for the least and largest budget."""
+        """Return a clause on each group's best method; for more than three groups, the smallest and largest budgets."""
         names = method_names(self.configs, "budget", *CACHE_SIZE_CHOICES)
         evicted = rows(self.configs, [self.average])[1:]
         groups = [list(group) for _, group in groupby(evicted, key=lambda row: row.group)]
@@ -219,7 +219,7 @@ class Quality(Result):
         return [f"at b={group[0].group} {_best_clause(group, self.configs, names)}" for group in shown]
 
     def _treatment_clause(self) -> str:
-        """Return the clause on how often the treatment scores higher than the baseline; empty without such pairs."""
+        """Return the clause on how often the treatment outscores the baseline; empty without pairs."""
         if not self.pairs:
             return ""
         words: Words = {
@@ -244,7 +244,7 @@ def _format_difference(difference: ScoreDifference | None) -> str:
 
 
 def _best_clause(group: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
-    """Return 'two-stage scores best by looking, 45.1 [40.2, 50.0]', with all methods of the group that are equal."""
+    """Return the clause on a group's best methods: 'two-stage scores best by looking, 45.1 [40.2, 50.0]'."""
     first = max(group, key=lambda row: row.cells[0].value)
     index = first.index or 0
     score = text.points(first.cells[0].value, first.cells[0].interval) + _share_clause(
@@ -259,13 +259,13 @@ def _best_clause(group: Sequence[Row], configs: Sequence[EvictionConfig], names:
 
 
 def _share_clause(share: float, config: EvictionConfig) -> str:
-    """Return ' (cache share 1.20)'; empty where it is unknown or equal to the budget."""
+    """Return the cache share as ' (cache share 1.20)'; empty if unknown or equal to the budget."""
     alike = isinstance(config.budget.value, float) and abs(share - config.budget.value) < _ROUNDED
     return "" if isnan(share) or alike else f" (cache share {text.cache_share(share)})"
 
 
 def _data_phrase(one: ScoreColumn) -> str:
-    """Return the samples that scores are of: '24 samples', or 'the average of 3 data sets, 24 samples'."""
+    """Return the number of samples and data sets: '24 samples', 'the average of 3 data sets, 24 samples'."""
     samples = plural(one.samples, "sample")
     return samples if len(one.tasks) == 1 else f"the average of {len(one.tasks)} data sets, {samples}"
 
@@ -334,7 +334,7 @@ def _identity(traces: Sequence[Trace], configs: Sequence[EvictionConfig]) -> Run
 
 
 def _names_or_count(names: Sequence[str], many: str) -> str:
-    """Return the names, joined by commas; the text `many` for more than four."""
+    """Return up to four names, joined by commas; the text `many` for more names."""
     return ", ".join(names) if len(names) <= _MOST_NAMED else many
 
 

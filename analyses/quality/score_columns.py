@@ -137,15 +137,15 @@ class DatasetScores(ScoreColumn):
 
 
 def score_column(name: str, tasks: Sequence[Task], compared: Comparison) -> ScoreColumn:
-    """Return the mean scores over some data sets, under a name."""
-    return ScoreColumn(**_scores(name, tasks, compared))
+    """Return the mean scores over some data sets, as a column called `name`."""
+    return ScoreColumn(**_column_fields(name, tasks, compared))
 
 
 def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScores, ...]:
-    """Return the scores of each data set, and its first decode step."""
+    """Return each data set's scores, with perturbation and KL at the first decode step."""
     return tuple(
         DatasetScores(
-            **_scores(task.name, [task], compared),
+            **_column_fields(task.name, [task], compared),
             failed=task.failed,
             first_step=tuple(_first_step(task, *one) for one in enumerate(compared.configs)),
         )
@@ -154,14 +154,14 @@ def by_dataset(tasks: Sequence[Task], compared: Comparison) -> tuple[DatasetScor
 
 
 def by_kind(tasks: Sequence[Task], compared: Comparison) -> tuple[ScoreColumn, ...]:
-    """Return the mean scores over the data sets of each kind of task."""
+    """Return a column of mean scores per kind of task."""
     return tuple(score_column(kind, list(some), compared) for kind, some in groupby(tasks, key=lambda task: task.kind))
 
 
-def _scores(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str, Any]:
-    """Return the fields of a `ScoreColumn` over some data sets."""
+def _column_fields(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str, Any]:
+    """Return the fields of the `ScoreColumn` named `name` over some data sets."""
     full, evicted = [task.full for task in tasks], [task.evicted for task in tasks]
-    means = [_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
+    means = [_stratified_mean([part[:, index] for part in evicted]) for index in range(len(compared.configs))]
     best, shares = _is_best([value for value, _ in means], compared), cache_shares(tasks)
     methods = tuple(
         MethodScore(
@@ -170,19 +170,19 @@ def _scores(name: str, tasks: Sequence[Task], compared: Comparison) -> dict[str,
             score=means[index][0],
             score_interval=means[index][1],
             best=best[index],
-            minus_full=ScoreDifference(**_difference([part[:, index] for part in evicted], full)),
+            minus_full=ScoreDifference(**_difference_fields([part[:, index] for part in evicted], full)),
         )
         for index, config in enumerate(compared.configs)
     )
     gains = tuple(
         Gain(
-            **_difference([part[:, second] for part in evicted], [part[:, first] for part in evicted]),
+            **_difference_fields([part[:, second] for part in evicted], [part[:, first] for part in evicted]),
             baseline=compared.configs[first],
             treatment=compared.configs[second],
         )
         for first, second in compared.pairs
     )
-    value, ends = _mean(full)
+    value, ends = _stratified_mean(full)
     return {
         "name": name,
         "tasks": tuple(tasks),
@@ -199,7 +199,7 @@ def cache_shares(tasks: Sequence[Task]) -> Floats:
 
 
 def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
-    """Return the medians over samples of one configuration's perturbation and KL, with their intervals."""
+    """Return a configuration's median perturbation and KL at the first decode step, with their intervals."""
     propagated, kl = (array[:, index] for array in (task.propagated, task.kl))
     return FirstStep(
         config=config,
@@ -210,13 +210,13 @@ def _first_step(task: Task, index: int, config: EvictionConfig) -> FirstStep:
     )
 
 
-def _mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
-    """Return the mean over data sets of each one's mean score over samples, with its interval."""
+def _stratified_mean(parts: Sequence[Floats]) -> tuple[float, OptionalInterval]:
+    """Return the mean over data sets of mean scores over samples, with its interval; `parts`: (sample,) each."""
     return intervals.stratified_mean(parts), intervals.of_stratified_mean(parts, _SCORE)
 
 
-def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, Any]:
-    """Return the fields of a `ScoreDifference`, from each data set's (sample,) scores of both sides."""
+def _difference_fields(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, Any]:
+    """Return the fields of the `ScoreDifference` first − second, from each data set's (sample,) scores."""
     differences = [own - base for own, base in zip(first, second, strict=True)]
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
@@ -230,7 +230,7 @@ def _difference(first: Sequence[Floats], second: Sequence[Floats]) -> dict[str, 
 
 
 def _is_best(means: Sequence[float], compared: Comparison) -> list[bool]:
-    """Return, per configuration, whether its mean is the highest of its group, ties included; not if all are equal."""
+    """Return, per configuration, whether its mean is the highest of its group; False where all of a group are equal."""
     best = [False] * len(means)
     for indices in compared.groups.values():
         some = [means[index] for index in indices]
@@ -298,7 +298,7 @@ class Layout:
 
 
 def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], average: ScoreColumn) -> Layout:
-    """Return the layout of a table of some columns, with the average where there are several."""
+    """Return the layout of a table of scores; the average is added if there are several columns."""
     shown = (*columns, average) if len(columns) > 1 else tuple(columns)
     kinds = ["" if one.name in (AVERAGE, one.kind) else one.kind for one in shown]
     return Layout(

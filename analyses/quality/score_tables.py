@@ -29,7 +29,7 @@ def grades_note(datasets: Sequence[ScoreColumn]) -> str:
 
 
 def terms_notes(datasets: Sequence[ScoreColumn]) -> list[str]:
-    """Return a sentence each on answers' length, cut prompts and chat template, where not the data sets' own."""
+    """Return sentences on answers' length, cut prompts and chat templates that are not the data sets' own."""
     return term_notes([(one.name, one.tasks[0].terms) for one in datasets])
 
 
@@ -46,7 +46,7 @@ def caption(datasets: Sequence[ScoreColumn]) -> str:
 
 
 def brackets_note(datasets: Sequence[ScoreColumn]) -> str:
-    """Return the note on the intervals in brackets and the ranges in parentheses, as far as there are any."""
+    """Return the note on intervals in brackets and ranges in parentheses, for those that the table has."""
     several = "; over several data sets each one's interval counts by itself" if len(datasets) > 1 else ""
     kinds = {one.full_interval.kind for one in datasets if one.full_interval is not None}
     parts = [f"In brackets: 95 % intervals over samples{several}."] if "interval" in kinds else []
@@ -73,7 +73,7 @@ def latex(layouts: Sequence[Layout], caption: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Return the text with TeX's special characters escaped, so that nothing in it is a command."""
+    """Return the text with TeX's special characters escaped."""
     return "".join(_SIGNS.get(sign, sign) for sign in in_a_line(text))
 
 
@@ -95,7 +95,7 @@ def _tabular(layout: Layout) -> Iterator[str]:
     if any(kind for kind, _ in layout.kinds):
         yield _latex_row(["", "", "", *_kind_headings(layout)])
         yield "".join(_kind_rules(layout))
-    yield _latex_row(["method", "$b$", "held / full", *map(escape_latex, layout.columns)])
+    yield _latex_row(["method", "$b$", "cache share", *map(escape_latex, layout.columns)])
     yield r"\midrule"
     for row in layout.rows:
         if layout.starts_group(row):
@@ -120,7 +120,7 @@ def _kind_rules(layout: Layout) -> Iterator[str]:
 
 
 def _latex_rows(row: Row) -> Iterator[str]:
-    """Yield the LaTeX rows of a configuration: its scores, and below them their intervals in small type."""
+    """Yield a configuration's LaTeX rows: scores, then their intervals in small type."""
     yield _latex_row(
         [
             escape_latex(row.method),
@@ -129,7 +129,7 @@ def _latex_rows(row: Row) -> Iterator[str]:
             *map(_latex_score, row.cells),
         ]
     )
-    intervals = [_latex_ends(cell) for cell in row.cells]
+    intervals = [_latex_interval(cell) for cell in row.cells]
     if any(intervals):
         yield _latex_row(["", "", "", *intervals])
 
@@ -140,8 +140,8 @@ def _latex_score(cell: Cell) -> str:
     return rf"\textbf{{{shown}}}" if cell.best else shown
 
 
-def _latex_ends(cell: Cell) -> str:
-    """Return the interval of a score in LaTeX, in small type; empty where there is none."""
+def _latex_interval(cell: Cell) -> str:
+    """Return a score's interval in LaTeX, in small type; empty without an interval."""
     shown = escape_latex(text.points(cell.value, cell.interval).partition(" ")[2])
     return rf"{{\tiny {shown}}}" if shown else ""
 
@@ -164,7 +164,7 @@ def markdown(layouts: Sequence[Layout], caption: str) -> str:
 
 def _markdown_table(layout: Layout) -> str:
     """Return one table in Markdown."""
-    heads = ["method", "b", "held / full", *map(_escape_markdown, _column_names(layout))]
+    heads = ["method", "b", "cache share", *map(_escape_markdown, _column_names(layout))]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     rows = [_markdown_row(one) for one in layout.rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))
@@ -198,7 +198,7 @@ def _escape_markdown(text: str) -> str:
 
 
 def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:
-    """Return a table as CSV: a row per method, per score × 100 a column and two for the ends of its interval."""
+    """Return a table as CSV: a row per method; per score column its value × 100 and the ends of its interval."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -222,6 +222,6 @@ def _csv_row(row: Row, configs: Sequence[EvictionConfig]) -> tuple[list[str], li
 
 
 def _csv_numbers(cell: Cell) -> list[float | None]:
-    """Return score × 100 and the ends of its interval; None for ends that do not exist."""
+    """Return a score × 100 and the ends of its interval; None for missing ends."""
     low, high = (None, None) if cell.interval is None else (100 * cell.interval.low, 100 * cell.interval.high)
     return [100 * cell.value, low, high]

@@ -15,7 +15,7 @@ def ratio(numerator: Any, denominator: Any) -> Any:
 
 
 def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int | None = None) -> NDArray[np.float64]:
-    """Return (level, …) quantiles along an axis, or of all numbers, without those that are NaN; NaN where all are."""
+    """Return (level, …) quantiles along an axis, or of all numbers, ignoring NaN; NaN if all are NaN."""
     flat = array.reshape(-1) if axis is None else np.moveaxis(array, axis, 0)
     result = np.full((len(levels), *flat.shape[1:]), np.nan)
     known = ~np.isnan(flat).all(axis=0) if len(flat) else np.zeros(flat.shape[1:], dtype=bool)
@@ -25,11 +25,11 @@ def quantiles(array: NDArray[np.float64], levels: tuple[float, ...], axis: int |
 
 
 def half_share(parts: NDArray[np.float64]) -> float:
-    """Return the smallest share of the parts that adds up to half of their sum; NaN where the sum is 0."""
+    """Return the smallest share of the parts that sums to half of the total; NaN for a total of 0."""
     largest = np.sort(parts.reshape(-1))[::-1].cumsum()
     return float((np.argmax(largest >= largest[-1] / 2) + 1) / largest.size) if largest[-1] > 0 else float("nan")
 
 
 def median(array: NDArray[np.float64]) -> float:
-    """Return the median of the numbers that are not NaN; NaN where all are."""
+    """Return the median, ignoring NaN; NaN if all numbers are NaN."""
     return float(quantiles(array, (0.5,))[0])

@@ -47,13 +47,13 @@ def draw_orders(players: int, permutations: int, seed: int) -> Orders:
 
 
 def coalitions_along(drawn: Orders) -> list[Coalition]:
-    """Return each coalition that some order passes through, from no player to all players."""
+    """Return every coalition along the orders, from no player to all players, without duplicates."""
     passed = (frozenset(order[:count].tolist()) for order in drawn for count in range(drawn.shape[1] + 1))
     return list(dict.fromkeys(passed))
 
 
 def extreme_coalitions(players: int) -> list[Coalition]:
-    """Return the coalitions of one player, then those of all players but one.
+    """Return the coalitions of a single player, then those without a single player.
 
     Example:
         >>> [sorted(coalition) for coalition in extreme_coalitions(3)]
@@ -133,13 +133,13 @@ def last_contributions(values: Values, players: int) -> Floats:
 
 
 def pair_means(each: Sequence[Floats] | Floats) -> Floats:
-    """Return (pair, …) means of (order, …) values over each order and its reverse."""
+    """Return the mean of (order, …) values over each order and its reverse, (pair, …)."""
     values = np.asarray(each)
     return np.asarray(values.reshape(-1, 2, *values.shape[1:]).mean(axis=1))
 
 
 def draw_halves(samples: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw two halves of the samples, as sorted indices; the first half is the larger one of an odd number."""
+    """Return two random halves of the samples, as sorted indices; the first is larger for an odd number."""
     drawn = np.random.default_rng(seed % 2**64).permutation(samples)
     middle = -(-samples // 2)
     return np.sort(drawn[:middle]), np.sort(drawn[middle:])
@@ -159,12 +159,12 @@ class GreedyPath:
     chosen: list[int] = field(default_factory=list)
 
     def candidates(self, players: int) -> list[Coalition]:
-        """Return the coalitions that could come next: the chosen players and one more player."""
+        """Return the candidates for the next step: the chosen players plus one other player each."""
         chosen = frozenset(self.chosen)
         return [chosen | {player} for player in range(players) if player not in chosen]
 
     def choose(self, outcomes: Mapping[Coalition, Floats], better: int) -> None:
-        """Add the player with the best mean outcome over the choosing samples, the first one of equals.
+        """Add the player of the candidate with the best mean outcome over the choosing samples; ties: the first player.
 
         `outcomes` maps each candidate to (choosing sample,); `better` is 1 where more is better, −1 where less is.
         """

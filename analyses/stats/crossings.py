@@ -68,36 +68,36 @@ class Crossing(Record):
     @derived()
     def beyond(self) -> str:
         """Where no budget is known: `below 0.005` or `above 0.4`; else empty."""
-        return self._beyond(self.value)
+        return self._beyond_text(self.value)
 
     @derived()
     def mean_beyond(self) -> str:
         """Where no budget is known for the mean: `below 0.005` or `above 0.4`; else empty."""
-        return self._beyond(self.mean)
+        return self._beyond_text(self.mean)
 
     @derived(heading="#from\nbudget", json=False)
     def budget(self) -> str:
         """Budget from which on the median stays below; > and <: beyond those measured, *: it passes more than once."""
         mark = "*" if self.passes > 1 else ""
-        return mark + self._with_sign(self.value) + text.interval_text(
-            self.interval, lambda end: self._with_sign(end).replace(" ", ""), " ")  # fmt: skip
+        return mark + self._budget_text(self.value) + text.interval_text(
+            self.interval, lambda end: self._budget_text(end).replace(" ", ""), " ")  # fmt: skip
 
     @derived(heading="#by the\nmean", json=False)
     def mean_budget(self) -> str:
         """Budget from which on the mean over samples stays below; one sample can dominate it."""
-        return self._with_sign(self.mean)
+        return self._budget_text(self.mean)
 
     @derived(heading="#cache\nMB", json=False)
     def megabytes(self) -> str:
         """Mean megabytes of the cache at that budget."""
         return "–" if isnan(self.cache_bytes) else f"{self.cache_bytes / _MEGABYTE:.3g}"
 
-    def _beyond(self, value: float) -> str:
-        """Return the side on which a budget lies beyond those measured: 'above 0.4'; empty for a known budget."""
+    def _beyond_text(self, value: float) -> str:
+        """Return the side of a budget outside the measured budgets, 'above 0.4'; empty for a known budget."""
         return {0.0: f"below {self.measured[0]:g}", inf: f"above {self.measured[1]:g}"}.get(value, "")
 
-    def _with_sign(self, value: float) -> str:
-        """Return a budget as text; `< 0.005` or `> 0.4` beyond those measured."""
+    def _budget_text(self, value: float) -> str:
+        """Return a budget as text, with its side if outside the measured budgets: `< 0.005`, `> 0.4`."""
         smallest, largest = map(self._format, self.measured)
         return {0.0: f"< {smallest}", inf: f"> {largest}"}.get(value) or self._format(value)
 
@@ -124,25 +124,25 @@ def crossing(budgets: Floats, each: Floats, threshold: float) -> Crossing:
 
 
 def last_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
-    """Return the budget from which on a curve (budget,) stays below the threshold; 0 everywhere, infinite nowhere."""
+    """Return the budget from which on a curve (budget,) stays below the threshold; 0 for all, infinity for none."""
     above = np.flatnonzero(curve >= threshold)
     if not len(above):
         return 0.0
     index = int(above[-1])
-    return inf if index == len(budgets) - 1 else _between(budgets, curve, index, threshold)
+    return inf if index == len(budgets) - 1 else _interpolated_crossing(budgets, curve, index, threshold)
 
 
 def first_crossing(budgets: Floats, curve: Floats, threshold: float) -> float:
-    """Return the budget at which a curve (budget,) is first below the threshold; 0: the smallest, infinite: nowhere."""
+    """Return the smallest budget with a curve (budget,) below the threshold; 0 if the first is, infinity for none."""
     below = np.flatnonzero(curve < threshold)
     if not len(below):
         return inf
     index = int(below[0]) - 1
-    return 0.0 if index < 0 else _between(budgets, curve, index, threshold)
+    return 0.0 if index < 0 else _interpolated_crossing(budgets, curve, index, threshold)
 
 
-def _between(budgets: Floats, curve: Floats, index: int, threshold: float) -> float:
-    """Return where the line from the budget at `index`, not below the threshold, to the next, below it, crosses it."""
+def _interpolated_crossing(budgets: Floats, curve: Floats, index: int, threshold: float) -> float:
+    """Return the budget at which the curve crosses the threshold, between the budgets at `index` and `index` + 1."""
     high, low = np.log(np.maximum(curve[index : index + 2], _SMALLEST))
     share = (high - np.log(threshold)) / (high - low)
     return float(budgets[index] * (budgets[index + 1] / budgets[index]) ** share)
@@ -196,7 +196,7 @@ def crossing_ratio(budgets: tuple[Floats, Floats], each: tuple[Floats, Floats], 
 
 
 def _crossing_limits(budgets: Floats, curves: Floats, threshold: float) -> tuple[Floats, Floats]:
-    """Return the least and the largest possible crossing of each (sample, budget) curve; equal where it is known."""
+    """Return the least and largest possible crossing of each (sample, budget) curve; both equal if it is known."""
     crossings = np.array([last_crossing(budgets, curve, threshold) for curve in curves])
     return np.where(crossings == inf, budgets[-1], crossings), np.where(crossings == 0, budgets[0], crossings)
 

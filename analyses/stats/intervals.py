@@ -66,7 +66,7 @@ class Interval(Generic[End]):
     kind: str = "interval"
 
     def at(self, index: int) -> Interval[float]:
-        """Return the interval of one number of the array."""
+        """Return the interval of the number at an index of the array."""
         return Interval(float(np.asarray(self.low)[index]), float(np.asarray(self.high)[index]), self.kind)
 
 
@@ -182,7 +182,7 @@ def median_level(samples: int) -> float:
 
 
 def _median_levels(samples: int) -> Floats:
-    """Return how surely the k-th least to the k-th largest sample cover the median: (k,), down to `MEDIAN_LEVEL`."""
+    """Return the coverage of the median by k-th least to k-th largest sample, (k,), while at least `MEDIAN_LEVEL`."""
     tails = accumulate(math.comb(samples, count) for count in range(samples // 2))
     inside = np.array([1 - 2 * (tail / 2**samples) for tail in tails])
     return np.asarray(inside[inside >= MEDIAN_LEVEL])
@@ -191,7 +191,7 @@ def _median_levels(samples: int) -> Floats:
 def of_statistic(
     statistic: Callable[[Floats], Floats], samples: int, kind: StatisticKind, deciding: float | None = None
 ) -> OptionalInterval:
-    """Return the interval of one number: `statistic` gives one value per row of weights. None where there is none."""
+    """Return the interval of a number, or None; `statistic` maps weights (row, sample) to (row,) values."""
     ends = of_statistics(statistic, samples, kind, deciding)
     if ends is None or np.isnan([ends.low, ends.high]).any():
         return None
@@ -222,7 +222,7 @@ def of_statistics(
 def jackknife(
     value: Floats, left_out: Floats, kind: StatisticKind, deciding: float | None = None
 ) -> tuple[Floats, Floats]:
-    """Return the ends of the interval of `value` (…) from its values without each sample, (sample, …).
+    """Return the ends of the interval of `value` (…), from its leave-one-out values (sample, …).
 
     They are made on the scale of `kind`; where that is not defined, because a value is 0, on the plain one.
     """
@@ -241,13 +241,13 @@ def jackknife(
 
 
 def _variance(left_out: Floats) -> Floats:
-    """Return the squared standard error (…) by the jackknife, of values without each sample, (sample, …)."""
+    """Return the jackknife's squared standard error (…), from leave-one-out values (sample, …)."""
     count = len(left_out)
     return np.asarray((count - 1) / count * ((left_out - left_out.mean(axis=0)) ** 2).sum(axis=0))
 
 
 def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
-    """Return the variance (…) that a share of heads would have if all heads of all samples were independent."""
+    """Return the variance (…) of a share of heads if all heads were independent; 0 for other statistics."""
     share = np.clip(value, 0, 1)
     return np.asarray(share * (1 - share) / (samples * kind.heads)) if kind.heads else np.zeros_like(value)
 
@@ -255,7 +255,7 @@ def _heads_variance(value: Floats, samples: int, kind: StatisticKind) -> Floats:
 def _widen_for_unseen(
     value: Floats, low: Floats, high: Floats, left_out: Floats, kind: StatisticKind, deciding: float
 ) -> tuple[Floats, Floats]:
-    """Return the interval's ends, moved outward to where rare samples that were not drawn could bring the mean."""
+    """Return the interval's ends, moved outward to allow for rare values that no sample shows."""
     count, (least, most) = len(left_out), kind.limits
     rest = 1 - ((1 - LEVEL) / 2) ** (1 / deciding)
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
@@ -264,11 +264,11 @@ def _widen_for_unseen(
     extension = _rare_extension(low, high, each, rest) if kind.rare else (0.0, 0.0)
     low = low - np.maximum(unsure[1] * (low - value + rest * (value - least)), extension[0])
     high = high + np.maximum(unsure[0] * (value + rest * (most - value) - high), extension[1])
-    return _snap(np.maximum(low, least), least), _snap(np.minimum(high, most), most)
+    return _snap_to_limit(np.maximum(low, least), least), _snap_to_limit(np.minimum(high, most), most)
 
 
 def _rare_extension(low: Floats, high: Floats, each: Floats, rest: float) -> tuple[Floats, Floats]:
-    """Return how much to move out the ends of a mean of (sample, …) differences; 0 unless most of these are 0."""
+    """Return how far to move out both ends of a mean of (sample, …) differences; 0 unless most are 0."""
     size = np.abs(each).max(axis=0)
     rare = (np.abs(each) <= len(each) * _ROUNDING * size).mean(axis=0) >= _RARE_TIES
     mean, least, most = each.mean(axis=0), np.minimum(each.min(axis=0), 0), np.maximum(each.max(axis=0), 0)
@@ -276,20 +276,20 @@ def _rare_extension(low: Floats, high: Floats, each: Floats, rest: float) -> tup
 
 
 def _single_departure(distance: Floats, count: int) -> Floats:
-    """Return (…) 1 where at most one of (sample, …) distances from a limit is not 0; 0 where two are equally far."""
+    """Return 1 where at most one sample's distance from a limit is not 0, falling to 0 for two equal distances."""
     departing = np.where(distance < count * _ROUNDING, 0, distance)
     squares = (departing**2).sum(axis=0)
     effective = departing.sum(axis=0) ** 2 / np.where(squares > 0, squares, 1)  # k equal departures: k
     return np.asarray(np.clip(2 - effective, 0, 1))
 
 
-def _snap(end: Floats, limit: float) -> Floats:
-    """Return the end, exactly at the limit where rounding alone keeps it away."""
+def _snap_to_limit(end: Floats, limit: float) -> Floats:
+    """Return the end, set to the limit where it differs from it by rounding alone."""
     return np.where(np.abs(end - limit) <= _ROUNDING, limit, end)
 
 
 def stratified_mean(strata: Sequence[Floats]) -> float:
-    """Return the mean over data sets of each one's mean over its (sample,) values."""
+    """Return the mean over data sets of the mean of each data set's (sample,) values."""
     return float(np.mean([values.mean() for values in strata]))
 
 
@@ -327,12 +327,12 @@ class Estimate:
 
 
 def estimate_mean(each: Floats, kind: StatisticKind) -> Estimate:
-    """Return the mean of (prompt,) values; prompts that are NaN are left out."""
+    """Return the mean of (prompt,) values with its interval, ignoring NaN."""
     known = each[~np.isnan(each)]
     return Estimate(float(ratio(known.sum(), len(known))), of_mean(known, kind), len(known))
 
 
 def mean_where_known(values: Sequence[Floats] | Floats, axis: int | tuple[int, ...] = 0) -> Floats:
-    """Return the mean along some axes over the numbers that are not NaN; NaN where all are."""
+    """Return the mean along `axis`, ignoring NaN; NaN if all numbers are NaN."""
     known = ~np.isnan(values)
     return np.asarray(ratio(np.where(known, values, 0).sum(axis=axis), known.sum(axis=axis)))

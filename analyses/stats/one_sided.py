@@ -39,14 +39,14 @@ _LARGEST_EXPONENT = 700.0
 
 
 def share_at_least(hits: NDArray[np.bool_], samples: int | None = None) -> float:
-    """Return the lower bound of the share of `hits` that are True, were there `samples` of them with that share."""
+    """Return the lower bound of the share of True in `hits`; `samples`: as if there were that many."""
     count = samples or len(hits)
     successes = int(hits.mean() * count + 1e-9)
     return float(special.betaincinv(successes, count - successes + 1, RISK)) if successes else 0.0
 
 
 def mean_at_least(each: Floats, samples: int | None = None) -> float:
-    """Return the lower bound of the mean of (sample,) numbers in [0, 1], were there `samples` like these."""
+    """Return the lower bound of the mean of (sample,) numbers in [0, 1]; `samples`: as if there were that many."""
     times, low, high = (samples or len(each)) / len(each), 0.0, float(each.mean())
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -55,7 +55,7 @@ def mean_at_least(each: Floats, samples: int | None = None) -> float:
 
 
 def _log_capital(each: Floats, mean: float, times: float) -> float:
-    """Return the log of a gambler's capital, 1 at first, after betting against `mean` on the samples, `times` over."""
+    """Return the log capital after betting against `mean` on the samples, repeated `times`; the first capital is 1."""
     if mean == 0:
         return np.inf
     with np.errstate(divide="ignore"):  # the largest stake loses all
@@ -64,7 +64,7 @@ def _log_capital(each: Floats, mean: float, times: float) -> float:
 
 
 def mean_at_most(each: Floats, samples: int | None = None) -> float:
-    """Return the upper bound of the mean of (sample,) positive numbers, were there `samples` like these.
+    """Return the upper bound of the mean of (sample,) positive numbers; `samples`: as if there were that many.
 
     Infinite for fewer than five samples.
     """
@@ -76,7 +76,7 @@ def mean_at_most(each: Floats, samples: int | None = None) -> float:
 
 
 def _lognormal_bound(logs: Floats, count: int) -> float:
-    """Return the upper bound of a lognormal's mean from the median of the logarithms and their spread above it."""
+    """Return the upper bound of a lognormal mean, from the logarithms' median and the spread above the median."""
     middle = float(np.median(logs))
     spread = float(((np.sort(logs)[-(len(logs) // 2) :] - middle) ** 2).mean())
     if spread == 0:
@@ -95,7 +95,7 @@ def _lognormal_bound(logs: Floats, count: int) -> float:
 
 
 def samples_for(holds: Callable[[int], bool], samples: int) -> int | None:
-    """Return the smallest number above `samples` for which `holds` is true; None where it is false for a million."""
+    """Return the smallest number above `samples` for which `holds` is true; None if beyond about a million."""
     low, high = samples, 2 * samples
     while not holds(high):
         if high > MOST_SAMPLES:

@@ -73,7 +73,7 @@ class SignFlips(Record):
         return f"{self.above}/{self.below}"
 
     def power_caveat(self) -> list[str]:
-        """Return the note that no head can be significant, where there are too few samples for it."""
+        """Return the note that too few samples make significance impossible, as a list; empty for enough samples."""
         return [] if self.least_tests else [f"No head can be significant: the smallest p is {self.smallest:.2g}."]
 
 
@@ -83,7 +83,7 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
     Each flip in turn is a world without effect, in which the same tests are made.
     """
     flat = differences.reshape(len(differences), -1)
-    signs = _flips(len(flat))
+    signs = _flip_signs(len(flat))
     p = _p_values(np.abs(signs @ flat))
     shape = differences.shape[1:]
     passing = (p <= LEVEL).sum(axis=1)
@@ -101,8 +101,8 @@ def sign_flip_tests(differences: Floats) -> SignFlips:
     )
 
 
-def _flips(samples: int) -> Floats:
-    """Return the signs of all flips, or of drawn ones, (flip, sample); the first flip changes nothing."""
+def _flip_signs(samples: int) -> Floats:
+    """Return the signs of all, or of drawn, sign flips, (flip, sample); the first row flips nothing."""
     if samples <= MOST_EXACT:
         bits = np.arange(2**samples)[:, None] >> np.arange(samples) & 1
     else:
@@ -112,7 +112,7 @@ def _flips(samples: int) -> Floats:
 
 
 def _p_values(sizes: Floats) -> Floats:
-    """Return the p-value of each test under each flip, (flip, test): the share of flips with as large a sum."""
+    """Return the p-value of each test under each flip, (flip, test): the share of flips with an equal or larger sum."""
     shares = []
     for test in np.ascontiguousarray(sizes.T):
         below = np.searchsorted(np.sort(test), test * (1 - _ROUNDING), side="left")
@@ -133,7 +133,7 @@ def benjamini_hochberg(p: Floats) -> NDArray[np.bool_]:
 
 
 def _least_tests(smallest: float, count: int) -> int:
-    """Return how many of `count` tests must reach the smallest p, k with p ≤ 0.05 k / count, to pass; 0: none can."""
+    """Return how many of `count` tests must reach the smallest p for any to be significant; 0 if none can be."""
     return 0 if smallest > LEVEL else int(np.ceil(smallest * count / LEVEL - _ROUNDING))
 
 
@@ -181,7 +181,7 @@ class PromptPermutations:
 
 
 def prompt_permutations(same_dataset: NDArray[np.bool_]) -> PromptPermutations:
-    """Return all permutations within data sets where they are few, else drawn ones; `same_dataset` (prompt, prompt)."""
+    """Return all permutations of prompts within data sets, or drawn ones where there are too many."""
     groups = [np.flatnonzero(row) for row in np.unique(same_dataset, axis=0)] if len(same_dataset) else []
     exact = math.prod(math.factorial(len(group)) for group in groups) <= _MOST_PERMUTATIONS
     permute = _all_within_groups if exact else _drawn_within_groups
@@ -205,7 +205,7 @@ def prompt_permutation_null(tables: Sequence[Floats], permutations: PromptPermut
 
 
 def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
-    """Return the prompts' indices in all permutations within groups, (permutation, prompt)."""
+    """Return prompt indices in all permutations within the groups, (permutation, prompt)."""
     indices = np.arange(prompts)[None]
     for group in groups:
         orders = group[_all_orders(len(group))]
@@ -215,7 +215,7 @@ def _all_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDA
 
 
 def _drawn_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> NDArray[np.int64]:
-    """Return the prompts' indices in drawn permutations within groups, (permutation, prompt)."""
+    """Return prompt indices in random permutations within the groups, (permutation, prompt)."""
     draw = np.random.default_rng(0)
     indices = np.empty((_MOST_PERMUTATIONS, prompts), dtype=np.int64)
     for group in groups:
@@ -224,7 +224,7 @@ def _drawn_within_groups(groups: Sequence[NDArray[np.int64]], prompts: int) -> N
 
 
 def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
-    """Return (permutation, measure) sums over prompts of Σ weights × permuted scores."""
+    """Return (permutation, measure) sums over prompts of Σ weights × permuted scores; all permutations if `exact`."""
     draw, configs = np.random.default_rng(0), weights.shape[2]
     total = np.zeros((1 if exact else _MOST_PERMUTATIONS, len(weights)))
     for prompt in range(weights.shape[1]):
@@ -235,19 +235,19 @@ def _permuted_sums(weights: Floats, scores: Floats, exact: bool) -> Floats:
 
 
 def _all_orders(count: int) -> NDArray[np.int64]:
-    """Return all orders of 0 to `count` − 1, (order, position), the rising one first."""
+    """Return all orders of 0 … `count` − 1, (order, position); the first is ascending."""
     return np.array(list(itertools.permutations(range(count))))
 
 
 def _drawn_orders(draw: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """Return drawn orders of 0 to `count` − 1, (order, position), the rising one first."""
+    """Return random orders of 0 … `count` − 1, (order, position); the first is ascending."""
     orders = np.argsort(draw.random((_MOST_PERMUTATIONS, count)), axis=1)
     orders[0] = np.arange(count)
     return orders
 
 
 def _null(means: Floats, exact: bool, expected: float = 0) -> PermutationNull:
-    """Return the null of (permutation,) means, of which the first is the real one; `expected` is their expectation."""
+    """Return the null of (permutation,) means, the first unpermuted; `expected`: the mean under the null."""
     if np.isnan(means[0]):
         return PermutationNull(math.nan, math.nan, math.nan, 0, exact)
     low, high = np.quantile(means, _ENDS)

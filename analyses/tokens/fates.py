@@ -70,7 +70,7 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
 
 
 def _no_text_message(trace: Trace, name: str | None) -> str:
-    """Return the error message for a trace, or a sample, without text."""
+    """Return the error message for a trace or, given its name, a sample without text."""
     owner = "the prompts" if name is None else f"'{name}'"
     return (
         f"expected the text of {owner} in {trace.source or 'this trace'}, got a trace without it (--no-text, or an "
@@ -79,7 +79,7 @@ def _no_text_message(trace: Trace, name: str | None) -> str:
 
 
 def _text_command(trace: Trace) -> str:
-    """Return the command that adds the text; options that the trace does not record are left out."""
+    """Return the command that makes the trace with its text, without options that the trace does not record."""
     if not trace.source:
         return "pk.measure with text=True and the path of its trace"
     path = Path(trace.source)
@@ -148,7 +148,7 @@ class ChangedHead(Record):
 
 
 def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Return each side's (layer, head) isolated perturbation over ‖o_h‖₁ at the first decode step; 0 without output.
+    """Return each side's isolated perturbation over ‖o_h‖₁ at the first decode step, (layer, head); 0 if ‖o_h‖₁ is 0.
 
     `sample` and `sides` are indices along the trace's axes `sample` and `config`.
     """
@@ -159,7 +159,7 @@ def changes(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[Floats, 
 
 
 def changed_heads(trace: Trace, sample: int, sides: tuple[int, int], layer: int | None, most: int) -> list[ChangedHead]:
-    """Return the heads, of one layer or of all, whose perturbation the treatment changes most; `most` at most."""
+    """Return up to `most` heads, of a layer or of all layers, whose perturbation the treatment changes most."""
     first, second = changes(trace, sample, sides)
     moved = np.abs(second - first)
     if layer is not None:
@@ -179,7 +179,7 @@ def changed_head(trace: Trace, sample: int, sides: tuple[int, int], layer: int, 
 
 
 def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[float, float]:
-    """Return the entries of each side's cache over those of the full cache; NaN where the trace does not tell."""
+    """Return each side's cache share; NaN where the trace does not hold it."""
     if "held_share" not in trace.arrays:
         return float("nan"), float("nan")
     first, second = (float(trace.arrays["held_share"][sample, side]) for side in sides)
@@ -187,7 +187,7 @@ def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[flo
 
 
 def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, head: int) -> tuple[str, ...]:
-    """Return the fate of every token in one head."""
+    """Return who keeps each token in a head: BOTH, BASELINE, TREATMENT, NEITHER, or QUESTION where not compressed."""
     first, second = (set(trace.kept(prompt.index, side, layer, head).tolist()) for side in sides)
     names = {(True, True): BOTH, (True, False): BASELINE, (False, True): TREATMENT, (False, False): NEITHER}
     compressed = [names[position in first, position in second] for position in range(prompt.compressed)]
@@ -197,7 +197,7 @@ def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, 
 def losses(
     trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int
 ) -> tuple[tuple[Loss, ...], tuple[Loss, ...]] | None:
-    """Return each side's evicted entries that add most to the output, the largest first; None where not measured."""
+    """Return each side's evicted entries with the largest contributions to the output; None where not measured."""
     cells = [(sample, side, layer, head) for side in sides]
     if not set(_LOST) <= set(trace.arrays) or np.isnan(trace.arrays["weighted_norm"][sample, layer, head]):
         return None

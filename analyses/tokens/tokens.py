@@ -47,7 +47,7 @@ _SHORTEST = 16
 
 
 def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple[int, int, bool]]:
-    """Return (first token, end, whether it is shown) of the parts of a prompt that are shown or folded.
+    """Return (first token, end, shown) of the parts into which a prompt is folded on the screen.
 
     Shown are tokens that differ and those around them; where none differs, both ends; with `everything`, all.
     """
@@ -59,7 +59,7 @@ def shown_parts(differs: Sequence[bool], everything: bool = False) -> list[tuple
 
 
 def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return the (first, end) parts of `AROUND` tokens around each position; neighbouring parts are joined."""
+    """Return (first, end) parts with `AROUND` tokens on both sides of each position; near parts are joined."""
     parts: list[tuple[int, int]] = []
     for position in positions:
         first, end = max(0, position - AROUND), min(count, position + AROUND + 1)
@@ -72,7 +72,7 @@ def _surroundings(positions: Sequence[int], count: int) -> list[tuple[int, int]]
 
 
 def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the first of the (first, end) parts, with `MOST` tokens in all at most."""
+    """Return the leading (first, end) parts, cut off after `MOST` tokens."""
     limited: list[tuple[int, int]] = []
     left = MOST
     for first, end in parts:
@@ -83,7 +83,7 @@ def _limit_tokens(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _add_gaps(parts: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int, bool]]:
-    """Return (first, end, shown) of the parts, which are shown, and of the gaps between them, which are not."""
+    """Return (first, end, shown) of the given parts (shown) and of the gaps between (not shown)."""
     result: list[tuple[int, int, bool]] = []
     last = 0
     for first, end in parts:
@@ -214,7 +214,7 @@ class Tokens(Result):
         return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
 
     def title(self) -> str:
-        """Return both sides, and how the heads of the table were chosen."""
+        """Return the table's title: both sides, and the way in which its heads were chosen."""
         first, second = side_names(self.baseline, self.treatment)
         layer = f" of layer {self.shown.layer}" if self.chosen == "layer" else ""
         listed = f": heads{layer} that change most, the first is shown" if self.heads else ""
@@ -233,7 +233,7 @@ class Tokens(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return that both sides keep the window, and the number of further pairs of these sides."""
+        """Return notes on the window, which both sides keep, and on further pairs of the same sides."""
         others = f"{plural(self.other_pairs, 'more pair')} of these sides in the trace: --budget chooses one."
         return ["Both sides keep the window, the prompt's last tokens.", *([others] if self.other_pairs else [])]
 
@@ -276,14 +276,14 @@ class Tokens(Result):
         return HighlightedText(spans)
 
     def _fold_note(self, first: int, end: int) -> str:
-        """Return the note in place of folded tokens: their number, and how many have each fate."""
+        """Return the note that replaces folded tokens: their number, and the number per fate."""
         counts, names = Counter(self.fates[first:end]), self._fate_names()
         present = [fate for fate in names if counts[fate]]
         listed = ", ".join(f"{counts[fate]:,} {names[fate]}" for fate in present)
         return f"{plural(end - first, 'token')}: {listed if len(present) > 1 else names[present[0]]}"
 
     def _spans(self, first: int, end: int) -> Iterator[Span]:
-        """Yield a span per run of tokens of one fate, and notes where the prompt was cut or its question begins."""
+        """Yield a span per run of tokens with equal fate, and notes at the prompt's cut and its question."""
         cut, question = self.prompt.cut_index, self.prompt.compressed
         borders = {index for index in (cut, question) if index is not None and first <= index < end}
         for start, stop in pairwise([first, *sorted(borders - {first}), end]):
@@ -297,7 +297,7 @@ class Tokens(Result):
                     yield Span(shown, LOOKS[fate])
 
     def _shown_piece(self, position: int) -> str:
-        """Return a token's text; for a part of a character a dot if the token with its text has another fate."""
+        """Return a token's text; for part of a character, a dot if its fate differs from the whole character's."""
         pieces, fates = self.prompt.pieces, self.fates
         if pieces[position]:
             return pieces[position]
@@ -323,7 +323,7 @@ class Tokens(Result):
         return table(title, lines, ("context", "output", "share", "kept_by_other"), "position")
 
     def _context(self, position: int) -> str:
-        """Return the token between ‹ and ›, with some characters before and after it, in one line."""
+        """Return the token between ‹ and › with nearby text, in one line."""
         pieces = self.prompt.pieces
         before = _one_line("".join(pieces[max(0, position - _AROUND) : position]))[-_AROUND:]
         after = _one_line("".join(pieces[position + 1 : position + 1 + _AROUND]))[:_AROUND]
@@ -395,7 +395,7 @@ def tokens(
 
 
 def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[int]:
-    """Return the measured layers, after checking that `layer` and `head` are measured.
+    """Return the numbers of the measured layers. Raises ConfigError for a `layer` or `head` that is not measured.
 
     Raises ConfigError where they are not, and for a head without a layer.
     """
@@ -414,7 +414,7 @@ def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[i
 
 
 def _pairs_of_budget(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
-    """Return the pairs of both sides at a budget; None: at all budgets. Raises TraceError where there is no pair."""
+    """Return the pairs of both sides at `budget`; None: at all budgets. Raises TraceError without a pair."""
     all_pairs = pairs(trace.run, baseline, treatment)
     if budget is None:
         return all_pairs

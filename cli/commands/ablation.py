@@ -95,12 +95,12 @@ def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfi
 
 
 def _are_comparable(first: EvictionConfig, second: EvictionConfig) -> bool:
-    """Return whether two configurations have the same budget, granularity and block size."""
+    """Return whether two configurations are equal in budget, granularity and block size."""
     return (first.budget, first.granularity.name, first.block) == (second.budget, second.granularity.name, second.block)
 
 
 def _all_methods(run: RunOptions) -> list[str]:
-    """Return all methods as policy:selection: policies that can run with these options, and variants of some of them.
+    """Return all methods as policy:selection: the policies that support these options, and variants of some of them.
 
     The variants are SnapKV without pooling, and three policies with two stages. Prints a note on the other policies.
     """
@@ -116,7 +116,7 @@ def _all_methods(run: RunOptions) -> list[str]:
 
 
 def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
-    """Return whether a policy evicts, and can run with the user's head scores, cache and granularities."""
+    """Return whether a policy evicts entries and supports the user's head scores, cache and granularities."""
     granularities = [as_choice(name) for name in run.granularity or []]
     shared = any(one.name == "layer" for one in granularities) and policy.budgets == "by head"
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
@@ -125,7 +125,7 @@ def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
 
 
 def _with_selection(method: str) -> str:
-    """Return a method as policy:selection; a policy alone gets the first of its selections."""
+    """Return a method as policy:selection; a policy without selection gets its first selection."""
     from perturbkv.selection.policies import registry
 
     if len(split_policy_and_selection(method)) > 1:
@@ -134,7 +134,7 @@ def _with_selection(method: str) -> str:
 
 
 def _ingredient_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the selections with stages at every α, and those without stages once, at every granularity."""
+    """Return the two-stage selections at every α and the other selections, at every granularity."""
     from perturbkv.analyses.ablation.ingredients import MEAN_OF_PRODUCTS
 
     alphas = run.alpha or list(_ALPHAS)
@@ -168,13 +168,13 @@ def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
 
 
 def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return both default selections at every granularity, that of single entries per kv head first."""
+    """Return both default selections at every granularity, single entries per kv head first."""
     granularities = ["kv", *(run.granularity or _default_granularities(run))]
     return dataclasses.replace(run, granularity=list(dict.fromkeys(granularities))).configs(DEFAULT_SELECTIONS)
 
 
 def _default_granularities(run: RunOptions) -> list[str]:
-    """Return granularities: entries and blocks per kv head and per layer, and entries per query head.
+    """Return the default granularities: entries and blocks per kv head and per layer, and entries per query head.
 
     Those per layer are left out where a policy allocates its budget between heads.
     """

@@ -39,19 +39,19 @@ _NOTE = "chosen on all of these samples: what it gains on them flatters; `pertur
 
 
 def fold_file(folder: Path, number: int) -> Path:
-    """Return the path of the trace of a fold's samples, at the shares chosen on the other folds."""
+    """Return the path of a fold's trace: its samples, measured at the shares α chosen on the other folds."""
     return folder / f"alpha-fold-{number}.h5"
 
 
 def alpha_files(folder: Path) -> list[OutputFile]:
-    """Return the output files of the tables of shares, and of the folds' traces that exist already."""
+    """Return the output files of the tables of shares α, and of the existing traces of folds."""
     tables = [json_file(_table_path(folder, by), _KIND, _is_table) for by in BY]
     folds = [OutputFile(path, "a fold's trace", _is_trace) for path in sorted(folder.glob("alpha-fold-*.h5"))]
     return [*tables, *folds]
 
 
 def save_alpha_files(result: Alpha, session: Session) -> None:
-    """Write a JSON table per kind of share (global, layer, head), chosen on all samples."""
+    """Write one JSON table of shares α, chosen on all samples, per level: global, layer and head."""
     folder = session.output.path
     session.output.claim(*alpha_files(folder))
     identity = result.identity
@@ -70,12 +70,12 @@ def save_alpha_files(result: Alpha, session: Session) -> None:
 
 
 def _table_path(folder: Path, by: str) -> Path:
-    """Return the path of the table of shares that are chosen globally, by layer or by head."""
+    """Return the path of the table of shares α that are chosen at the level `by`: global, layer or head."""
     return folder / f"alpha-{by}.json"
 
 
 def _is_table(document: Any) -> bool:
-    """Return whether a JSON document is a table of shares that this command wrote."""
+    """Return whether a JSON document is a table of shares α that this command wrote."""
     about = document.get("about") if isinstance(document, dict) else None
     return isinstance(about, dict) and about.get("made_by") == _MADE_BY
 
@@ -147,7 +147,7 @@ def _plan_run(run: RunOptions, folds: int | None) -> Plan:
 
 
 def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
-    """Return the baseline, and the two-stage selection at every α of the user and the paper's α."""
+    """Return the baseline, and the two-stage selection at the user's values of α and at the paper's α."""
     from perturbkv.analyses.questions.alpha.alpha_choice import BASELINE, PAPER, SELECTION
 
     alphas = sorted({*(run.alpha or _ALPHAS), PAPER})
@@ -156,7 +156,7 @@ def _alpha_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _read_folds(folds: Sequence[Fold], trace: Trace) -> list[Trace]:
-    """Return the folds' traces from the folder of a finished trace.
+    """Return the traces of all folds from the folder of a finished trace, or an empty list with a note.
 
     Return none, with a note, where the trace of a fold is missing or has other samples or shares.
     """

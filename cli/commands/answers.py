@@ -132,7 +132,7 @@ def _judge(
 
 
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
-    """Raise ConfigError for a typed --seed without --pairwise, or --scale with it: they have no effect."""
+    """Raise ConfigError for --seed without --pairwise, or --scale with --pairwise, which have no effect."""
     if "seed" in run.typed_options and not pairwise:
         msg = "--seed has no effect here: it needs --pairwise, whose order it draws; leave it out"
         raise ConfigError(msg)
@@ -142,7 +142,7 @@ def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
 
 
 def _parse_scale(text: str | None) -> tuple[float, float] | None:
-    """Return the least and the largest score of --scale, None without it. Raises ConfigError for other text."""
+    """Return (least, largest) score of --scale; None without --scale. Raises ConfigError for invalid text."""
     if text is None:
         return None
     ends = parse_numbers("--scale", [text])
@@ -158,7 +158,7 @@ _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format",
 def _answers_session(
     name: str, command: str, run: RunOptions, look: TracesOptions, known: tuple[str, ...]
 ) -> tuple[Session, Path]:
-    """Return the session of a view of a file of answers, and the file's path.
+    """Return the session of a command on a file of answers, and the file's path.
 
     Raises ConfigError where the user named no file or several, and for an option that is not among the `known` ones.
     """
@@ -243,7 +243,7 @@ def correlation(
 def _correlation_configs(
     run: RunOptions, names: list[str] | None, max_new_tokens: int | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return the methods at every budget. Raises ConfigError where no budget has enough methods to rank."""
+    """Return the methods at every budget. Raises ConfigError if no budget has enough methods to rank."""
     from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
     from perturbkv.pipeline.answers.generation import check_answer_options
 

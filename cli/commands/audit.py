@@ -84,7 +84,7 @@ def audit(
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:
-    """Return the audit of an external eviction. Raises PerturbkvErrors, those for options before weights are loaded."""
+    """Return the audit of an external eviction; options are checked before weights are loaded."""
     from perturbkv.analyses.audit.audit import conclude
     from perturbkv.auditing.audit import Settings
     from perturbkv.auditing.audit import audit as measure

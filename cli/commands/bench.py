@@ -131,7 +131,9 @@ def compare(
     if as_json:
         console.print_json({"changes": [asdict(change) for change in changes], "differences": others})
     else:
-        rows = [(change.name, _number(change.old), _number(change.new), _change_text(change)) for change in changes]
+        rows = [
+            (change.name, _value_text(change.old), _value_text(change.new), _change_text(change)) for change in changes
+        ]
         console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], rows)
         for other in others:
             console.note(f"not measured alike: {other}")
@@ -153,7 +155,7 @@ def _check_nothing_typed(context: typer.Context) -> None:
 
 
 def _check_effects(context: typer.Context, names: set[str]) -> None:
-    """Raise ConfigError for a typed option that has no effect on any of the rows with these names."""
+    """Raise ConfigError for a typed option that has no effect on any of the named rows."""
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
         if name in typed_options(context) and names <= own:
@@ -162,12 +164,12 @@ def _check_effects(context: typer.Context, names: set[str]) -> None:
 
 
 def _output_path(output: Path | None, name: str) -> Path:
-    """Return --output, or runs/<time>-<name>.json."""
+    """Return --output, or by default runs/<time>-<name>.json."""
     return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
 
 
 def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:
-    """Run a suite, a module of the benchmark; write and print its report; exit with 1 where a row failed."""
+    """Run a benchmark suite, given as a module; write and print its report; exit with 1 if a row failed."""
     with new_file(path, overwrite) as temporary, console.progress("groups", suite.group_count(settings)) as bar:
         report: Report = suite.measure(settings, targets, lambda name: bar.advance())
         temporary.write_text(console.as_json(report.to_dict()), encoding="utf-8")
@@ -188,7 +190,8 @@ def _show_report(report: Report) -> None:
     length = f"{settings['tokens']:,} tokens" if "tokens" in settings else plural(settings["samples"], "sample")
     title = ", ".join(filter(None, (settings.get("model", ""), length, plural(settings["repeats"], "repeat"))))
     rows = [
-        (row.target.name, row.target.what, _bound_text(row), _number(row.value), row.verdict()) for row in report.rows
+        (row.target.name, row.target.what, _bound_text(row), _value_text(row.value), row.verdict())
+        for row in report.rows
     ]
     console.table(title, ["row", "what", "#bound", "#value", ""], rows)
     for reason in dict.fromkeys(row.reason for row in report.rows if row.reason):
@@ -197,17 +200,17 @@ def _show_report(report: Report) -> None:
 
 
 def _bound_text(row: Row) -> str:
-    """Return the bound of a row as text: ≤ or ≥ and the number."""
+    """Return a row's bound as text: ≤ or ≥, then the number."""
     return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
 
 
-def _number(value: float | None) -> str:
-    """Return a value as text, a dash where there is none."""
+def _value_text(value: float | None) -> str:
+    """Return a value as text, a dash for None."""
     return "–" if value is None else f"{value:.3f}"
 
 
 def _change_text(change: Change) -> str:
-    """Return the change of a row as text: `12% worse (!)` where it regressed."""
+    """Return a row's change as text, such as `12% worse (!)`, marked if it regressed."""
     if change.worse is None:
         return "not in both"
     word = "worse" if change.worse > 0 else "better"

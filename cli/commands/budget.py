@@ -169,7 +169,7 @@ def _cliff(
 
 
 def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return every method at every budget. Raises ConfigError for too few budgets, or for entries and shares alike."""
+    """Return every method at every budget. Raises ConfigError for too few budgets, or a mix of entries and shares."""
     from perturbkv.analyses.budget.budget_axis import check_budget_units
     from perturbkv.analyses.budget.cliff import ANALYSIS, LEAST_BUDGETS
 
@@ -182,7 +182,7 @@ def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig,
 
 
 def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
-    """Return the run with the largest window that fits, and the model opened to find it.
+    """Return the run with the largest window that fits, and the model files opened to find it.
 
     Where the user chose a window, return the run unchanged and None.
     """
@@ -230,7 +230,7 @@ def widest_window(budgets: Sequence[Budget], prompts: Sequence[Prompt], scenario
 
 
 def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
-    """Return the error message that names the prompts too short for any window, and the least budget that fits.
+    """Return the error message that names the prompts too short for any window, and the smallest budget that fits.
 
     `kept` maps samples to the entries kept at the smallest budget and the tokens of the prompt.
     """
@@ -285,7 +285,7 @@ def _bytes(
 
 
 def _check_bits(bits: list[int] | None) -> list[int]:
-    """Return the bits of --bits that are below 16, largest first; 16 is always measured.
+    """Return the bits of --bits below 16, largest first; 16 bits are always measured.
 
     Raises ConfigError for bits other than 16, 8, 4 and 2, and for 16 alone.
     """
@@ -302,7 +302,7 @@ def _check_bits(bits: list[int] | None) -> list[int]:
 def _equal_bytes_configs(
     run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
 ) -> tuple[EvictionConfig, ...]:
-    """Return each method at each budget and number of bits, then the full cache at these bits; () without a model."""
+    """Return each method at each budget and number of bits, then the full cache per bits; () without a model."""
     if files is None:
         return ()
     d_head = Shape.from_config(files.config, 2, 0).d_head

@@ -50,7 +50,7 @@ def describe_prompt(prompt: Prompt, decode: Decode, ends: int) -> dict[str, Any]
 
 
 def shown_pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, Any]]:
-    """Return the shown texts of a prompt, each of tokens `first` to `end`, with marks between them.
+    """Return the shown texts of a prompt and the marks between them, in order, as JSON objects.
 
     The marks are `hidden` (tokens of the prompt that are not shown), `cut` (tokens that were cut out of the prompt) and
     `question` (the beginning of the question).
@@ -74,7 +74,7 @@ def shown_pieces(prompt: Prompt, decode: Decode, ends: int) -> list[dict[str, An
 
 
 def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges [first, end) of shown tokens: both ends of the prompt and 20 tokens around each mark."""
+    """Return the ranges [first, end) of shown tokens: `ends` at both ends of the prompt and 20 around each mark."""
     wanted = [(0, ends), *((mark - _AROUND, mark + _AROUND) for mark in marks), (tokens - ends, tokens)]
     merged: list[tuple[int, int]] = []
     for first, end in sorted((max(first, 0), min(end, tokens)) for first, end in wanted):
@@ -86,7 +86,7 @@ def _shown_ranges(tokens: int, ends: int, marks: Sequence[int]) -> list[tuple[in
 
 
 def show_prompt(document: Mapping[str, Any]) -> None:
-    """Print a prompt from its JSON document: its numbers, then its text with marks."""
+    """Print a prompt from its JSON document: its numbers, then its shown texts and marks."""
     console.say(f"\nsample {escape_line(document['sample'])}", bold=True)
     cut = f"{document['cut_tokens']:,} behind token {document['cut_after']:,}" if document["cut_tokens"] else "none"
     rows = [
@@ -103,14 +103,14 @@ def show_prompt(document: Mapping[str, Any]) -> None:
 
 
 def _division_text(document: Mapping[str, Any]) -> str:
-    """Return the numbers of tokens of context and question as text."""
+    """Return a prompt's numbers of context and question tokens as text."""
     if not document["question_tokens"]:
         return "no question of its own"
     return f"{document['context_tokens']:,} | {document['question_tokens']:,}"
 
 
 def _mark_text(mark: Mapping[str, Any]) -> str:
-    """Return the sentence that stands for a mark in a printed prompt."""
+    """Return the sentence printed for a mark in a prompt: hidden tokens, a cut, or the start of the question."""
     if mark["mark"] == "hidden":
         return f"{mark['tokens']:,} more tokens, not shown"
     if mark["mark"] == "cut":
@@ -201,7 +201,7 @@ def _describe_dataset(name: str, as_json: bool) -> None:
 
 
 def _wording(name: str) -> Wording | Task | None:
-    """Return how a data set asks and grades; None for those that are not of LongBench or RULER."""
+    """Return the prompt wording and metric of a LongBench or RULER data set; None for other data sets."""
     from perturbkv.datasets import dataset_registry, wording
     from perturbkv.datasets.ruler import tasks
 
@@ -223,7 +223,7 @@ def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
 
 
 def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
-    """Print the prompts from index `first` on as the model sees them: `tokens` of each end. Raises PerturbkvErrors."""
+    """Print the prompts from index `first` on as the model sees them, with their first and last `tokens` tokens."""
     from perturbkv.datasets import dataset_registry
     from perturbkv.models.loading import open_model
 

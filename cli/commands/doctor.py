@@ -28,7 +28,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _findings() -> dict[str, str]:
-    """Return name -> text for all that `perturbkv doctor` reports."""
+    """Return name -> text for every item that `perturbkv doctor` reports."""
     import torch
 
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

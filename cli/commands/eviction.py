@@ -26,7 +26,7 @@ _MOST_STEM_CHARACTERS = 150
 
 
 def _name_with_distance(analysis: str, distance: str) -> str:
-    """Return the name of an analysis, with its distance unless that is l1, for summary.json and file names.
+    """Return an analysis's name in summary.json and file names, with its distance appended unless it is l1.
 
     Raises UnknownNameError for an unknown distance.
     """
@@ -103,7 +103,7 @@ def layers(
 
 
 def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str) -> None:
-    """Save a figure per series of the result; their names are numbered where there are several."""
+    """Save one figure per series of the result; file names are numbered if there are several."""
     members: Sequence[DriftSeries | SampleSeries] = result.members
     for index, series in enumerate(members, 1):
         name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
@@ -272,7 +272,7 @@ def needle(
 
 
 def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
-    """Return the run with needle's default lengths, depths, steps and samples where the user chose none.
+    """Return the run with needle's default lengths, depths, steps and samples for options that the user left out.
 
     Raises ConfigError for another data set, for answers without a token, and for too few samples.
     """

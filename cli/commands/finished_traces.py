@@ -96,7 +96,7 @@ def merge(
 
 
 def _trace_paths(output: Path) -> list[Path]:
-    """Return the path of the trace that an --output names, or of each trace in its folders, one per data set.
+    """Return the trace paths of an --output: a single trace, or the traces in its folders, one per data set.
 
     Raises TraceError where there is neither a trace nor a shard of one.
     """
@@ -206,7 +206,7 @@ def _answer_rows(description: Description) -> list[tuple[str, str]]:
 
 
 def _stored_text(description: Description, samples: Sequence[str]) -> str:
-    """Return for how many complete samples an optional part of a trace is stored, as text.
+    """Return as text the number of complete samples for which an optional part of a trace is stored.
 
     `samples` are those for which it is stored.
     """

@@ -84,7 +84,7 @@ def _score_text(answer: Mapping[str, Any]) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text as one line, cut after 400 characters; it ends with the number of characters cut."""
+    """Return a text as one line, cut after 400 characters and followed by the number of omitted characters."""
     line = " ".join(text.split()) or "(nothing)"
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(line) - _SHOWN:,} more characters)"
 
@@ -151,7 +151,7 @@ def generate(
 def _answer_samples(
     run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
 ) -> list[dict[str, Any]]:
-    """Return the rows of all samples in the run's order, after answering those missing from the file of answers.
+    """Return the rows of all samples in the run's order, after answering the samples without a row.
 
     `failed` gets sample -> reason. Raises InterruptedRunError after a Ctrl-C.
     """
@@ -170,7 +170,7 @@ def _answer_samples(
 def _sort_rows(
     planned: Plan, path: Path, first_line: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the rows in the order of the run's samples; rewrite the file where workers wrote them in another order."""
+    """Return the rows in the order of the run's samples; the file is rewritten if its order differs."""
     index = {name: number for number, name in enumerate(planned.prompts.ids)}
     ordered = sorted(rows, key=lambda row: index.get(row["sample"], len(index)))
     if ordered != rows:
@@ -181,7 +181,7 @@ def _sort_rows(
 def _show_answers(
     rows: list[dict[str, Any]], configs: tuple[EvictionConfig, ...], compress_every: int | None, path: Path
 ) -> None:
-    """Print the answers to all samples, and notes on what the caches held."""
+    """Print the answers to all samples, and notes on the contents of the caches."""
     for row in rows:
         show(row, configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
@@ -194,7 +194,7 @@ def _show_answers(
 def _open_answers(
     path: Path, header: dict[str, Any], made_with: dict[str, Any], overwrite: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the first line of the file of answers and its rows of finished samples; write the file anew.
+    """Return the first line and the finished rows of a file of answers; unfinished rows are removed from it.
 
     Raises ConfigError where the file is of another run, or is no file of answers.
     """
@@ -215,7 +215,7 @@ def _open_answers(
 
 
 def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the header of a file of answers from its first line; choices that it lacks have their defaults."""
+    """Return the header of a file of answers from its first line; missing choices get their defaults."""
     try:
         run = RunConfig.from_json(json.dumps(document.get("run", {})))
     except ConfigError:

@@ -68,7 +68,7 @@ def _output_path(run: RunOptions) -> Path:
 
 
 def _measure(run: RunOptions, samples: int) -> tuple[tuple[int, ...], list[list[float]], int]:
-    """Return the measured layers, the scores [layer][head], and the number of prompts that were answered right."""
+    """Return the measured layers, the scores [layer][head], and the number of correctly answered prompts."""
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.datasets.encode import check_length, check_vocabulary, encode
     from perturbkv.datasets.needle import add_distraction

@@ -76,7 +76,7 @@ def policies(
 
 
 def _list_policies(as_json: bool) -> None:
-    """Print all policies and selections, and what combines with what."""
+    """Print all policies and selections, and their supported combinations."""
     from perturbkv.configs.selections import GIVEN, SELECTABLE
     from perturbkv.selection.compatibility import compatible_choices
     from perturbkv.selection.policies.registry import known
@@ -142,7 +142,7 @@ def _describe_choice(text: str, as_json: bool) -> None:
 
 
 def _show_choice(choice: Choice, summary: str, paper: str, options: Mapping[str, Option], as_json: bool) -> None:
-    """Print a choice, its options and how to type it; where it ranks by another score, also how to list that score."""
+    """Print a choice, its options and its spelling; if it ranks by another score, also how to list that score."""
     from perturbkv.scoring.score_registry import OWN
 
     if as_json:
@@ -180,7 +180,7 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
 
 
 def _default_text(value: Any) -> str:
-    """Return the default of a parameter as text; empty where it has none."""
+    """Return a parameter's default as text; empty for a parameter without default."""
     return "" if callable(value) else str(value)
 
 

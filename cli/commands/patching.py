@@ -113,7 +113,7 @@ def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
 
 
 def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ...]:
-    """Return the configurations of baseline and treatment. Raises ConfigError for more than one of either."""
+    """Return the configurations of baseline and treatment. Raises ConfigError if a side has several."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:
         msg = (
@@ -126,7 +126,7 @@ def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ..
 
 
 def _layer_lists(option: str, texts: list[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each text of a repeatable option, such as `0,18-23`."""
+    """Return one tuple of layers per text, such as `0,18-23`, of a repeatable option."""
     return tuple(rules.parse_layers(option, text) for text in texts or [])
 
 

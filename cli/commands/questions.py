@@ -141,7 +141,7 @@ def split(
 
 
 def _split_configs(run: RunOptions, names: list[str]) -> tuple[EvictionConfig, ...]:
-    """Return all methods without correction, then the first two methods with each correction."""
+    """Return all methods without correction, then the first two methods with every correction."""
     uncorrected = dataclasses.replace(run, correction=[NONE]).configs(names)
     corrections = [one for one in run.correction or _CORRECTIONS if one != NONE]
     if not corrections:
@@ -192,7 +192,7 @@ def stability(
 
 
 def _open_traces(look: StabilityOptions) -> Session:
-    """Return the session of the traces.
+    """Return the session of the traces that the user named.
 
     Raises ConfigError where the user named no trace, FailedRunError for a trace without a complete sample.
     """

@@ -73,7 +73,7 @@ def selfcheck(
 
 
 def _find_device(name: str) -> torch.device:
-    """Return the device of this name. Raises ConfigError for CUDA on a machine without it."""
+    """Return the device with this name. Raises ConfigError for CUDA on a machine without a GPU."""
     import torch
 
     from perturbkv.models.loading import pick_device
@@ -85,7 +85,7 @@ def _find_device(name: str) -> torch.device:
 
 
 def _check_sizes(samples: int, length: int, entries: int) -> None:
-    """Raise ConfigError for sizes at which a check would fail after minutes."""
+    """Raise ConfigError for invalid numbers of samples, tokens or entries, before any check runs."""
     from perturbkv.datasets.dataset_registry import DatasetOptions
 
     DatasetOptions(samples, lengths=(length,))
@@ -96,7 +96,7 @@ def _check_sizes(samples: int, length: int, entries: int) -> None:
 
 
 def _ties_model(model: str | None) -> str:
-    """Return the model of the table of ties: the user's, or the embedded one; empty where there is neither.
+    """Return the model for the table of ties: the user's, or the embedded model; empty if there is no model.
 
     Raises ConfigError for random weights: they are drawn anew in every dtype, so that the verdicts would differ.
     """
@@ -112,7 +112,7 @@ def _ties_model(model: str | None) -> str:
 
 
 def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """Yield the checks group by group as they finish; a note names each group as it begins."""
+    """Yield the checks of one group at a time; a note is printed when a group begins."""
     from perturbkv.selfcheck import checks, equality
 
     sizes = equality.Sizes(entries)
@@ -127,7 +127,7 @@ def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[lis
 
 
 def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
-    """Return pairs (dtype, how its verdicts compare with float32's on needle prompts); none without a model."""
+    """Return (dtype, comparison of its verdicts with float32's) pairs, from needle prompts; none without a model."""
     if not model:
         console.note("ties: there is no trained model; give one with --model")
         return []
@@ -162,7 +162,7 @@ def _run_bench(device: torch.device) -> Report:
 def _document(
     checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
 ) -> dict[str, Any]:
-    """Return the JSON document of the command."""
+    """Return the command's JSON document, with checks, ties and benchmark report."""
     from perturbkv.benchmark.subprocesses import machine
 
     return {
@@ -201,7 +201,7 @@ def _print_tables(checks: list[Check], document: dict[str, Any]) -> None:
 
 
 def _verdict(check: Check) -> str:
-    """Return the verdict of a check as text: why it could not run, equal, or NOT EQUAL."""
+    """Return a check's verdict as text: equal, NOT EQUAL, or the reason why it was not run."""
     return check.reason or ("equal" if check.equal else "NOT EQUAL")
 
 

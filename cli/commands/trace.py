@@ -93,7 +93,7 @@ def resolve(path: Path, run: RunOptions, selections: list[str], typed_options: f
 
 
 def _option_value(entry: Entry) -> Any:
-    """Return the value of an option of `RunOptions`: a list where the command line takes several values."""
+    """Return the value of an entry for its option in `RunOptions`: a list if the option takes several values."""
     return list(entry.values) if entry.key.many else entry.values[0]
 
 
@@ -117,7 +117,7 @@ def _sweep_configs(file: SweepFile, run: RunOptions, selections: list[str]) -> t
 
 
 def _count_combinations(file: SweepFile) -> int:
-    """Return the number of combinations of all grids, counting the values in the file alone."""
+    """Return the number of combinations of all grids, from the file's values alone."""
     grids = ({**file.options, **grid_entries} for grid_entries in file.grids)
     return sum(
         math.prod(len(entry.values) for entry in entries.values() if entry.key.is_eviction_choice) for entries in grids
@@ -125,14 +125,14 @@ def _count_combinations(file: SweepFile) -> int:
 
 
 def _check_effects(entries: Entries, run: RunOptions, configs: list[EvictionConfig]) -> None:
-    """Raise ConfigError, with its line, for a key that has no effect on any of these configurations."""
+    """Raise ConfigError, with its line, for a key without effect on any configuration."""
     for entry in entries.values():
         if reason := option_refusals.reason_without_effect("trace", entry.key.field, run, configs):
             raise entry.location.error(reason)
 
 
 def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: str) -> ParsedConfig:
-    """Return the configuration of a combination of choices. Raises ConfigError, with its line, for an invalid one."""
+    """Return the configuration of a combination of choices. Raises ConfigError, with its line, if it is invalid."""
     try:
         request = parse_configuration(**combination)
     except BudgetError as error:  # each value alone is valid: budget and window do not go together
@@ -151,7 +151,7 @@ def _resolve_combination(combination: dict[str, Any], entries: Entries, cache: s
 def _locate_error(
     names: tuple[str, ...], combination: dict[str, Any], entries: Entries, error: ConfigError, hint: str
 ) -> ConfigError:
-    """Return the error with a hint and the line of the first of the keys `names` that the file has.
+    """Return the error with a hint and the line of the first key among `names` that the file has.
 
     The error is unchanged where the file has no such key.
     """
@@ -161,7 +161,7 @@ def _locate_error(
 
 
 def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError:
-    """Return the error with the line of the value that its message names, or of the key that its type concerns.
+    """Return the error with the line of the value in its message, or of the key that its type concerns.
 
     The error is unchanged where the file has no such value or key.
     """
@@ -177,14 +177,14 @@ def _locate_by_message(file: SweepFile, error: PerturbkvError) -> PerturbkvError
 
 
 def _mentions(message: str, key: Key, value: Any) -> bool:
-    """Return whether a message names a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", or a path."""
+    """Return whether an error message quotes a key's value: "unknown model 'x'", "budget 0.01 of 99 tokens", a path."""
     option, text = key.field.replace("_", "-"), re.escape(str(value))
     path = rf"|(?<![\w./-]){text}(?![\w./-])" if key.kind is Path else ""
     return re.search(rf"\b{option} ('{text}'|{text}\b){path}", message) is not None
 
 
 def _check_values(entry: Entry) -> None:
-    """Raise ConfigError, with its line, for a value that is invalid whatever the other options are."""
+    """Raise ConfigError, with its line, for a value that is invalid regardless of the other options."""
     for value, location in zip(entry.values, entry.locations, strict=True):
         with location.locate_errors():
             if entry.key.is_eviction_choice and entry.key.field not in FIELDS:
@@ -196,7 +196,7 @@ def _check_values(entry: Entry) -> None:
 
 
 def _check_run_option(key: Key, value: Any) -> None:
-    """Raise the PerturbkvError with which a run of this option and defaults fails before a model is opened."""
+    """Raise PerturbkvError if a run with this option, and defaults otherwise, would fail before the model is opened."""
     from perturbkv.datasets.dataset_registry import SHORTEST, DatasetOptions
     from perturbkv.datasets.prompts import DEFAULT_SAMPLES
 
@@ -267,7 +267,7 @@ def _needs_head_scores(run: RunOptions) -> bool:
 
 
 def print_trace(path: Path, as_json: bool) -> int:
-    """Print the size of a finished trace, unless stdout is for JSON, and its failed samples; return their number."""
+    """Print a finished trace's size, unless stdout is for JSON, and its failed samples; return the failures' number."""
     from perturbkv.storage.trace.trace_file import read_trace
 
     finished = read_trace(path)

@@ -48,7 +48,7 @@ def percent(method: dict[str, Any], name: str) -> str:
 def methods(folder: Path) -> None:
     """A row per method: found, leading digits, and found by prompt length."""
     told = needle_of(folder)
-    say(f"\n{folder}: {told['scenario']}\n\n| | held / full | found | digits | by length: {told['lengths']} |")
+    say(f"\n{folder}: {told['scenario']}\n\n| | cache share | found | digits | by length: {told['lengths']} |")
     say("|---|---|---|---|---|")
     labels = short_names([parse_config_object(method["config"]) for method in told["methods"]])
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):

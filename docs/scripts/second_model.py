@@ -36,7 +36,7 @@ NEWS, SHARES, NEEDLE = Path("heads", "trace.h5"), Path("shares", "trace.h5"), Pa
 SHOWN = {
     "heads": (
         ("setting", "treatment"),
-        ("held / full", "isolated: share", "isolated: Σ", "propagated: share", "propagated: Σ"),
+        ("cache share", "isolated: share", "isolated: Σ", "propagated: share", "propagated: Σ"),
     ),
     "layers": (
         ("treatment, budget",),
@@ -47,7 +47,7 @@ SHOWN = {
     "assumption": (("budget",), ("top ⌊αb⌋: > 0.5", "stage 1: > 0.5", "S: > 0.5", "first layer, others (stage 1)")),
     "ablation": (
         ("", "α"),
-        ("held / full", "isolated Σ", "isolated better", "propagated Σ", "propagated better"),
+        ("cache share", "isolated Σ", "isolated better", "propagated Σ", "propagated better"),
     ),
     "horizon, over": (("selection",), ("first third", "last third")),
     "horizon": (("selection", ""), ("first third", "last third", "growth")),
@@ -184,7 +184,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     ]
     labels = ["full cache", *pairing.short_names(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
-    heads = ["held / full", "whole number", *counts, "tokens kept"]
+    heads = ["cache share", "whole number", *counts, "tokens kept"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
     rows = [[label, *first, *second] for label, first, second in zip(labels, *columns, strict=True)]
     return ["", *named], rows

@@ -186,7 +186,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
             heads = [
                 "",
                 "α",
-                "held / full",
+                "cache share",
                 *(f"{side} {what}" for side in sides for what in ("Σ", "median head", "better")),
             ]
             made.append((f"ablation, {shared}: {part}", heads, rows))
@@ -208,7 +208,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
         rows.append(cells)
         before = setting
     sides = [f"{side}: {what}" for side in ("isolated", "propagated") for what in ("+ / = / −", "share", "Σ", "median")]
-    return [("heads", ["setting", "treatment", "held / full", *sides], rows)]
+    return [("heads", ["setting", "treatment", "cache share", *sides], rows)]
 
 
 def horizon(found: dict[str, Any]) -> list[Made]:

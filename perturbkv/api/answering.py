@@ -79,7 +79,7 @@ def generate(
 
 
 def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progress: bool) -> list[AnsweredPrompt]:
-    """Return the answers to all prompts in order, without those given up. Raises WorkerError where none is answered."""
+    """Return the answers to all prompts in order, except prompts that workers gave up."""
     answered: dict[str, AnsweredPrompt] = {}
     failed: dict[str, str] = {}
 

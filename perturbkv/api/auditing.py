@@ -72,7 +72,7 @@ def audit(
 
 
 def _as_budget(value: Any) -> Budget | None:
-    """Return a budget from a number or a text; None without one."""
+    """Return a budget from a number or a text; None for None."""
     if value is None or isinstance(value, Budget):
         return value
     return Budget.parse(value) if isinstance(value, str) else Budget(value)

@@ -133,14 +133,14 @@ def make_plan(
 
 
 def collect_prompts(prompts: Iterable[Prompt]) -> Prompts:
-    """Return one prompt, or any series of them, as `Prompts`. Raises ConfigError for anything else."""
+    """Return a prompt, or an iterable of prompts, as `Prompts`. Raises ConfigError for any other object."""
     if isinstance(prompts, Prompts):
         return collect(prompts)
     return collect(as_tuple(Prompt, prompts, "prompts: pk.Prompt.from_text"))
 
 
 def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
-    """Return one object of a kind, or any series of them, as a tuple. Raises ConfigError for anything else."""
+    """Return an object of type `kind`, or an iterable of such objects, as a tuple. Raises ConfigError for others."""
     items = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
     for one in items:
         if not isinstance(one, kind):
@@ -150,7 +150,7 @@ def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
 
 
 def check_model(model: Any) -> None:
-    """Raise ModelError for anything but a model from `load_model`."""
+    """Raise ModelError for an object that is not a model from `load_model`."""
     if not isinstance(model, Adapter):
         msg = f"expected a model from pk.load_model, got {type(model).__name__}"
         raise ModelError(msg)

@@ -91,7 +91,7 @@ def patching(
 
 
 def patching_game(ready: Plan, question: PatchingConfig) -> Game:
-    """Return the players and mixtures of a planned run. Raises ConfigError where they cannot be measured."""
+    """Return the players and mixtures of a planned run. Raises ConfigError if they cannot be measured."""
     config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
     if question.outcome == "score" and not ready.run.generate:
@@ -115,7 +115,7 @@ def patching_game(ready: Plan, question: PatchingConfig) -> Game:
 
 
 def mixture_counts(ready: Plan, question: PatchingConfig, game: Game) -> dict[str, int]:
-    """Return how many mixtures a question measures per prompt at most, by purpose, and the rows of a batch."""
+    """Return the largest numbers of mixtures per prompt, by purpose and in total, and the number of rows of a batch."""
     from perturbkv.analyses.stats import coalition
 
     players, samples = len(game.players), len(ready.prompts)
@@ -129,7 +129,7 @@ def mixture_counts(ready: Plan, question: PatchingConfig, game: Game) -> dict[st
 
 
 def _shapley_orders(question: PatchingConfig, players: int) -> Orders | None:
-    """Return the drawn orders (permutation, player) of the Shapley values; None where all subsets are measured."""
+    """Return the random orders (permutation, player) for Shapley values; None if all subsets are measured."""
     from perturbkv.analyses.stats import coalition
 
     drawn = permutation_count(question, players)
@@ -144,7 +144,7 @@ def run_patching(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Patching:
-    """Measure the mixtures of a planned run that its file lacks, and return the answer to the question.
+    """Return the result of a patching question, after measuring the mixtures missing from its file.
 
     Raises InterruptedRunError on Ctrl-C.
     """
@@ -164,7 +164,7 @@ def run_patching(
 
 
 def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Patching:
-    """Measure the mixtures that a question needs, and return its result."""
+    """Return a question's result, after measuring the mixtures that it needs."""
     from perturbkv.analyses.questions.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
@@ -179,7 +179,7 @@ def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Pa
 
 
 def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[GreedyPath]:
-    """Return both greedy paths: one half of the samples chooses in each round, the other half judges at the end."""
+    """Return two greedy paths, each chosen on one half of the samples and judged on the other half."""
     from perturbkv.analyses.questions.patching.patching_values import (
         MixtureOutcomes,
         coalition_outcomes,
@@ -206,13 +206,13 @@ def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[
 
 
 def _evicts(ready: Plan, prompt: Prompt) -> bool:
-    """Return whether some configuration keeps fewer entries than the prompt has."""
+    """Return whether a configuration of the plan keeps fewer entries than the prompt has."""
     n = len(prompt.parts(ready.run.scenario)[0])
     return any(config.kept_entries(n) < n for config in ready.run.configs)
 
 
 def _file_digest(path: Path | None) -> str:
-    """Return the first 12 digits of a file's SHA-256; '' without a file."""
+    """Return the first 12 hexadecimal digits of a file's SHA-256; '' if there is no file."""
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
@@ -282,7 +282,7 @@ def run_search(
     overwrite: bool = False,
     wait: bool = False,
 ) -> Regret:
-    """Run the searches of a plan that its file lacks, and return the result of all searches."""
+    """Return the result of all searches of a plan, after running those missing from its file."""
     from perturbkv.analyses.json_values import provenance_object
     from perturbkv.analyses.questions.regret.regret import regret_of
 

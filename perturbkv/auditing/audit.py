@@ -64,7 +64,7 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
 ) -> AuditTrace:
-    """Audit an eviction on every prompt and return its trace; that of an unreadable eviction has the reason alone.
+    """Audit an eviction on every prompt, and return the trace; for an unreadable eviction, with the reason alone.
 
     `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
     ModelError for an attention that takes no masks.
@@ -96,7 +96,7 @@ def audit(
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
-    """Raise an error for a prompt that is too short for an audit, or too long for the model with `steps` new tokens."""
+    """Raise an error for a prompt too short to audit, or too long for the model with `steps` new tokens."""
     check_length(prompt, adapter.positions, steps)
     tokens = len(prompt.token_ids)
     check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
@@ -107,7 +107,7 @@ def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
 
 
 def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
-    """Return the provenance of an audit: model, versions, number of samples and the source of the prompts."""
+    """Return the provenance of an audit as name -> text: model, versions, number of samples, source of the prompts."""
     return {
         "model": adapter.name,
         "random_weights": str(adapter.random_weights).lower(),
@@ -124,7 +124,7 @@ def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> di
 def _audit_prompt(
     adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings
 ) -> list[AuditRun]:
-    """Return the runs of a prompt in all situations; a file of positions has a run in the first alone."""
+    """Return the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
@@ -139,7 +139,7 @@ def _audit_prompt(
 
 
 def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
-    """Return how plain calls of the model use the cache; None for an eviction with its own decoding or that fails."""
+    """Return how plain model calls use the evicted cache; None for a failing eviction or one with its own decoding."""
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
         return None
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
@@ -152,7 +152,7 @@ def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | Ke
 
 
 def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:
-    """Return the trace with the loss of the kept sets in the situation `single`, or with the reason for having none."""
+    """Return the trace with the losses of the kept sets in the situation `single`, or with the reason for none."""
     kept = [_kept_sets(trace, prompt.sample_id) for prompt in prompts]
     known = [sets for sets in kept if sets is not None]
     if len(known) < len(kept):
@@ -169,7 +169,7 @@ def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt],
 
 
 def _kept_sets(trace: AuditTrace, sample: str) -> loss.Sets | None:
-    """Return a prompt's kept sets per key/value head; None where they are unknown, or differ within a group."""
+    """Return a prompt's kept sets per key/value head; None if unknown or different within a group of query heads."""
     for run in trace.runs:
         if run.sample == sample and run.row == 0 and run.entries is not None:
             if run.entries.heads == trace.kv_heads:

@@ -54,7 +54,7 @@ class Eviction:
     decode: Decode | None = None
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """Return the evicted cache of prompts. Raises UnreadableCacheError for anything but a transformers cache."""
+        """Return the evicted cache of prompts. Raises UnreadableCacheError unless it is a transformers cache."""
         cache = self.evict(model, input_ids, attention_mask)
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
@@ -65,7 +65,7 @@ class Eviction:
 def eviction(
     target: Any, name: str, options: Mapping[str, Any] | None = None, decode: Decode | None = None
 ) -> Eviction:
-    """Return the eviction of a function or a cache class, `target`, with `options` as its keyword arguments.
+    """Return the eviction by a function or a cache class, `target`, called with the keyword arguments `options`.
 
     `decode` is its decoding where the target has none of its own. Raises ConfigError for any other object, and for
     options that the target does not take.
@@ -83,7 +83,7 @@ def eviction(
 
 
 def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
-    """Return an eviction that passes a new cache, from `build`, to the plain model as `past_key_values`."""
+    """Return an `Evict` function that passes a new cache from `build` to the plain model as `past_key_values`."""
 
     def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         cache, padding = build(), _padding_arguments(attention_mask)
@@ -94,7 +94,7 @@ def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
 
 
 def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError where the function or class cannot be called with these options."""
+    """Raise ConfigError for options that the function or class cannot be called with."""
     signature = inspect.signature(target)
     try:
         signature.bind(*inputs, **options)
@@ -110,7 +110,7 @@ def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: t
 
 
 def _check_option_type(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
-    """Raise ConfigError for a value of another type than the option's annotation or default."""
+    """Raise ConfigError for a value whose type differs from the option's annotation or default."""
     if parameter is None or value is None or (kind := _option_type(parameter)) is None:
         return
     accepted, description = KINDS[kind]
@@ -120,7 +120,7 @@ def _check_option_type(parameter: inspect.Parameter | None, option: str, value: 
 
 
 def _option_type(parameter: inspect.Parameter) -> type | None:
-    """Return an option's plain type, float for an unannotated number; None where it is unknown or a union."""
+    """Return an option's plain type, float for an unannotated number; None for an unknown type or a union."""
     annotation, default = parameter.annotation, parameter.default
     if annotation is inspect.Parameter.empty:
         return float if type(default) is int else type(default) if type(default) in KINDS else None
@@ -129,7 +129,7 @@ def _option_type(parameter: inspect.Parameter) -> type | None:
 
 
 def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the class cannot be instantiated with these options, before a model is loaded."""
+    """Raise ConfigError for a cache class that cannot be instantiated with these options, before a model is loaded."""
     try:
         cache_class(**options)
     except Exception as error:
@@ -138,7 +138,7 @@ def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[s
 
 
 def press_eviction(text: str, budget: Budget) -> Eviction:
-    """Return the eviction of a press of kvpress, `kvpress:NAME(…)`, which keeps `budget` of each prompt.
+    """Return the eviction by a kvpress press, `kvpress:NAME(…)`, which keeps `budget` of each prompt.
 
     Raises ConfigError or UnknownNameError for a press or options that kvpress does not have.
     """
@@ -156,7 +156,7 @@ def press_eviction(text: str, budget: Budget) -> Eviction:
 
 
 def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
-    """Return the mask and the positions to call a model with on padded prompts; empty where nothing is padded."""
+    """Return the model's keyword arguments for padded prompts, mask and positions; empty without padding."""
     if bool(attention_mask.all()):
         return {}
     positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
@@ -167,7 +167,7 @@ _FORMS = "file.py:name(option=value, …), a .npz or .json file of kept position
 
 
 def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
-    """Return the eviction, or the file of positions, that a text or an object denotes; `budget` is for presses alone.
+    """Return the eviction, or the file of kept positions, denoted by a text or an object; only presses take `budget`.
 
     Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
     """
@@ -188,7 +188,7 @@ def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
 
 
 def _parse_eviction(text: str) -> Eviction | KeptFile:
-    """Return the eviction or the file of positions that a text names, other than a press."""
+    """Return the eviction or the file of kept positions named by a text, presses excluded."""
     if Path(text).suffix in SUFFIXES:
         return read(Path(text))
     choice = parse(text)
@@ -201,7 +201,7 @@ def _parse_eviction(text: str) -> Eviction | KeptFile:
 
 
 def _lookup(module: ModuleType, name: str, path: str) -> Any:
-    """Return the object of this name in a file's module. Raises UnknownNameError with the names that it defines."""
+    """Return the object of the given name in a file's module. Raises UnknownNameError, listing the defined names."""
     own = [
         own_name
         for own_name, value in vars(module).items()
@@ -213,7 +213,7 @@ def _lookup(module: ModuleType, name: str, path: str) -> Any:
 
 
 def _options(choice: Choice, text: str) -> dict[str, Any]:
-    """Return name -> value of a choice's options. Raises ConfigError for an option without a name."""
+    """Return option name -> value of a choice. Raises ConfigError for an unnamed option."""
     if UNNAMED in choice.options:
         msg = f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         raise ConfigError(msg)

@@ -67,7 +67,7 @@ class ExternalRun:
     refused: str = ""
 
     def results(self, sample: str) -> list[AuditRun]:
-        """Return the audited run of each row of the situation's batch; `sample` is the id of its prompt."""
+        """Return the audited run of each row of the situation's batch; `sample` is the prompt's id."""
         masks = self.tracker.masks
         noise = floors(self.adapter, self.full, self.situation) if masks else None
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
@@ -85,7 +85,7 @@ class ExternalRun:
         ]  # fmt: skip
 
     def _decode_distances(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
-        """Return the distances of a row's forward passes from those of the masked reference."""
+        """Return the distances between a row's forward passes and the masked reference's."""
         layers, pairs = len(self.full), list(zip(self.passes, reference, strict=True))
         distances = [compare(record, masked, row, layers) for record, masked in pairs]
         agrees = [bool(record.logits[row, -1].argmax() == masked.logits[row, -1].argmax()) for record, masked in pairs]
@@ -99,7 +99,7 @@ class ExternalRun:
         )  # fmt: skip
 
     def _position_lag(self, record: ForwardPass, reference: ForwardPass, row: int) -> float:
-        """Return the number of positions by which the first layer rotates the new tokens' keys too little.
+        """Return the number of positions by which keys of new tokens lag behind the reference in the first layer.
 
         It is 0 where the keys are the reference's, NaN where the number differs between heads or tokens.
         """
@@ -119,7 +119,7 @@ class ExternalRun:
 def run_eviction(
     adapter: Adapter, eviction: Eviction, situation: Situation, entry_floors: EntryFloors, full: Layers | None = None
 ) -> ExternalRun:
-    """Return the measurements of an eviction in a situation, its exceptions recorded.
+    """Return the measurements of an eviction in a situation, including any exception that it raises.
 
     `full` are the entries of the plain model, where they are known. Raises UnreadableCacheError where the cache does
     not show its entries.
@@ -132,7 +132,7 @@ def run_eviction(
 
 
 def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
-    """Let the eviction read the prompts, then decode; record an exception of either in `external`."""
+    """Run the eviction's reading of the prompts and the decoding; record an exception of either in `external`."""
     situation = external.situation
     try:
         cache = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
@@ -149,7 +149,7 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
 
 
 def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
-    """Count positions from the padding on where the first layer of the cache shows that the eviction does so.
+    """Count positions from the padding's end on if the cache's first layer shows that the eviction counts so.
 
     Plain calls of a model count them so.
     """
@@ -163,7 +163,7 @@ def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
 
 
 def _key_distance(cache: Cache, full: Layers) -> float:
-    """Return the distance of the last row's first-layer keys from the full cache's; 0 where the cache has no keys."""
+    """Return the first-layer distance of the last row's keys from the full cache's; 0 for a cache without keys."""
     try:
         first = layer_tensors(cache)[0]
         (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
@@ -173,7 +173,7 @@ def _key_distance(cache: Cache, full: Layers) -> float:
 
 
 def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
-    """Run the forward passes of the situation, up to the first that raises an exception, which is recorded."""
+    """Run the situation's forward passes up to the first exception, which is recorded."""
     _check_keys(cache, external)
     for chunk, tokens in enumerate(external.situation.chunks):
         record, ids = ForwardPass(), external.situation.new_tokens(chunk)
@@ -189,7 +189,7 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
 
 
 def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache) -> None:
-    """Add a forward pass to the run; its entries, as large as the cache, are matched at once and freed."""
+    """Add a forward pass to the run; its entries, as large as the cache, are matched at once and then freed."""
     if not record.is_complete(len(external.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
         raise UnreadableCacheError(msg)
@@ -199,7 +199,7 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache) -> None:
 
 
 def _logits(external: ExternalRun, eviction: Eviction, cache: Cache, chunk: int, ids: Tensor, decoded: int) -> Tensor:
-    """Return the logits (row, new, vocab) of a forward pass, by the eviction's own decoding where it has one."""
+    """Return the logits (row, new, vocab) of a forward pass, by the eviction's own decoding if it has any."""
     if eviction.decode is not None:
         logits = eviction.decode(external.adapter.model, cache, ids, decoded)
         return logits if logits.ndim == 3 else logits.unsqueeze(1)
@@ -210,7 +210,7 @@ def _logits(external: ExternalRun, eviction: Eviction, cache: Cache, chunk: int,
 
 
 def _check_keys(cache: Cache, external: ExternalRun) -> None:
-    """Raise UnreadableCacheError for layers that contradict what the cache reports, or have more than the full cache.
+    """Raise UnreadableCacheError for layers that contradict the cache's reported length, or exceed the full cache.
 
     A cache without keys as attributes may still pass them to the attention, and is not checked.
     """
@@ -224,13 +224,13 @@ def _check_keys(cache: Cache, external: ExternalRun) -> None:
 
 
 def _message(error: Exception) -> str:
-    """Return the type of an exception and its first line."""
+    """Return an exception as text: its type and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _stack_field(distances: Sequence[Distance], name: str) -> np.ndarray:
-    """Return a field of the distances as an array, passes first."""
+    """Return the named field of all distances as an array, passes first."""
     return np.stack([_to_numpy(getattr(distance, name)) for distance in distances])
 
 
@@ -240,7 +240,7 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
-    """Return how a call of the model and `generate` use the cache after the prompt of a `single` situation.
+    """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
 
     Each gets a new cache; exceptions are recorded.
     """
@@ -263,7 +263,7 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
 
 
 def _next_position(cache: Cache) -> int | None:
-    """Return the position that `model(token, past_key_values=cache)` gives the next token; None where it fails."""
+    """Return the next token's position in the call `model(token, past_key_values=cache)`; None if the call fails."""
     try:
         return int(cache.get_seq_length())
     except Exception:
@@ -271,7 +271,7 @@ def _next_position(cache: Cache) -> int | None:
 
 
 def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -> None:
-    """Generate one token from a cache and `ids`; append the number of tokens of each forward pass to `lengths`."""
+    """Generate one token from a cache and `ids`; append the token count of every forward pass to `lengths`."""
 
     def count(layer: int, hidden: Tensor) -> None:
         if layer == 0:
@@ -284,7 +284,7 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """Return the exception that a call raises as one line; empty where it raises none."""
+    """Return the exception raised by a call as one line of text; empty if none is raised."""
     try:
         call()
     except Exception as error:

@@ -50,7 +50,7 @@ class EntryTracker:
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add_pass(self, record: ForwardPass) -> None:
-        """Match the entries that a forward pass attended to with those of the prompt.
+        """Match the entries attended to in a forward pass with the prompt's entries.
 
         Raises UnreadableCacheError where they cannot be matched.
         """
@@ -66,18 +66,18 @@ class EntryTracker:
 
     @property
     def _new_count(self) -> int:
-        """The number of tokens of the last pass."""
+        """Number of new tokens in the last pass."""
         return int(self._decoded[-1][0][0].shape[2])
 
     def _is_unchanged(self, entries: Layers) -> bool:
-        """Return whether every layer has exactly the entries of the previous pass, those of its new tokens included."""
+        """Return whether all layers hold exactly the previous pass's entries, those of its new tokens included."""
         return bool(self._last) and all(
             torch.equal(tensor, previous) for layer, last in zip(entries, self._last, strict=True)
             for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
 
     def _match(self, entries: Layers, attended: Sequence[Tensor | None]) -> None:
-        """Match every entry with those of the prompt and of the tokens decoded since, and add the masks of the pass."""
+        """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass."""
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableCacheError(msg)
@@ -97,7 +97,7 @@ class EntryTracker:
         self.masks.append(masks)
 
     def _all_entries(self, cached: Layers) -> list[tuple[Tensor, Tensor]]:
-        """Return the entries of the prompts and of the tokens decoded since, with as many heads as the cache has."""
+        """Return all entries of the prompts and the decoded tokens per layer, with as many heads as the cache."""
         layers = []
         for layer, (keys, values) in enumerate(self.full):
             parts = [(keys, values), *(first_of_groups(new[layer], keys.shape[1]) for new in self._decoded)]
@@ -106,7 +106,7 @@ class EntryTracker:
         return layers
 
     def _mask(self, rows: Sequence[LayerKept], attended: Sequence[Tensor], entries: int) -> Tensor:
-        """Return a layer's mask (row, kept_head, entry): True for attended entries that are no padding."""
+        """Return the mask (row, kept_head, entry) of a layer, True for attended entries other than padding."""
         masks = []
         for kept, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
             mask = torch.zeros(len(kept.positions), entries, dtype=torch.bool, device=seen.device)
@@ -116,7 +116,7 @@ class EntryTracker:
         return torch.stack(masks)
 
     def _record_changes(self, masks: Sequence[Tensor]) -> None:
-        """Record the rows in which entries went or came back."""
+        """Record the rows in which entries disappeared or reappeared."""
         for row, changed in enumerate(self.changed):
             expected = [_append_new(mask[row : row + 1], self._new_count) for mask in self.masks[-1]]
             if any(not torch.equal(old, mask[row : row + 1]) for old, mask in zip(expected, masks, strict=True)):
@@ -124,7 +124,7 @@ class EntryTracker:
 
 
 def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a layer, repeated per query head where the cache has `heads` query heads."""
+    """Return a layer's keys and values, repeated per query head for a cache with `heads` query heads."""
     times = max(1, heads // layer[0].shape[1])
     if times * layer[0].shape[1] != heads:
         return layer
@@ -132,18 +132,18 @@ def repeat_heads(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tens
 
 
 def first_of_groups(layer: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the first head of each group, where a cache stores them once per query head."""
+    """Return keys and values of the first head in each group, for a cache that stores entries once per query head."""
     group = max(1, layer[0].shape[1] // heads)
     return layer[0][:, ::group], layer[1][:, ::group]
 
 
 def _append_new(mask: Tensor, new: int) -> Tensor:
-    """Return a mask (row, kept_head, entry) with True for `new` more entries."""
+    """Return the mask (row, kept_head, entry) extended by `new` entries that are True."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
 def _attended_entries(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
-    """Return a mask of the earlier entries that some new token attends to; None where the new tokens attend to all."""
+    """Return a mask of the earlier entries attended to by any new token; None if all are attended to."""
     rows, heads, entries = record.key[layer].shape[:3]
     new, hidden = record.query[layer].shape[2], record.hidden_keys[layer]
     allowed = boolean_mask(record.mask[layer], entries, new)
@@ -171,7 +171,7 @@ def excess_rotations(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> Int[Tensor, " entry"] | None:
-    """Return the number of positions, −most to most, by which each key is rotated too far.
+    """Return the number of positions by which each key is rotated too far, between −most and most.
 
     None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
     with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
@@ -191,7 +191,7 @@ def excess_rotations(
 
 
 def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
-    """Return the pairs of rotated components of keys as complex numbers (entry, frequency)."""
+    """Return the rotary components of keys as complex numbers (entry, frequency), from pairs `half` apart."""
     components = keys.double()
     return torch.complex(components[:, :half], components[:, half : 2 * half])
 
@@ -203,7 +203,7 @@ def describe_rotation(
     frequencies: Float[Tensor, " frequency"],
     most: int,
 ) -> str:
-    """Describe the rotation by which the keys differ from those of the full cache; empty where none explains it.
+    """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
 
     `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
     """
@@ -226,7 +226,7 @@ def describe_quantisation(
     full: Float[Tensor, "entry d_head"],
     head: Float[Tensor, "position d_head"],
 ) -> str:
-    """Describe the quantisation that turns the entries of the full cache into `entries`; empty where none does.
+    """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
 
     Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
     the largest magnitude or from the range.
@@ -241,13 +241,13 @@ def describe_quantisation(
 
 
 def _rounding(entries: Tensor) -> Tensor:
-    """Return the distance of each entry that rounding to its dtype explains."""
+    """Return the distance of each entry explicable by rounding to its dtype."""
     length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
     return 2 * torch.finfo(entries.dtype).eps * length
 
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each scale, such as `per entry`, with the entries quantised to `bits` bits under it."""
+    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale)."""
     for scale, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
                           ("per head", full)):  # fmt: skip
         low, high = _value_range(scaled, scale)
@@ -262,7 +262,7 @@ def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str,
 
 
 def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of each group of values that shares a scale."""
+    """Return minimum and maximum of the values over each group with a common scale."""
     if scale == "per head":
         return values.amin(), values.amax()
     dim = -1 if scale == "per entry" else 0
@@ -270,7 +270,7 @@ def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
 
 
 def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
-    """Return the head of the full cache whose entries are bit-equal to `entries`; None where there is none."""
+    """Return the index of the full cache's head with entries bit-equal to `entries`; None if there is none."""
     return next((head for head, known in enumerate(full) if torch.equal(known.to(entries.dtype), entries)), None)
 
 
@@ -308,30 +308,30 @@ class EntryComparison:
         )
 
     def _per_layer(self, function: Callable[[int], Any]) -> NDArray[Any]:
-        """Return the values (layer, head) of a function of the layer."""
+        """Return an array (layer, head) of the values that `function` returns per layer."""
         return np.array([list(function(layer)) for layer in range(len(self.layers))])
 
     def _per_head(self, layer: int, function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
-        """Return the value per head of a function of its entries' positions and which of them are attended to."""
+        """Return the value of `function` per head of a layer, given its entries' positions and attended mask."""
         pairs = zip(self.layers[layer].positions, self.attended[layer], strict=True)
         return [function(positions, seen) for positions, seen in pairs]
 
     def _largest_distances(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
-        """Return the largest distance of each head's attended entries."""
+        """Return the largest distance per head over its attended entries."""
         pairs = zip(distances, self.attended[layer], strict=True)
         return [float(distance[seen].amax()) if bool(seen.any()) else 0.0 for distance, seen in pairs]
 
     def _kept_set(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
-        """Return the distinct positions in the prompt of a head's attended entries, ascending."""
+        """Return a head's kept set: the distinct prompt positions of attended entries, ascending."""
         kept = positions[seen & (positions >= self.padding)] - self.padding
         return np.unique(kept.cpu().numpy())
 
     def _padding_count(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-        """Return the number of a head's attended entries that are padding."""
+        """Return the number of padding entries that a head attends to."""
         return int(((positions >= 0) & (positions < self.padding) & seen).sum())
 
     def _is_repeated(self, layer: int) -> bool:
-        """Return whether a layer stores every entry once per query head, and all heads of a group keep the same set."""
+        """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
         adapter, positions = self.tracker.adapter, self.layers[layer].positions
         group = adapter.heads // adapter.kv_heads
         if group == 1 or len(positions) != adapter.heads:
@@ -339,7 +339,7 @@ class EntryComparison:
         return all(torch.equal(own, positions[head - head % group]) for head, own in enumerate(positions))
 
     def _describe_changes(self, layer: int) -> list[str]:
-        """Return per head a description of the changes of its keys and values; empty where they are intact."""
+        """Return a description per head of the changes to its keys and values; empty if intact."""
         entries = self.layers[layer]
         kinds = (
             ("keys", self._largest_distances(layer, entries.key_distance), self.floors.key),
@@ -357,7 +357,7 @@ class EntryComparison:
         return changes
 
     def _is_mismatched(self, layer: int, head: int) -> bool:
-        """Return whether a head's keys and values are all bit-equal to the full cache's, but of different entries."""
+        """Return whether a head's keys and values are bit-equal to the full cache's, but of different entries."""
         seen = self.attended[layer][head]
         separate = []
         for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True):
@@ -367,11 +367,11 @@ class EntryComparison:
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
     def _full_entries(self, full: Tensor, layer: int, head: int) -> Tensor:
-        """Return the full cache's entries (entry, d_head) that belong to a head of the external cache."""
+        """Return the entries (entry, d_head) of the full cache for a head of the external cache."""
         return full[self.row][head * full.shape[1] // len(self.layers[layer].positions)]
 
     def _describe_change(self, layer: int, head: int, kind: int) -> str:
-        """Describe the change of a head's keys (`kind` 0) or values (1); empty where it is unknown."""
+        """Return a description of the change to a head's keys (`kind` 0) or values (1); empty if unknown."""
         positions = self.layers[layer].positions[head]
         known = (positions >= 0) & self.attended[layer][head]
         entries, positions = self.tracker.cached[layer][kind][self.row, head][known], positions[known]
@@ -391,16 +391,16 @@ class EntryComparison:
 
 
 def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    """Return the number of a head's attended entries that match none of the full cache."""
+    """Return the number of a head's attended entries without a match in the full cache."""
     return int((positions[seen] == NOWHERE).sum())
 
 
 def _duplicate_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    """Return the number of a head's attended entries that repeat another one."""
+    """Return the number of a head's attended entries that duplicate another attended entry."""
     known = positions[seen & (positions != NOWHERE)]
     return len(known) - len(set(known.tolist()))
 
 
 def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
-    """Return the entries of a head as a batch of one row with one head."""
+    """Return a head's entries as a batch with a single row and head."""
     return entries[None, None]

@@ -32,7 +32,7 @@ _DEFAULT = Resources()
 
 
 def external_configuration(name: str, budget: float) -> EvictionConfig:
-    """Return the configuration `given:NAME` of kept sets that come from another program.
+    """Return the configuration `given:NAME` for external kept sets.
 
     `budget` is the entries of a kept set (an int) or their share of the prompt, as for other configurations of that
     size; the kept sets determine what is really stored.
@@ -49,7 +49,7 @@ def measure_kept_sets(
     attrs: Mapping[str, str] | None = None,
     **run: Any,
 ) -> Trace:
-    """Return a trace of external kept sets and of our configurations on the same prompts.
+    """Return a trace of external kept sets, and of the configurations `configs`, on the same prompts.
 
     Args:
         adapter: the model.
@@ -100,7 +100,7 @@ class LossComparison:
 
 
 def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of first and of most recent entries that every kept set of every prompt holds.
+    """Return the numbers of first and of most recent entries that all kept sets of all prompts contain.
 
     `tokens` are the lengths of the prompts.
     """
@@ -113,15 +113,15 @@ def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
 
 
 def _prefix_length(positions: Integers) -> int:
-    """Return the length of the run 0, 1, 2, … with which ascending positions begin."""
+    """Return the length of the initial run 0, 1, 2, … in ascending positions."""
     consecutive = positions == np.arange(len(positions))
     return len(positions) if consecutive.all() else int(consecutive.argmin())
 
 
 def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
-    """Return the losses of kept sets and of controls at the first decoding step, means over prompts."""
+    """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
-    protected, budget = protection(kept, tokens), _budget(kept, tokens)
+    protected, budget = protection(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
     controls, freed = _controls(budget, protected, min(tokens))
     masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
@@ -131,8 +131,8 @@ def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], r
     return LossComparison(losses, protected, (external, *controls), freed)
 
 
-def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
-    """Return the mean number of entries of a kept set; as a share of the prompt where prompts differ in the number."""
+def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
+    """Return the mean kept-set size: in entries if all prompts keep equally many, else as a share of the prompt."""
     means = [float(np.mean([len(positions) for layer in sets for positions in layer])) for sets in kept]
     counts = {max(1, round(mean)) for mean in means}
     if len(counts) == 1:
@@ -141,7 +141,7 @@ def _budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
 
 
 def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[tuple[EvictionConfig, ...], bool]:
-    """Return our configurations of equal budget and protection, and whether they had to protect less than the eviction.
+    """Return control configurations of equal budget and protection, and whether their protection had to be reduced.
 
     `tokens` is the length of the shortest prompt.
     """
@@ -162,7 +162,7 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:
-    """Return kept sets as a mask (kv_head, key) per layer, for a prompt of `tokens` tokens."""
+    """Return the kept sets as one mask (kv_head, key) per layer, for a prompt of `tokens` tokens."""
     masks = []
     for layer in sets:
         mask = torch.zeros(len(layer), tokens, dtype=torch.bool)
@@ -173,7 +173,7 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
 
 
 def _loss(trace: Trace, config: int, name: str) -> Loss:
-    """Return the loss of the configuration at index `config` of a trace, mean over samples, under this name."""
+    """Return the loss, called `name`, of the configuration at index `config` of a trace, averaged over samples."""
     arrays = trace.arrays
 
     def mean_ratio(perturbation: Any, full: Any) -> float:

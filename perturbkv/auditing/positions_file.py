@@ -55,7 +55,7 @@ class KeptFile:
     logits: NDArray[np.float64] | None = None
 
     def check(self, layers: int, heads: Sequence[int], tokens: int, vocab: int) -> None:
-        """Raise UnreadableCacheError where the positions do not fit this model and a prompt of `tokens` entries."""
+        """Raise UnreadableCacheError for positions that do not fit the model or a prompt of `tokens` entries."""
         if len(self.kept) != layers:
             self._refuse(f"it has {len(self.kept)} layers, the model {layers}")
         for layer, sets in enumerate(self.kept):
@@ -72,20 +72,20 @@ class KeptFile:
             self._refuse(f"it has logits of {len(self.logits)} steps and tokens of {len(self.tokens)}")
 
     def _check_set(self, kept: Integers, tokens: int, where: str) -> None:
-        """Raise UnreadableCacheError where a kept set does not fit a prompt of `tokens` entries."""
+        """Raise UnreadableCacheError for a kept set that does not fit a prompt of `tokens` entries."""
         if len(kept) > tokens:
             self._refuse(f"{where} keeps {len(kept)} entries, more than the {tokens} that there were")
         if len(kept) and not 0 <= kept.min() <= kept.max() < tokens:
             self._refuse(f"{where} keeps position {kept.max()} or {kept.min()} of a prompt of {tokens}")
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Raise UnreadableCacheError for this file."""
+        """Raise UnreadableCacheError for this file, with the given reason."""
         msg = f"{self.name}: {reason}"
         raise UnreadableCacheError(msg)
 
 
 def read(path: Path) -> KeptFile:
-    """Return the kept positions, tokens and logits of a file.
+    """Return the kept positions, and any tokens and logits, in a file.
 
     Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/audit.md.
     """
@@ -105,7 +105,7 @@ def read(path: Path) -> KeptFile:
 
 
 def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids under a name of the file, none where it is absent. Raises ValueError for anything else."""
+    """Return the token ids stored under a name; empty if absent. Raises ValueError for any other value."""
     ids = _parse_row(content.get(name, ()), f"as {name}")
     if ids.size and ids.min() < 0:
         msg = f"expected token ids as {name}, got {ids.min()}"
@@ -114,7 +114,7 @@ def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _parse_row(values: Any, what: str) -> NDArray[Any]:
-    """Return values as a row of whole numbers; `what` names them in messages. Raises ValueError for anything else."""
+    """Return values as a 1D array of whole numbers; `what` names them in messages. Raises ValueError otherwise."""
     row = np.asarray(values)
     booleans = isinstance(values, list) and any(isinstance(value, bool) for value in values)
     if row.ndim != 1 or booleans or (row.size and row.dtype.kind not in "iu"):
@@ -125,7 +125,7 @@ def _parse_row(values: Any, what: str) -> NDArray[Any]:
 
 
 def _parse_logits(values: Any) -> NDArray[np.float64] | None:
-    """Return finite logits (step, vocab), None for none. Raises ValueError or TypeError for anything else."""
+    """Return finite logits (step, vocab); None for None. Raises ValueError or TypeError for other values."""
     if values is None:
         return None
     logits = np.asarray(values)
@@ -138,13 +138,13 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the content of a JSON file, its positions parsed. Raises ValueError, KeyError or TypeError."""
+    """Return the content of a JSON file, with positions parsed. Raises ValueError, KeyError or TypeError."""
     content = parse_json(_FILE.read_text(path))
     return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:
-    """Return the arrays of an .npz file, with the positions in `layer_0_head_0` and so on as `kept`.
+    """Return the arrays of an .npz file, with `layer_0_head_0` and so on collected as positions under `kept`.
 
     Raises ValueError where there are no positions, or where those of a layer or head are missing.
     """
@@ -161,7 +161,7 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
 
 
 def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an .npz file. Raises ValueError for other files, and for one that is too large unpacked."""
+    """Return the arrays of an .npz file. Raises ValueError for any other file, and for one too large when unpacked."""
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
@@ -176,7 +176,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _parse_positions(values: Any) -> Integers:
-    """Return the positions that a head keeps, ascending. Raises ValueError for anything but distinct whole numbers."""
+    """Return a head's kept positions, ascending. Raises ValueError unless they are distinct whole numbers."""
     positions = _parse_row(values, "per head")
     if len(np.unique(positions)) != len(positions):
         msg = "a head keeps a position twice"
@@ -185,7 +185,7 @@ def _parse_positions(values: Any) -> Integers:
 
 
 def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
-    """Return the prompt that the file holds, else the only one of `prompts`.
+    """Return the prompt in the file, if any, else the only prompt in `prompts`.
 
     Raises ConfigError where the file holds none and `prompts` are several.
     """
@@ -201,7 +201,7 @@ def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
 
 
 def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
-    """Return the audited run of a file: its kept sets, and its logits' distances from the masked reference's.
+    """Return the audited run of a file: its kept sets, and the distance of its logits from the masked reference's.
 
     Raises UnreadableCacheError where the positions do not fit this model and prompt.
     """
@@ -215,7 +215,7 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
 
 
 def _entries(file: KeptFile, layers: int) -> CacheEntries:
-    """Return the kept sets of a file as entries with unchanged keys and values, of which a file knows nothing."""
+    """Return the kept sets of a file as cache entries with keys and values assumed unchanged."""
     shape = (layers, len(file.kept[0]))
     counts, distances = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     return CacheEntries(
@@ -226,7 +226,7 @@ def _entries(file: KeptFile, layers: int) -> CacheEntries:
 
 
 def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
-    """Return the distances of a file's logits from the masked reference's; those of heads and layers are NaN."""
+    """Return the distances of a file's logits from the masked reference's; NaN for heads and layers."""
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
     decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
@@ -246,7 +246,7 @@ def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile
 
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:
-    """Return per pass and layer a mask (1, kept_head, entry): the file's positions, and everything decoded since."""
+    """Return a mask (1, kept_head, entry) per pass and layer: the file's positions and all tokens decoded since."""
     masks = []
     for step in range(len(single.chunks)):
         layers = []

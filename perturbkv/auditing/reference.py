@@ -55,21 +55,21 @@ class ForwardPass:
     hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
 
     def is_complete(self, layers: int) -> bool:
-        """Return whether the attention of every layer was recorded."""
+        """Return whether the attention of all layers was recorded."""
         return len(self.head_output) == layers
 
     def new_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of a layer's new tokens, each (row, kept_head, new, d_head)."""
+        """Return keys and values of the new tokens in a layer, each (row, kept_head, new, d_head)."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
 
     def previous_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of a layer's entries before the new tokens."""
+        """Return keys and values of the entries before the new tokens in a layer."""
         new = self.query[layer].shape[2]
         return self.key[layer][:, :, :-new], self.value[layer][:, :, :-new]
 
     def forget_entries(self) -> None:
-        """Drop all keys and values but the new tokens', as they are as large as the cache."""
+        """Drop all keys and values except the new tokens', to free memory as large as the cache."""
         for layer in self.key:
             keys, values = self.new_entries(layer)
             self.key[layer], self.value[layer] = keys.clone(), values.clone()
@@ -77,7 +77,7 @@ class ForwardPass:
 
 @contextmanager
 def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
-    """Record in `record` the forward pass that runs within the block; `attend` replaces the model's attention."""
+    """Record the forward pass inside the block in `record`; `attend` replaces the model's attention."""
 
     def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = adapter.layer_of(module)
@@ -96,7 +96,7 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
 
 
 def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
-    """Return an attention in which new tokens attend, per head, to the kept entries and causally to each other.
+    """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
 
     `kept` are masks per layer. With `reverse` the entries come in the opposite order, which changes only the rounding.
     """
@@ -114,7 +114,7 @@ def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], revers
 def _attention_mask(
     kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int
 ) -> Bool[Tensor, "row head new all"]:
-    """Return the attention mask of `new` tokens: kept entries, then the new tokens, causally."""
+    """Return the attention mask of `new` tokens over kept entries, then over the new tokens, causally."""
     sets = kept.repeat_interleave(heads // kept.shape[1], dim=1)
     causal = torch.ones(new, new, dtype=torch.bool, device=kept.device).tril()
     previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
@@ -122,7 +122,7 @@ def _attention_mask(
 
 
 def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Return an attention mask as booleans: True where a new token attends to an entry; None without a mask."""
+    """Return an attention mask as booleans, True for visible entries; None without a mask."""
     if mask is None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -130,7 +130,7 @@ def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "r
 
 
 def attends_to_later(record: ForwardPass) -> bool:
-    """Return whether the attention's mask lets a new token attend to a later one."""
+    """Return whether the mask lets any new token attend to a later token."""
     new = record.query[0].shape[2]
     for layer, mask in record.mask.items():
         allowed = boolean_mask(mask, record.entries[layer], new)
@@ -142,7 +142,7 @@ def attends_to_later(record: ForwardPass) -> bool:
 
 
 def hides_entries(record: ForwardPass) -> bool:
-    """Return whether the mask hides from some new token itself, or an entry that another new token attends to."""
+    """Return whether the mask hides a new token from itself, or an entry that is visible to a different new token."""
     new = record.query[0].shape[2]
     for layer, mask in record.mask.items():
         entries = record.entries[layer]
@@ -198,7 +198,7 @@ class EntryFloors:
 
 
 def check(adapter: Adapter) -> None:
-    """Raise ModelError unless every layer's attention takes a mask per head, over all entries."""
+    """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
     check_plain(adapter.config, adapter.name, "an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
@@ -207,7 +207,7 @@ def check(adapter: Adapter) -> None:
 
 
 def read(adapter: Adapter, situation: Situation) -> Layers:
-    """Return the keys and values of every layer after the plain model has read the prompts."""
+    """Return the keys and values of all layers after the plain model has read the prompts."""
     cache = DynamicCache()
     padding = {} if bool(situation.attention_mask.all()) else {
         "attention_mask": situation.attention_mask, "position_ids": situation.prompt_positions()
@@ -217,7 +217,7 @@ def read(adapter: Adapter, situation: Situation) -> Layers:
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
-    """Return the `count` tokens by which the model itself continues a prompt greedily."""
+    """Return the model's own greedy continuation of a prompt, `count` tokens."""
     cache, token, tokens = DynamicCache(), ids.unsqueeze(0), []
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -229,7 +229,7 @@ def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tens
 def decode(
     adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
 ) -> Iterator[ForwardPass]:
-    """Yield the forward passes from the full cache under masks of the kept entries.
+    """Yield the forward passes that decode from the full cache under masks of the kept entries.
 
     `kept` has a mask (row, kept_head, entry) per pass and layer; `reverse` as in `masked_attention`.
     """
@@ -239,7 +239,7 @@ def decode(
 
 
 def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[ForwardPass]:
-    """Yield the forward passes from the full cache without masks but those of the padding."""
+    """Yield the forward passes that decode from the full cache with no mask but that of padding."""
     cache, mask = _fill_cache(full), situation.attention_mask
     for chunk, tokens in enumerate(situation.chunks):
         mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
@@ -249,7 +249,7 @@ def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> It
 def _forward(
     adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
 ) -> ForwardPass:
-    """Run and record the forward pass of a chunk of the situation's tokens, which the cache takes up."""
+    """Run and record the forward pass of the situation's chunk `chunk`, whose tokens are added to the cache."""
     record = ForwardPass()
     with record_pass(adapter, record, attend):
         record.logits = adapter.model(
@@ -260,7 +260,7 @@ def _forward(
 
 
 def _fill_cache(full: Layers) -> DynamicCache:
-    """Return a new cache with these keys and values."""
+    """Return a new cache with the given keys and values."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(full):
         cache.update(keys, values, layer)
@@ -268,7 +268,7 @@ def _fill_cache(full: Layers) -> DynamicCache:
 
 
 def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
-    """Return the masks per forward pass and layer of a run that keeps all entries but padding."""
+    """Return the masks, per forward pass and layer, that keep all entries except padding."""
     masks, mask = [], situation.attention_mask.bool()
     for tokens in situation.chunks:
         masks.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
@@ -277,7 +277,7 @@ def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "ro
 
 
 def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
-    """Return the noise floors: distances between runs that keep all entries, unmasked, masked, and masked in reverse.
+    """Return the noise floors: distances between full runs without masks, with masks, and with masks in reverse order.
 
     They are the maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as
     rounding accumulates.
@@ -301,7 +301,7 @@ def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
 
 
 def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
-    """Return the noise floors of entries: distances between those of a prompt read in two parts and those in `full`."""
+    """Return the noise floors of entries: distances of `full` from the entries of the prompt read in two parts."""
     cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
     for part in (ids[:middle], ids[middle:]):
         adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -314,14 +314,14 @@ def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> 
 def _entry_distance(
     entries: Float[Tensor, "kv_head entry d_head"], reference: Float[Tensor, "kv_head entry d_head"]
 ) -> Tensor:
-    """Return the largest distance of an entry from the reference's, over the root mean square norm of its head."""
+    """Return the largest distance of an entry from its reference, relative to the RMS norm of its head."""
     unit = reference.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
     distance: Tensor = torch.linalg.vector_norm(entries.float() - reference.float(), dim=-1) / unit
     return distance.amax()
 
 
 def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distance:
-    """Return the relative distances of one row of a forward pass from the reference.
+    """Return the relative distances of one row of a forward pass from the reference pass.
 
     The distance of a head is over its own length or the layer's root mean square length, whichever is larger: the
     rounding of values does not shrink where their weighted sum nearly cancels.
@@ -338,13 +338,13 @@ def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) 
 
 
 def _relative_distance(vectors: Float[Tensor, "new column"], reference: Float[Tensor, "new column"]) -> Tensor:
-    """Return the largest distance of a token's vector from the reference's, over the length of the reference's."""
+    """Return the largest distance of a token's vector from its reference, relative to the reference's length."""
     length = torch.linalg.vector_norm(reference.double(), dim=-1).clamp(min=_TINY)
     distance: Tensor = torch.linalg.vector_norm(vectors.double() - reference.double(), dim=-1) / length
     return distance.amax()
 
 
 def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most vocab"]) -> Tensor:
-    """Return the largest relative distance of logits less their mean, over the last tokens that both have."""
+    """Return the largest relative distance of mean-centred logits, over the last tokens common to both."""
     centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
     return _relative_distance(centred[0], centred[1])

@@ -35,38 +35,38 @@ class Situation:
 
     @property
     def rows(self) -> int:
-        """The number of prompts."""
+        """Number of prompts in the batch."""
         return len(self.ids)
 
     @property
     def padding(self) -> list[int]:
-        """The number of padding entries before each prompt."""
+        """Number of padding entries before each prompt."""
         return [int(count) for count in (self.attention_mask == 0).sum(dim=-1)]
 
     @property
     def entries(self) -> int:
-        """The number of entries of the full cache, padding included."""
+        """Number of entries in the full cache, padding included."""
         return self.ids.shape[1]
 
     def prompt_positions(self) -> Int[Tensor, "row token"]:
-        """Return the positions of the prompts' tokens."""
+        """Return the positions of the prompts' tokens, as the eviction counts them."""
         if self.counts_padding:
             return torch.arange(self.entries, device=self.ids.device).expand(self.rows, -1)
         return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the positions of the tokens of a chunk, by its index: n, n + 1, … in each row."""
+        """Return the positions of the tokens in the chunk of index `chunk`: n, n + 1, … in each row."""
         previous = sum(len(tokens) for tokens in self.chunks[:chunk])
         new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
         return self.prompt_positions()[:, -1:] + 1 + previous + new
 
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the tokens of a chunk, by its index, the same in every row."""
+        """Return the tokens of the chunk of index `chunk`, the same in every row."""
         return self.chunks[chunk].expand(self.rows, -1)
 
 
 def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"], steps: int) -> Situation:
-    """Return a prompt in the situation of this name, followed by `steps` forward passes of `tokens`.
+    """Return a prompt in the named situation, followed by `steps` forward passes over `tokens`.
 
     In a batch the second row is the prompt without its first eighth: one prompt is enough for an audit, and nearly
     every budget that fits the first fits the second.
@@ -83,5 +83,5 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
 
 
 def token_count(steps: int, names: Sequence[str]) -> int:
-    """Return the number of tokens that the longest of the named situations decodes in `steps` forward passes."""
+    """Return the maximum number of tokens that a named situation decodes in `steps` forward passes."""
     return steps + (BLOCK - 1 if "block" in names else 0)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from perturbkv.benchmark.rows import NO_RAY, Report, Target
-from perturbkv.benchmark.subprocesses import Result, in_process, machine, without_network
+from perturbkv.benchmark.subprocesses import Result, in_process, machine, no_network_prefix
 from perturbkv.benchmark.suite import Group, Values, check_repeats, median_ratio, run_groups
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -42,7 +42,7 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
+    """Return the report on the rows `targets`; call `finished` with the name of each group of rows when it is done.
 
     A row whose process fails has the reason instead of a value.
     """
@@ -74,14 +74,14 @@ class _Rows:
         self._sample: Result = {}
 
     def scaling(self, engine: str) -> Values:
-        """Return the row of an engine's speed-up by sleeping workers, over their number: at best 1."""
+        """Return the row of an engine's scaling: the speed-up by sleeping workers over their number, at best 1."""
         each = min(_MOST_SLEEPING, max(1, self._settings.samples // _WORKERS))
         result = self._speed_up(engine, _WORKERS, each, _PAUSE)
         value = median_ratio(result["one"], result["all"])
         return {f"scale-{engine}": (value, {**result, "pause": _PAUSE})}
 
     def two_workers(self) -> Values:
-        """Return the row of the speed-up by two workers that measure; `with_loading` includes the time to load."""
+        """Return the row of the speed-up by two workers that really measure; detail `with_loading` includes loading."""
         each = min(_MOST_MEASURED, self._settings.samples)
         result = self._speed_up("workers", 2, each, None)
         loading = {name: [one + result["ready"][name] for one in result[name]] for name in ("one", "all")}
@@ -90,7 +90,7 @@ class _Rows:
         return {"two-workers": (value, {**result, "with_loading": with_loading})}
 
     def coordination(self, engine: str) -> Values:
-        """Return the row of the coordinating process's CPU milliseconds per sample, with the journal."""
+        """Return the row of the coordinator's CPU milliseconds per sample, for writing the journal."""
         result = self._coordinating(engine, self._settings.samples)
         per_sample = {
             name: {kind: 1000 * spent / self._settings.samples for kind, spent in result[name].items()}
@@ -99,7 +99,7 @@ class _Rows:
         return {f"coordination-{engine}": (per_sample["writing"]["cpu"], {**result, "ms_per_sample": per_sample})}
 
     def worker_processes(self, names: set[str]) -> Values:
-        """Return the row of coordinating worker processes, and that of the coordinator's memory where requested."""
+        """Return the row of coordinating worker processes and, if named, the row of the coordinator's peak memory."""
         values = self.coordination("workers")
         if "coordinator-memory" in names:
             _, many = values["coordination-workers"]
@@ -109,7 +109,7 @@ class _Rows:
         return values
 
     def merging(self, names: set[str]) -> Values:
-        """Return the rows of merging shards, as far as requested; memory is compared with a run of few samples."""
+        """Return the named rows of merging shards: its time, and its peak memory over that of a run of few samples."""
         self._measure_one()
         many = self._timed_process("merging", samples=self._settings.samples, shards=_SHARDS, once="merging" in names)
         values: Values = {}
@@ -123,11 +123,11 @@ class _Rows:
         return values
 
     def _few_samples(self) -> int:
-        """Return the number of samples of the small run that the large run is compared with."""
+        """Return the number of samples of the small run, the reference of the large run's memory."""
         return max(1, min(_FEW, self._settings.samples // 10))
 
     def _speed_up(self, engine: str, workers: int, each: int, pause: float | None) -> Result:
-        """Return the seconds of one worker and of all; `each`: samples per worker, `pause`: seconds of sleep."""
+        """Return the seconds of runs by one worker and by all; `each`: samples per worker, `pause`: seconds asleep."""
         if pause is not None:
             self._measure_one()
         turns = {"each": each, "repeats": self._settings.repeats}
@@ -139,10 +139,10 @@ class _Rows:
         return self._run_engine(engine, "coordinating", workers=_WORKERS, samples=samples) | {"sample": sample}
 
     def _run_engine(self, engine: str, work: str, **arguments: Any) -> Result:
-        """Return the result of a process; Ray runs without network where possible, so that it joins no cluster."""
+        """Return the result of an engine's process; Ray runs without network if possible, to join no cluster."""
         if engine == "ray" and find_spec("ray") is None:
             raise ConfigError(NO_RAY)
-        prefix = without_network() if engine == "ray" else ()
+        prefix = no_network_prefix() if engine == "ray" else ()
         network = {"network": "loopback alone" if prefix else "this machine's"} if engine == "ray" else {}
         return network | self._timed_process(work, prefix=prefix, engine=engine, **arguments)
 
@@ -152,7 +152,7 @@ class _Rows:
         return self._sample
 
     def _timed_process(self, work: str, **arguments: Any) -> Result:
-        """Return the result of a process, and its seconds including its start as `wall`."""
+        """Return the result of a process with its wall-clock seconds, start included, as `wall`."""
         start = time.perf_counter()
         result = in_process(work, model=self._settings.model, folder=self._folder, **arguments)
         return {**result, "wall": time.perf_counter() - start}

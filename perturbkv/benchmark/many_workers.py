@@ -76,7 +76,7 @@ class _RollCall:
     task: Task
 
     def prepare(self, model: WorkerModel) -> Callable[[int], int]:
-        """Prepare the other task; return a function that returns the process's id after a short delay."""
+        """Prepare the wrapped task; return a function that waits briefly and returns the process's id."""
         self.task.prepare(model)
 
         def process_id(item: int) -> int:
@@ -87,7 +87,7 @@ class _RollCall:
 
 
 def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
-    """Wait until `workers` workers have loaded everything that a task needs; return the seconds it took.
+    """Wait until `workers` workers have prepared a task, and return the elapsed seconds.
 
     Raises WorkerError where they take more than five minutes, or end.
     """
@@ -112,7 +112,7 @@ _SAMPLE = "sample"
 
 
 def demo_plan(model: str, samples: int) -> Plan:
-    """Return the plan of a run of `samples` samples that share one prompt, as many prompts would take too long."""
+    """Return the plan of a run whose `samples` samples share one prompt, as encoding many prompts would be slow."""
     files = open_model(model)
     demo = load("needle", files.tokenizer, samples=1, positions=int(files.config.max_position_embeddings))
     prompts = tuple(replace(demo[0], sample_id=f"{number:05}") for number in range(samples))
@@ -122,7 +122,7 @@ def demo_plan(model: str, samples: int) -> Plan:
 
 
 def one_sample(model: str, folder: str) -> Result:
-    """Measure a sample and store it for workers that sleep; return its bytes in a journal, and the seconds."""
+    """Measure a sample and store it for sleeping workers; return its bytes in a journal, and its seconds."""
     ready = demo_plan(model, 1)
     adapter, start = ready.model(), time.perf_counter()
     sample = trace_sample(adapter, ready.prompts[0], ready.resolved)
@@ -139,7 +139,7 @@ def stored_sample(folder: str) -> SampleTrace:
 
 
 class TimedEngine:
-    """An engine of workers that records the time of each of its runs.
+    """An engine of workers that records the time of every run.
 
     Args:
         crew: the workers.
@@ -155,7 +155,7 @@ class TimedEngine:
         self.ready = wait_until_ready(self._scheduler, task or real, len(crew.devices))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure a run; append its wall seconds and this process's CPU seconds to `spent`."""
+        """Measure a run; append its wall seconds and this process's CPU seconds to the attribute `spent`."""
         work = measure_work(planned, self._model, missing, finished, 1)
         start, used = time.perf_counter(), time.process_time()
         self._scheduler.run(replace(work, task=self._task or work.task))
@@ -164,7 +164,7 @@ class TimedEngine:
 
 @contextmanager
 def open_crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
-    """Yield crews of these sizes, one thread per worker; those of Ray are on one node, which is started here.
+    """Yield one crew per size, with one thread per worker; Ray crews share one node, which is started here.
 
     There may be more workers than cores, as Ray counts none for them.
     """
@@ -185,7 +185,7 @@ def open_crews(engine: str, sizes: Sequence[int]) -> Iterator[list[Crew]]:
 def speed_up(
     engine: str, workers: int, each: int, repeats: int, model: str, folder: str, pause: float | None
 ) -> Result:
-    """Return the seconds of runs by one worker and by all, `each` samples per worker, and until they are ready.
+    """Return the seconds of runs by one worker and by all, `each` samples per worker, and their seconds to start.
 
     `pause`: seconds that a worker sleeps per sample; None: it measures. The two are timed in turns.
     """
@@ -205,7 +205,7 @@ def speed_up(
 
 
 def coordinating(engine: str, workers: int, samples: int, model: str, folder: str) -> Result:
-    """Return the time and memory of the coordinating process in a run whose workers answer at once.
+    """Return the times and peak memory of the coordinating process in a run with workers that answer at once.
 
     `handing` is without storing the answers, `writing` with a journal, `finishing` the file of the trace from it: wall
     seconds and CPU seconds of this process. `ready` is the time until the workers are ready, `peak` the peak bytes.
@@ -224,7 +224,7 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
 
 
 def _measure_to_file(run: Plan, engine: TimedEngine, path: Path) -> dict[str, float]:
-    """Measure a run into a file; return the seconds of writing the file from the journal."""
+    """Measure a run into a file; return the wall and CPU seconds of writing the file from the journal."""
     with Lock(path) as lock:
         writer = TraceWriter(path, run.run, run.prompts.ids, {})
 
@@ -242,7 +242,7 @@ _MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
 
 
 def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:
-    """Return the seconds and peak bytes of merging shards; with `once` also the seconds of one file without shards.
+    """Return the seconds and peak bytes of merging shards; with `once` also the seconds of writing an unsharded file.
 
     `journals` are the seconds of the shards' journals.
     """
@@ -257,7 +257,7 @@ def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> R
 
 
 def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
-    """Write the journals of all shards, with the text of the shared prompt."""
+    """Write the journals of all shards, and the text of the prompt that they share."""
     text = PromptTexts(run.prompts, run.files.tokenizer.decode)[run.prompts[0].sample_id]
     sample, texts = stored_sample(folder), dict.fromkeys(run.prompts.ids, text)
     for number in range(1, count + 1):
@@ -269,7 +269,7 @@ def _write_shards(run: Plan, count: int, path: Path, folder: str) -> None:
 
 
 def _time_single_file(run: Plan, folder: Path) -> float:
-    """Return the seconds of writing the file of a run without shards, from a journal of the shards' entries."""
+    """Return the seconds of writing an unsharded run's file, from a journal with the entries of all shards."""
     path = folder / "once.h5"
     journal = Journal(journal_path(path))
     journal.begin(run.run)

@@ -15,7 +15,7 @@ from perturbkv.storage.run.shard_merging import merge_shards
 
 
 def process_bytes(field: str) -> int:
-    """Return this process's bytes: VmRSS, the current ones, or VmHWM, their peak; without proc(5) the peak."""
+    """Return this process's bytes by proc(5) field, VmRSS (current) or VmHWM (peak); without proc the peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))

@@ -55,7 +55,7 @@ _CHOOSE = """([name, place]) => {
 
 
 def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds from opening a page to its first paint ("paint"), and until choices can be made ("ready").
+    """Return the seconds from opening a page to its first paint ("paint"), and until it accepts choices ("ready").
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not load.
     """
@@ -70,7 +70,7 @@ def first_times(path: Path, repeats: int) -> dict[str, list[float]]:
 
 
 def change_times(path: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each change of choice, by the choice and the part of the page on the screen.
+    """Return 'choice, visible part of the page' -> seconds of every change of the choice.
 
     Raises ConfigError where there is no browser, PerturbkvError where the page does not measure its changes.
     """
@@ -113,7 +113,7 @@ def _open_page(browser: Any, path: Path) -> Any:
 
 
 def _change_seconds(page: Any, name: str) -> float | None:
-    """Return the seconds of a change of choice; None where there is nothing to choose."""
+    """Return the seconds of changing the choice `name`; None if it has a single value."""
     before = len(page.evaluate(_CHANGES))
     if not page.evaluate(_CHOOSE, [name, 1]):
         return None
@@ -127,7 +127,7 @@ def _wait_for(page: Any, expression: str) -> float:
 
 
 def _poll(page: Any, function: Callable[[], Any], what: str) -> float:
-    """Return the first result that is not None; polled, as the policy of the page forbids waiting inside it."""
+    """Return the first result that is not None, by polling, as the page's policy forbids waiting inside it."""
     end = time.perf_counter() + _LONGEST
     while time.perf_counter() < end:
         if (result := function()) is not None:
@@ -147,7 +147,7 @@ _COMPUTED = {*KEPT, DIGEST, *TEXT, *(name for pair in ROWS.values() for name in 
 
 
 def sweep(sides: int = 8, budgets: tuple[float, ...] = (0.1, 0.2, 0.4)) -> tuple[EvictionConfig, ...]:
-    """Return `sides` configurations per budget: two policies with four selections each, or the first of these."""
+    """Return `sides` configurations per budget: combinations of two policies with four selections."""
     names = ("attention", "two-stage", "attention-unpooled", "two-stage-uniform")
     both = [(policy, name) for policy in ("snapkv", "adakv") for name in names][:sides]
     return tuple(configuration(budget, policy=policy, selection=name) for budget in budgets for policy, name in both)
@@ -164,7 +164,7 @@ def synthetic_trace(
     kept: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """Return a synthetic trace of this size, of `configs` or a sweep of 24, with prompts and losses of heads.
+    """Return a synthetic trace of this size, for `configs` or a sweep of 24 configurations.
 
     With `kept` it has the positions of kept sets, else their digests alone.
     """
@@ -187,13 +187,13 @@ def synthetic_trace(
 
 
 def _is_drawn(name: str, variable: Variable, sizes: Mapping[str, int]) -> bool:
-    """Return whether a variable of a synthetic trace consists of random numbers."""
+    """Return whether a synthetic trace fills a variable with random numbers."""
     others = name in _COMPUTED or variable.in_rows or variable.dtype == "str"
     return not others and set(variable.dims) <= sizes.keys()
 
 
 def _random_values(name: str, variable: Variable, shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
-    """Return random values of a variable, with a plausible spread."""
+    """Return random values of a variable with a plausible spread."""
     if np.dtype(variable.dtype).kind != "f":
         return draw.integers(0, 2, shape).astype(variable.dtype)
     if name in _SHARES:
@@ -205,7 +205,7 @@ def _random_values(name: str, variable: Variable, shape: tuple[int, ...], draw: 
 def _random_kept_sets(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return the variables of kept sets, which differ little between configurations.
+    """Return kept-set variables that differ little between configurations.
 
     In the first layer the first two configurations have equal scores: heads of equal sets are tied.
     """
@@ -232,7 +232,7 @@ def _random_kept_sets(
 def _random_digests(
     shape: tuple[int, ...], configs: tuple[EvictionConfig, ...], tokens: int, draw: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Return the variables of random digests, of which no two are equal."""
+    """Return digest variables with random values, all of them distinct."""
     counts = np.array([_kept_count(one, tokens) for one in configs])[:, np.newaxis, np.newaxis]
     return {DIGEST: draw.integers(1, 2**62, shape), "kept_count": np.broadcast_to(counts, shape).copy()}
 
@@ -243,7 +243,7 @@ def _kept_count(config: EvictionConfig, tokens: int) -> int:
 
 
 def _prompt_texts(samples: int, tokens: int) -> dict[str, NDArray[Any]]:
-    """Return the variables of prompts' texts, in words of four digits."""
+    """Return the variables of prompt texts, in words of four digits."""
     text = "".join(f" {index % 9000 + 1000}" for index in range(tokens))
     return {
         "prompt_count": np.full(samples, tokens),
@@ -276,7 +276,7 @@ class Settings:
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
+    """Return the report on the rows `targets`; call `finished` with the name of each group of rows when it is done.
 
     Without a browser its rows have that as the reason instead of a value.
     """
@@ -309,16 +309,16 @@ class _Rows:
         return {"report-small": self._measure_size("small", _SMALL)}
 
     def large(self) -> Values:
-        """Return the row of the megabytes of a page of many more heads and samples."""
+        """Return the row of the large page's megabytes, with many more heads and samples than the small page."""
         return {"report-large": self._measure_size("large", _LARGE)}
 
     def first_times(self) -> Values:
-        """Return the rows of the median seconds until first paint and until choices can be made."""
+        """Return the rows of the median seconds until first paint, and until choices are accepted."""
         measured = first_times(self._page("small", _SMALL), self._settings.repeats)
         return {f"report-{name}": (statistics.median(times), {"seconds": times}) for name, times in measured.items()}
 
     def changes(self) -> Values:
-        """Return the rows of the median and the longest of all changes of choice, in seconds."""
+        """Return the rows of the median and the maximum seconds over all changes of choice."""
         changes = change_times(self._page("small", _SMALL), self._settings.repeats)
         times = [one for values in changes.values() for one in values]
         if not times:
@@ -330,13 +330,13 @@ class _Rows:
         }
 
     def _measure_size(self, name: str, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
-        """Return a page's megabytes, and its bytes and the seconds to write it."""
+        """Return a page's megabytes, and details: its bytes and the seconds to write it."""
         start = time.perf_counter()
         size = self._page(name, shape).stat().st_size
         return size / 1e6, {"bytes": size, "seconds": time.perf_counter() - start, **shape}
 
     def _page(self, name: str, shape: dict[str, int]) -> Path:
-        """Return the file of a page, written on the first call."""
+        """Return the path of a page's file, which the first call writes."""
         path = self._folder / f"{name}.html"
         if not path.exists():
             report(synthetic_trace(shape["samples"], shape["layers"], shape["heads"], self._settings.tokens), path)

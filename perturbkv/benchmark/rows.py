@@ -113,7 +113,7 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the rows that could have been measured on this machine and were not."""
+        """The names of rows that this machine supports but that were not measured."""
         return [row.target.name for row in self.rows if row.value is None and row.reason not in _EXCUSES]
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,18 +127,18 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """Return a report from its JSON file. Raises ConfigError for any other file."""
+    """Return a report from its JSON file. Raises ConfigError for a file that is no report."""
     document = _FILE.read_json(path)
     try:
         rows = tuple(_parse_row(entry) for entry in document["rows"])
-        _check_format(document["format"], [row.target.name for row in rows])
+        _check_header(document["format"], [row.target.name for row in rows])
         return Report(_json_object(document["machine"]), _json_object(document["settings"]), rows)
     except (ValueError, KeyError, TypeError) as error:
         raise _FILE.refusal(path, f"another document ({type(error).__name__}: {error})") from None
 
 
-def _check_format(version: Any, names: Sequence[str]) -> None:
-    """Raise ValueError for another format, or a row that occurs twice."""
+def _check_header(version: Any, names: Sequence[str]) -> None:
+    """Raise ValueError unless `version` is the current format and the row names are unique."""
     if version != FORMAT:
         msg = f"format is {str(version)[:40]}, not {FORMAT}"
         raise ValueError(msg)
@@ -148,7 +148,7 @@ def _check_format(version: Any, names: Sequence[str]) -> None:
 
 
 def _parse_row(entry: Mapping[str, Any]) -> Row:
-    """Return a row from its JSON object. Raises KeyError or TypeError for anything else."""
+    """Return a row parsed from its JSON object. Raises KeyError or TypeError for an invalid object."""
     target = Target(
         name=_typed_field(str, entry, "name"), what=_typed_field(str, entry, "what"),
         bound=_finite_number(entry["bound"]),
@@ -162,7 +162,7 @@ _Kind = TypeVar("_Kind", str, bool)
 
 
 def _typed_field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kind:
-    """Return a field of a JSON object. Raises TypeError where it is not of a type."""
+    """Return a field of a JSON object. Raises TypeError if it is not of the type `kind`."""
     value = entry[name]
     if not isinstance(value, kind):
         msg = f"{name} is {str(value)[:40]}"
@@ -179,7 +179,7 @@ def _finite_number(value: Any) -> float:
 
 
 def _json_object(value: Any) -> dict[str, Any]:
-    """Return a JSON object. Raises TypeError for any other value."""
+    """Return a JSON object unchanged. Raises TypeError for any other value."""
     if not isinstance(value, dict):
         msg = f"expected an object, got {str(value)[:40]}"
         raise TypeError(msg)
@@ -187,7 +187,7 @@ def _json_object(value: Any) -> dict[str, Any]:
 
 
 def find_targets(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> tuple[Target, ...]:
-    """Return the targets of these names, or all targets without a name. Raises UnknownNameError."""
+    """Return the targets with these names, or all targets if `names` is empty. Raises UnknownNameError."""
     known = tuple(target.name for target in targets)
     for name in names:
         if name not in known:
@@ -210,7 +210,7 @@ class Change:
 
 
 def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
-    """Return the change of every row of two reports; a row has regressed where it is worse by more than `tolerance`.
+    """Return every row's change between two reports; a row has regressed if it is worse by more than `tolerance`.
 
     `tolerance` is a share of the old value. A row that is no longer measured has not regressed.
     Raises ConfigError for a negative tolerance.
@@ -230,7 +230,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
 
 
 def _deterioration(old: float | None, new: float | None, at_least: bool) -> float | None:
-    """Return the deterioration as a share of the old value; None if one is missing or the share is infinite."""
+    """Return the deterioration as a share of the old value; None if a value is missing or the share is infinite."""
     if old is None or new is None or old == 0:
         return None
     worse = (old - new) / abs(old) if at_least else (new - old) / abs(old)
@@ -238,7 +238,7 @@ def _deterioration(old: float | None, new: float | None, at_least: bool) -> floa
 
 
 def setting_differences(old: Report, new: Report) -> list[str]:
-    """Return the differences between the machines and settings of two reports: 'cores: 2 and 16'."""
+    """Return the differences in machine and settings between two reports, such as 'cores: 2 and 16'."""
     pairs = [(old.machine, new.machine), (old.settings, new.settings)]
     return [
         f"{name}: {first.get(name)} and {second.get(name)}"

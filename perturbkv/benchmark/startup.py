@@ -15,7 +15,7 @@ _TRACE = ("--samples", "2", "--length", "300", "--budget", "64")
 
 
 def startup_seconds(model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Return the processor seconds per turn of each command, and of the import that it is compared with.
+    """Return command -> its processor seconds, and those of its reference import, per turn.
 
     `help` is `perturbkv -h` compared with `import numpy`; `figure` is `perturbkv heads` of a finished trace, which is
     made first, compared with `import matplotlib.pyplot`. Raises PerturbkvError where a process fails.

@@ -38,7 +38,7 @@ def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (
 
 
 def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> Result:
-    """Return the JSON object on the last line that a command prints; `environment` is added to this process's.
+    """Return the JSON object that a command prints on its last line; `environment` adds environment variables.
 
     Raises PerturbkvError with `name` and the last line of the command's error output where it fails.
     """
@@ -53,8 +53,8 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     return result
 
 
-def without_network() -> tuple[str, ...]:
-    """Return the beginning of a command without network but the loopback; empty where the system forbids it."""
+def no_network_prefix() -> tuple[str, ...]:
+    """Return the command prefix that leaves a program only the loopback network; empty if the system forbids it."""
     try:
         subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -63,7 +63,7 @@ def without_network() -> tuple[str, ...]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, including the work that it starts on the device."""
+    """Return the seconds of a call, including its work on the device."""
     gc.collect()
     wait(device)
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def wait(device: torch.device) -> None:
 
 
 def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use before a call and at its peak, of the GPU or of the process."""
+    """Return the memory in bytes before a call and at its peak, of the GPU or of the process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

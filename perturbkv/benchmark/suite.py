@@ -39,7 +39,7 @@ class Settings:
             raise ConfigError(msg)
 
     def model_arguments(self) -> dict[str, Any]:
-        """Return the arguments that most processes take: model, tokens, dtype and device."""
+        """Return the arguments common to most processes: model, tokens, dtype and device."""
         return {"model": self.model, "tokens": self.tokens, "dtype": self.dtype, "device": self.device}
 
 
@@ -59,7 +59,7 @@ Group = tuple[str, tuple[str, ...], Callable[[], Values]]
 def measure(
     settings: Settings, targets: Sequence[Target], finished: Callable[[str], None] = lambda name: None
 ) -> Report:
-    """Return the report with the rows of these targets; call `finished` with the name of each group of rows.
+    """Return the report on the rows `targets`; call `finished` with the name of each group of rows when it is done.
 
     A row whose process fails has the reason instead of a value. Raises ConfigError for a device that does not
     exist.
@@ -77,7 +77,7 @@ def run_groups(
     groups: Iterable[Group],
     finished: Callable[[str], None],
 ) -> Report:
-    """Return the report of the groups that have a target, measured in turn; call `finished` with every group's name."""
+    """Return the report of the groups with a target, measured in turn; call `finished` with every group's name."""
     names, values, reasons = {target.name for target in targets}, Values(), dict[str, str]()
     for group, rows, work in groups:
         if names & set(rows):
@@ -103,7 +103,7 @@ def group_count(settings: Settings) -> int:
 
 
 def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
-    """Yield the groups of rows, those of a GPU only where there is one; `names` are the rows to measure."""
+    """Yield the groups of rows, GPU rows only on a machine with a GPU; `names` are the rows to measure."""
     yield "times", tuple(_COUNTS), lambda: _times(settings, names)
     yield "presses", ("presses-24",), lambda: _presses(settings)
     yield "peaks", ("peak-24",), lambda: _peaks(settings)
@@ -124,7 +124,7 @@ _COUNTS = {"capture-2": 2, "sweep-24": 24, "sweep-200": 200, "scores-11": 11}
 
 
 def _times(settings: Settings, names: set[str]) -> Values:
-    """Return the rows of a traced run's seconds over a plain run's, for several numbers of configurations."""
+    """Return the rows of a traced run's seconds over a plain run's seconds, for several numbers of configurations."""
     counts = {name: count for name, count in _COUNTS.items() if name in names}
     measured = in_process("times", repeats=settings.repeats, counts=list(counts.values()), **settings.model_arguments())
     values: Values = {}
@@ -136,17 +136,17 @@ def _times(settings: Settings, names: set[str]) -> Values:
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, dict[str, Any]]:
-    """Return the median over turns of a turn's seconds over its base's, and all seconds."""
+    """Return the median over turns of seconds / base seconds, and all seconds as details."""
     return median_ratio(seconds, base), {"seconds": list(seconds), "base_seconds": list(base)}
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over turns of a turn's seconds over its base's."""
+    """Return the median over turns of seconds / base seconds."""
     return statistics.median(one / other for one, other in zip(seconds, base, strict=True))
 
 
 def _presses(settings: Settings) -> Values:
-    """Return the row of 24 configurations' seconds over those of kvpress' presses."""
+    """Return the row of the seconds of 24 configurations, over the seconds of kvpress presses."""
     if find_spec("kvpress") is None:
         raise ConfigError(NO_KVPRESS)
     spent = in_process("presses", repeats=settings.repeats, **settings.model_arguments())
@@ -154,13 +154,13 @@ def _presses(settings: Settings) -> Values:
 
 
 def _peaks(settings: Settings) -> Values:
-    """Return the row of 24 configurations' peak memory over that of a plain prefill."""
+    """Return the row of the peak memory of 24 configurations, over the peak memory of a plain prefill."""
     plain, swept = (in_process("peaks", count=count, **settings.model_arguments())["peak"] for count in (0, 24))
     return {"peak-24": (swept / plain, {"bytes": swept, "base_bytes": plain})}
 
 
 def _growth(settings: Settings) -> Values:
-    """Return the row of the time without prefill at four times the tokens, over that at the tokens."""
+    """Return the row of the growth of time, without prefill, from the tokens to four times the tokens."""
     lengths = [settings.tokens // 2, settings.tokens * 2]
     arguments = {**settings.model_arguments(), "lengths": lengths, "repeats": settings.repeats, "count": 24}
     arguments.pop("tokens")
@@ -169,19 +169,19 @@ def _growth(settings: Settings) -> Values:
 
 
 def _norms_shapes(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of the processes that compute value norms on the settings' device."""
+    """Return the shape arguments of the processes that compute value norms on the settings' device."""
     return {**_SEVEN_B, "entries": 8192, "dtype": "float32", "device": settings.device}
 
 
 def _norms(settings: Settings) -> Values:
-    """Return the row of the seconds of value norms over a loop's."""
+    """Return the row of the seconds of value norms, over the seconds of a loop over heads."""
     spent = in_process("norms", repeats=settings.repeats, **_norms_shapes(settings))
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
     return {"norms-time": (value, {**details, "rate": spent["rate"], "matmul_rate": spent["matmul_rate"]})}
 
 
 def _norms_memory(settings: Settings) -> Values:
-    """Return the row of the extra memory of value norms over a loop's."""
+    """Return the row of the extra memory of value norms, over the extra memory of a loop over heads."""
     ours, loop = (
         in_process("norms_peak", which=which, exact_peak=True, **_norms_shapes(settings))["extra"]
         for which in ("ours", "loop")
@@ -190,7 +190,7 @@ def _norms_memory(settings: Settings) -> Values:
 
 
 def _writing(settings: Settings, names: set[str]) -> Values:
-    """Return the rows of the seconds of writing a trace over those of its run."""
+    """Return the rows of the seconds of writing a trace over those of measuring it."""
     values: Values = {}
     for name, count in (("writing-24", 24), ("writing-200", 200)):
         if name in names:
@@ -201,7 +201,7 @@ def _writing(settings: Settings, names: set[str]) -> Values:
 
 
 def _generation(settings: Settings) -> Values:
-    """Return the row of the peak memory saved by an evicted cache, over the cache's bytes saved."""
+    """Return the row of the peak memory saved by an evicted cache, over the bytes saved in the cache itself."""
     full, evicted = (
         in_process("generating", evicted=evicted, exact_peak=True, **settings.model_arguments())
         for evicted in (False, True)
@@ -211,7 +211,7 @@ def _generation(settings: Settings) -> Values:
 
 
 def _quality(settings: Settings) -> Values:
-    """Return the row of the seconds of 12 scored configurations over those of one plain answer."""
+    """Return the row of the seconds of 12 scored configurations, over the seconds of a plain answer."""
     arguments = {**settings.model_arguments(), **_ANSWERED, "repeats": settings.repeats}
     spent = in_process("scoring", **arguments)
     value, details = _ratio(spent["seconds"]["scored"], spent["seconds"]["plain"])
@@ -219,13 +219,13 @@ def _quality(settings: Settings) -> Values:
 
 
 def _startup(settings: Settings) -> Values:
-    """Return the rows of commands' processor seconds over those of an import."""
+    """Return the rows of processor seconds of commands, over those of an import."""
     spent = startup.startup_seconds(settings.model, settings.repeats)
     return {f"startup-{name}": _ratio(one["command"], one["import"]) for name, one in spent.items()}
 
 
 def _triton(settings: Settings) -> Values:
-    """Return the rows of value norms in Triton: seconds over a loop's, and rate over that of a matrix product."""
+    """Return the rows of value norms in Triton: seconds over a loop's, and throughput over a matrix product's."""
     shapes: dict[str, Any] = {**_SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
     spent = in_process("norms", repeats=max(20, settings.repeats), **shapes)
     value, details = _ratio(spent["seconds"]["ours"], spent["seconds"]["loop"])
@@ -237,7 +237,7 @@ def _triton(settings: Settings) -> Values:
 
 
 def _cuda_sweep(settings: Settings) -> Values:
-    """Return the row of 24 configurations' seconds over a plain prefill's, of a 7B model."""
+    """Return the row of the seconds of 24 configurations of a 7B model, over the seconds of a plain prefill."""
     measured = in_process(
         "times", model="random:mistral-7b", tokens=8192, repeats=max(5, settings.repeats), dtype="bfloat16",
         device="cuda", counts=[24],
@@ -247,7 +247,7 @@ def _cuda_sweep(settings: Settings) -> Values:
 
 
 def _cuda_decoding(settings: Settings) -> Values:
-    """Return the row of the seconds of decoding from an evicted cache over those from a full one."""
+    """Return the row of the seconds of decoding from an evicted cache, over the seconds from a full cache."""
     spent = in_process(
         "decoding", model="random:mistral-7b", tokens=32768, budget=1024, batch=4, steps=16,
         repeats=settings.repeats, dtype="bfloat16", device="cuda",

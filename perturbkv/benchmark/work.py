@@ -42,7 +42,7 @@ from perturbkv.trace import SampleTrace
 
 
 def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return value norms ν (head, entry), computed head by head from projections that are stored."""
+    """Return value norms ν (head, entry), computed in a loop over heads from stored projections."""
     kv_heads, _, d_head = value.shape
     group = w_o.shape[1] // (kv_heads * d_head)
     return torch.stack(
@@ -68,7 +68,7 @@ def _random_layer(
 
 @torch.inference_mode()
 def norms(repeats: int, **shapes: Any) -> Result:
-    """Return the seconds of ν and of the loop, in turns, and the rates of ν and of a matrix product on the device."""
+    """Return the seconds of ν and of the loop, turn by turn, and the device's rates of ν and of a matrix product."""
     value, w_o = _random_layer(**shapes)
     taken: dict[str, list[float]] = {name: [] for name in _NORMS}
     for turn in range(repeats + 1):
@@ -87,7 +87,7 @@ def norms(repeats: int, **shapes: Any) -> Result:
 
 @torch.inference_mode()
 def norms_peak(which: str, **shapes: Any) -> Result:
-    """Return the bytes that ν (`ours`) or the loop (`loop`) takes, without inputs and result."""
+    """Return the peak extra bytes of computing ν (`ours`) or of the loop (`loop`), without inputs and result."""
     value, w_o = _random_layer(**shapes)
     before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
@@ -97,7 +97,7 @@ BUDGETS = (128, 256, 512, 1024)
 
 
 def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], object]]:
-    """Return a function per press of kvpress and budget that prefills under it.
+    """Return one prefill function per combination of a kvpress press and a budget.
 
     The presses are SnapKV, PyramidKV and AdaKV, each also within CriticalKV, at four budgets.
     """
@@ -119,7 +119,7 @@ def press_runs(adapter: Adapter, token_ids: list[int]) -> list[Callable[[], obje
 
 
 def time_presses(adapter: Adapter, token_ids: list[int], ours: Callable[[], object], repeats: int) -> dict[str, Any]:
-    """Return the seconds of all presses and of `ours`, in each of `repeats` turns."""
+    """Return the seconds of all presses together and of the function `ours`, in each of `repeats` turns."""
     taken: dict[str, list[float]] = {"presses": [], "ours": []}
     runs = press_runs(adapter, token_ids)
     for _ in range(repeats):
@@ -158,7 +158,7 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
 
 
 def random_tokens(count: int) -> list[int]:
-    """Return `count` random token ids, always the same."""
+    """Return `count` random token ids, the same in every call."""
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -172,17 +172,17 @@ def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
 
 
 def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """Return the measurements of one prompt under some configurations."""
+    """Return the measurements of one prompt under the given configurations."""
     return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _resolved_run(adapter, configs))
 
 
 def _resolved_run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
-    """Return the resolved run of one sample with these configurations."""
+    """Return the resolved run of one sample with the given configurations."""
     return ResolvedRun.from_run(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
 
 
 def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
-    """Return the seconds of plain and traced runs, in turns, and the phases of the last traced ones."""
+    """Return the seconds of plain and traced runs per turn, and the phases of the last traced runs."""
     adapter = load_model(model, dtype, device)
     token_ids = random_tokens(tokens)
     runs: dict[str, Callable[[], object]] = {
@@ -199,7 +199,7 @@ def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts
 def _time_in_turns(
     runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return the seconds of every run in each of `repeats` turns, and the phases of each run's last turn."""
+    """Return run -> seconds of each of `repeats` turns, and run -> phases of the last turn."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     phases: dict[str, dict[str, float]] = {}
     for _ in range(repeats):
@@ -230,7 +230,7 @@ def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Resul
 
 
 def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of a traced sample without its prefill, for prompts of several lengths, in turns."""
+    """Return the seconds of a traced sample without its prefill, per prompt length and turn."""
     adapter, configs = load_model(model, dtype, device), configurations(count)
     trace_prompt(adapter, random_tokens(min(lengths)), configs)
     taken: dict[str, list[float]] = {str(length): [] for length in lengths}
@@ -244,7 +244,7 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
 
 
 def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, count: int) -> Result:
-    """Return the seconds of measuring one sample, of its journal, and of its file, in turns."""
+    """Return the seconds of measuring one sample, of writing its journal and of writing its file, per turn."""
     adapter, configs, cpu = load_model(model, dtype, device), configurations(count), torch.device("cpu")
     ids = random_tokens(tokens)
     taken: dict[str, list[float]] = {"run": [], "journal": [], "file": []}
@@ -274,7 +274,7 @@ def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, 
 
 
 def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, device: str) -> Result:
-    """Return the seconds of one answer by the plain model, and of 12 configurations measured and scored, in turns.
+    """Return the seconds of one answer by the plain model, and of 12 configurations measured and scored, per turn.
 
     Answers never end before they have `answer` tokens, so that all are as long.
     """

@@ -64,12 +64,12 @@ class Block:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (entry, d_head) of one segment, as views."""
+        """Return keys and values (entry, d_head) of the segment at `index`, as views."""
         length = self.segments[index].length
         return self.keys[index, :length], self.values[index, :length]
 
     def keep_rows(self, rows: Sequence[int]) -> Block | None:
-        """Return the block of these rows, numbered by their index in `rows`; None where they have no segment here.
+        """Return the block restricted to `rows`, renumbered by their index in `rows`; None without segments.
 
         Entries are copied where segments are dropped.
         """
@@ -85,7 +85,7 @@ class Block:
         return Block(segments, keys, values, padding, indices)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
+        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
         work = torch.promote_types(query.dtype, torch.float32)
         grouped = query[self.query_index]
         segments, group, queries, d_head = grouped.shape
@@ -98,7 +98,7 @@ class Block:
         return output.view(segments, group, queries, d_head), total.view(segments, group, queries)
 
     def excluded_entries(self, queries: Float[Tensor, "segment group query d_head"]) -> Tensor | None:
-        """Return the mask (segment, 1, longest) of the padding, to which queries do not attend; None without padding.
+        """Return the mask (segment, 1, longest) of padding, which queries do not attend to; None without padding.
 
         A subclass may exclude other entries for each query.
         """
@@ -134,12 +134,12 @@ class Packed:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (entry, d_head) of one segment, as views."""
+        """Return keys and values (entry, d_head) of the segment at `index`, as views."""
         entries = slice(self.begins[index], self.begins[index] + self.segments[index].length)
         return self.keys[entries, 0], self.values[entries, 0]
 
     def keep_rows(self, rows: Sequence[int]) -> Packed | None:
-        """Return these rows' segments, numbered by their index in `rows`; None where they have no segment here.
+        """Return the segments of `rows`, renumbered by their index in `rows`; None without segments.
 
         Nothing is copied: entries of other rows stay in memory.
         """
@@ -154,7 +154,7 @@ class Packed:
         return Packed(segments, keys, values, begins, starts, counts, indices, self.kernel)
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
+        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
         grouped = query[self.query_index].transpose(1, 2)  # (segment, query, group, d_head)
         segments, queries, group, d_head = grouped.shape
         query_starts = torch.arange(segments + 1, device=query.device, dtype=torch.int32) * queries
@@ -166,14 +166,14 @@ class Packed:
 
 
 def select_rows(segments: Sequence[Segment], rows: Sequence[int]) -> tuple[list[int], list[Segment]]:
-    """Return the indices of the segments in `rows`, and those segments, each row numbered by its index in `rows`."""
+    """Return the indices of the segments in `rows`, and the segments with rows renumbered by index in `rows`."""
     renumbered = {row: index for index, row in enumerate(rows)}
     kept = [index for index, segment in enumerate(segments) if segment.row in renumbered]
     return kept, [replace(segments[index], row=renumbered[segments[index].row]) for index in kept]
 
 
 def query_indices(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index (rows, heads) that picks each segment's queries from a tensor (row, head, …)."""
+    """Return the index pair (rows, heads) that gathers every segment's queries from a tensor (row, head, …)."""
     rows = to_device([[segment.row] for segment in segments], device)
     first = to_device([[segment.head * segment.group] for segment in segments], device)
     return rows, first + torch.arange(segments[0].group, device=device)
@@ -216,7 +216,7 @@ class PassingBlock:
 
     @cached_property
     def query_index(self) -> tuple[Int[Tensor, "segment 1"], Int[Tensor, "segment group"]]:
-        """Index (rows, heads) that picks each segment's queries from a tensor (row, head, …)."""
+        """Index pair (rows, heads) that gathers every segment's queries from a tensor (row, head, …)."""
         return query_indices(self.segments, self.kept.keys.device)
 
     @property
@@ -231,22 +231,22 @@ class PassingBlock:
         return self.kept.entry_bytes
 
     def to_block(self) -> Block | Packed:
-        """Return a block with a copy of the entries."""
+        """Return a block with its own copy of the entries."""
         if self.kernel is None:
             return padded_block(self.kept, self.segments)
         return packed_block(self.kept, self.segments, self.kernel)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return copies of one segment's keys and values (entry, d_head)."""
+        """Return copies of keys and values (entry, d_head) of the segment at `index`."""
         return self.to_block().entries(index)
 
     def keep_rows(self, rows: Sequence[int]) -> PassingBlock | None:
-        """Return the block of these rows, numbered by their index in `rows`; None where they have no segment here."""
+        """Return the block restricted to `rows`, renumbered by their index in `rows`; None without segments."""
         _, segments = select_rows(self.segments, rows)
         return replace(self, segments=segments) if segments else None
 
     def attend(self, query: Float[Tensor, "row head query d_head"], scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (segment, group, query, d_head) and log-sum-exps of logits, without d_head."""
+        """Return attention outputs (segment, group, query, d_head) and the log-sum-exps of the logits."""
         return self.to_block().attend(query, scale)
 
 
@@ -259,6 +259,6 @@ class ReadBlock(Block):
     def excluded_entries(
         self, queries: Float[Tensor, "segment group query d_head"]
     ) -> Bool[Tensor, "segment group_query longest"]:
-        """Return the mask of the entries to which each query of each head in the group does not attend."""
+        """Return the mask of the entries that the reader excludes, per query and head of the group."""
         attended = self.reader(queries.flatten(0, 1))
         return ~attended.view(queries.shape[0], -1, attended.shape[-1])

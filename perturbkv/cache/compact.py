@@ -63,13 +63,13 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fork(self) -> CompactLayer:
-        """Return a second layer that shares the frozen entries; valid only before any decoding."""
+        """Return a second layer with the same frozen entries, not copied; valid only before any decoding."""
         other = copy.copy(self)
         other.tail_from = [0] * self.batch
         return other
 
     def _freeze(self, entries: Sequence[KeptEntries]) -> None:
-        """Store the kept entries of each row in blocks. Raises ConfigError as the class does."""
+        """Store the kept entries of all rows in blocks. Raises ConfigError for unequal lengths if rectangular."""
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
             msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
             raise ConfigError(msg)
@@ -94,7 +94,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _attend_tail(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and log-sum-exps of logits."""
+        """Return attention outputs (row, head, query, d_head) over the decoded tokens, and logits' log-sum-exps."""
         work = torch.promote_types(query.dtype, torch.float32)
         rows, heads, queries, d_head = query.shape
         keys, values = (tail[:, :, : self.length].to(work) for tail in (self.keys, self.values))
@@ -106,7 +106,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return (weights @ values).view(rows, heads, queries, d_head), total
 
     def _excluded_tail(self, queries: int, device: torch.device) -> Bool[Tensor, "row 1 query tail"]:
-        """Return a mask of tail entries that are later than the query, or are already in a block of the row."""
+        """Return a mask of the tail entries hidden from a query: later ones, and those stored in a block of the row."""
         newest = torch.arange(self.length - queries, self.length, device=device)
         index = torch.arange(self.length, device=device)
         compressed = to_device(self.tail_from, device).view(-1, 1, 1, 1)
@@ -119,7 +119,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def borrowed_nbytes(self) -> int:
-        """Bytes in `nbytes` that belong to the full cache, counted once per row that keeps everything."""
+        """Bytes in `nbytes` that are views of the full cache, counted once per row that keeps everything."""
         return sum(tensor.nbytes for row in self.borrowed_rows.values() for tensor in row.rectangle or ())
 
     @property
@@ -128,12 +128,12 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return self.kept_entries * self.blocks[0].entry_bytes
 
     def lengths(self, row: int) -> list[int]:
-        """Return the number of entries in each kept set of a row, decoded tokens included."""
+        """Return the number of entries per kept set of a row, decoded tokens included."""
         lengths = [segment.length for block in self.blocks for segment in block.segments if segment.row == row]
         return [length + self.length - self.tail_from[row] for length in lengths]
 
     def entries(self, row: int) -> KeptEntries:
-        """Return a row's entries: per kept set the frozen entries, then the decoded tokens."""
+        """Return all entries of a row: per kept set the frozen ones, then the decoded tokens."""
         if not self.is_initialized:
             return self._frozen(row)
         sets = self._frozen(row).sets()
@@ -146,7 +146,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return KeptEntries.of(keys, values)
 
     def replace(self, rows: dict[int, KeptEntries]) -> None:
-        """Replace all entries of some rows, decoded tokens included, by new frozen entries."""
+        """Replace all entries of the given rows, decoded tokens included, by new frozen entries."""
         entries = [rows[row] if row in rows else self._frozen(row) for row in range(self.batch)]
         self._freeze(entries)
         for row in rows:
@@ -154,7 +154,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._drop_dead_tail()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Restrict the layer to the given rows, in the given order."""
         blocks = [block.keep_rows(rows) for block in self.blocks]
         self.blocks = [block for block in blocks if block is not None]
         self.kept_entries = sum(segment.length for block in self.blocks for segment in block.segments)
@@ -166,11 +166,11 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self._keep_tail_rows(rows)
 
     def forget(self, after: int) -> None:
-        """Drop all decoded tokens but the first `after`; kept entries stay."""
+        """Drop all decoded tokens after the first `after`; kept entries stay."""
         self.length, self.tail_from = after, [0] * self.batch
 
     def _frozen(self, row: int) -> KeptEntries:
-        """Return a row's entries without decoded tokens."""
+        """Return the frozen entries of a row, without decoded tokens."""
         if row in self.borrowed_rows:
             return self.borrowed_rows[row]
         sets = {
@@ -183,17 +183,17 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return KeptEntries.of(keys, values)
 
     def _drop_dead_tail(self) -> None:
-        """Drop decoded tokens that every row has in its blocks already; positions continue."""
+        """Drop the decoded tokens that all rows already have in their blocks; positions continue."""
         dead = min(self.tail_from)
         if dead == 0 or not self.is_initialized:
             return
-        self.keys, self.values = (_drop_entries(tail, dead, self.length) for tail in (self.keys, self.values))
+        self.keys, self.values = (_copy_tail(tail, dead, self.length) for tail in (self.keys, self.values))
         self.seen, self.length = self.seen + dead, self.length - dead
         self.tail_from = [start - dead for start in self.tail_from]
 
 
-def _drop_entries(tail: Tensor, dead: int, length: int) -> Tensor:
-    """Return a new tail of the entries from `dead` up to `length`, with at least the initial capacity."""
+def _copy_tail(tail: Tensor, dead: int, length: int) -> Tensor:
+    """Return a copy of the tail's entries from `dead` to `length`, with at least the initial capacity."""
     capacity = max(FIRST, length - dead)
     fresh = tail.new_empty(*tail.shape[:2], capacity, tail.shape[3])
     fresh[:, :, : length - dead] = tail[:, :, dead:length]
@@ -214,11 +214,11 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     @property
     def evicted(self) -> list[CompactLayer]:
-        """The layers without a sliding window, in order."""
+        """Layers without a sliding window, in order."""
         return [layer for layer in self.layers if not layer.is_sliding]
 
     def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
-        """Return the positions of the next `tokens` tokens; None where they follow the prompt's end in all rows."""
+        """Return the positions of the next `tokens` tokens; None if they follow the prompt's end in all rows."""
         if not any(self.position_offsets):
             return None
         seen: int = self.get_seq_length()
@@ -236,12 +236,12 @@ class CompactCache(Cache):  # type: ignore[misc]
         return int(self.nbytes - sum(layer.kept_nbytes for layer in self.evicted))
 
     def forget(self, after: int = 0) -> None:
-        """Drop all decoded tokens but the first `after`; kept entries stay, for the next decoding."""
+        """Drop all decoded tokens after the first `after`; kept entries stay for the next decoding."""
         for layer in self.layers:
             layer.forget(after)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Restrict the cache to the given rows, in the given order."""
         if list(rows) == list(range(self.layers[0].batch)):
             return
         for layer in self.layers:
@@ -249,14 +249,14 @@ class CompactCache(Cache):  # type: ignore[misc]
         self.position_offsets = [self.position_offsets[row] for row in rows] if self.position_offsets else []
 
     def fork(self) -> CompactCache:
-        """Return a second cache that shares the kept entries; valid only before any decoding.
+        """Return a second cache with the same kept entries, not copied; valid only before any decoding.
 
         Later decoding or compression in one of them does not change the other.
         """
         return CompactCache([layer.fork() for layer in self.layers], self.position_offsets)
 
     def attach(self, attached: bool) -> None:
-        """Allow or forbid updates; `capture.decode_from` does both."""
+        """Allow or forbid appending tokens, which only `capture.decode_from` allows."""
         for layer in self.layers:
             layer.attached = attached
 
@@ -273,7 +273,7 @@ class SharedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of row 0, and return all of the layer's (1, kv_head, key, d_head)."""
+        """Append row 0's keys and values, and return all keys and values of the layer (1, kv_head, key, d_head)."""
         stored: tuple[Tensor, Tensor] = super().update(key_states[:1], value_states[:1], layer_idx, *args, **kwargs)
         return stored
 
@@ -287,14 +287,14 @@ class _OwnWindow(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append entries, and return keys and values of all entries that the new queries may attend to."""
+        """Append entries, and return the keys and values that the new queries may attend to."""
         entries: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = self.keys.clone(), self.values.clone()
         return entries
 
 
 def full_cache(adapter: Adapter) -> DynamicCache:
-    """Return an empty cache of the model's own kind: measured layers keep everything, other layers their window."""
+    """Return an empty full cache of the model: measured layers store all entries, other layers their window."""
     if not adapter.is_mixed:
         return DynamicCache()
     cache = DynamicCache(config=adapter.config)
@@ -303,7 +303,7 @@ def full_cache(adapter: Adapter) -> DynamicCache:
 
 
 def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
-    """Return layer index -> window for the layers that are not measured; later decoding does not change them."""
+    """Return layer index -> window of the unmeasured layers, unchanged by later decoding."""
     unmeasured = sorted(set(range(len(adapter.every_layer))) - set(adapter.layer_indices))
     sliding = {index: cache.layers[index] for index in unmeasured}
     return {
@@ -313,7 +313,7 @@ def sliding_windows(adapter: Adapter, cache: Cache) -> dict[int, Window]:
 
 
 def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
-    """Set the unmeasured layers of a cache to the windows that `sliding_windows` returned earlier."""
+    """Reset the unmeasured layers of a cache to the windows returned by `sliding_windows`."""
     for index, window in windows.items():
         layer: Any = cache.layers[index]
         layer.keys, layer.values = window.keys.unsqueeze(0), window.values.unsqueeze(0)
@@ -323,7 +323,7 @@ def restore_windows(cache: Cache, windows: Mapping[int, Window]) -> None:
 def rebuild_cache(
     adapter: Adapter, entries: Sequence[tuple[Tensor, Tensor]], windows: Mapping[int, Window]
 ) -> DynamicCache:
-    """Return a full cache of the measured layers' `entries`, each (kv_head, entry, d_head), and of windows."""
+    """Return a full cache made of the measured layers' `entries`, each (kv_head, entry, d_head), and of the windows."""
     cache = full_cache(adapter)
     for index, (keys, values) in zip(adapter.layer_indices, entries, strict=True):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
@@ -336,7 +336,7 @@ def rebuild_cache(
 def join_layers(
     adapter: Adapter, measured: Sequence[CompactLayer], windows: Mapping[int, Window]
 ) -> list[CompactLayer | SlidingLayer]:
-    """Return all layers of a compact cache in the model's order: measured ones, and a sliding layer per window."""
+    """Return all layers of a compact cache in the model's order: the measured ones, and a sliding layer per window."""
     rows = measured[0].batch
     layers: dict[int, CompactLayer | SlidingLayer] = dict(zip(adapter.layer_indices, measured, strict=True))
     layers |= {index: SlidingLayer(window, adapter.heads, rows) for index, window in windows.items()}

@@ -48,20 +48,20 @@ class KeptEntries:
 
     @classmethod
     def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeptEntries:
-        """Return the entries of a row from its keys and values, a tensor (kept, d_head) per kept set."""
+        """Return the kept entries given by keys and values, one tensor (kept, d_head) per kept set."""
         joint = torch.cat(list(keys))
         index = torch.arange(len(joint), device=joint.device)
         return cls(joint, torch.cat(list(values)), index, [len(kept) for kept in keys])
 
     def sets(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values (kept, d_head) of each kept set: copies, or views where the row has a `rectangle`."""
+        """Return keys and values (kept, d_head) per kept set: copies, or views for a row with a `rectangle`."""
         if self.rectangle is not None:
             return list(zip(*self.rectangle, strict=True))
         return [(self.keys[kept], self.values[kept]) for kept in torch.split(self.index, self.lengths)]
 
 
 def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]) -> KeptEntries:
-    """Return the entries of a row that keeps everything, as views of the full cache."""
+    """Return all entries of a layer of the full cache as a row's kept entries, without copying."""
     nothing = keys[0, :0]
     lengths = [keys.shape[1]] * keys.shape[0]
     return KeptEntries(nothing, nothing, torch.empty(0, dtype=torch.int64), lengths, (keys, values))
@@ -81,7 +81,7 @@ class EntryPool:
         return self.keys.shape[-1] * (self.keys.itemsize + self.values.itemsize)
 
     def take(self, indices: Int[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values (*shape, d_head) of the entries that `index` lists at `indices`."""
+        """Return copies of keys and values (*shape, d_head) of the entries listed in `index` at `indices`."""
         chosen = self.index[indices.flatten()]
         return tuple(  # type: ignore[return-value]
             kind.index_select(0, chosen).view(*indices.shape, -1) for kind in (self.keys, self.values)
@@ -89,7 +89,7 @@ class EntryPool:
 
 
 def pool_entries(rows: Sequence[KeptEntries]) -> EntryPool:
-    """Return one pool with the entries of all rows.
+    """Return a common pool of the entries of all rows.
 
     Tensors shared by several rows are stored once, and one shared by all is not copied.
     """
@@ -128,7 +128,7 @@ class KeptBatch:
 
 
 def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:
-    """Return each layer's numbers of kept entries, for `configs` configurations, in one transfer from the device."""
+    """Return each layer's numbers of kept entries for `configs` configurations, in one transfer from the device."""
     counts = [group.budgets.kept_entries for groups in layers for group in groups]
     flat = torch.cat([count.flatten().to(device, non_blocking=True) for count in counts]).tolist()
     numbers = iter(flat)
@@ -149,7 +149,7 @@ def gather_kept(
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_head"],
 ) -> KeptBatch:
-    """Return the entries of a layer's full cache that the configurations with indices `batch` keep."""
+    """Return the entries that the configurations `batch` keep of one layer of the full cache."""
     masks, order = [], []
     for group in groups:
         rows = [row for row, config in enumerate(group.config_indices) if config in batch]
@@ -180,12 +180,12 @@ def pack_bits(mask: Bool[Tensor, "row key"]) -> UInt8[Tensor, "row byte"]:
 
 
 def _head_starts(kept_heads: int, kv_heads: int, keys: int) -> list[int]:
-    """Return, per kept set, the index of its key/value head's first entry where heads of `keys` entries are joined."""
+    """Return, per kept set, the start of its key/value head in concatenated heads of `keys` entries."""
     return [head * kv_heads // kept_heads * keys for head in range(kept_heads)]
 
 
 def _nonzero(mask: Bool[Tensor, "row key"], count: int) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the `count` true elements, row by row, without synchronising with CUDA."""
+    """Return row and column indices of the `count` true elements, row by row, without synchronising with CUDA."""
     indices = torch.nonzero_static(mask, size=count) if mask.is_cuda else mask.nonzero()
     row, column = indices.unbind(dim=-1)
     return row, column
@@ -196,7 +196,7 @@ COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration moves keys to positions in the cache and the model does not support it."""
+    """Raise ModelError for a configuration with positions in the cache, if the model does not support them."""
     if not any(config.in_cache for config in configs):
         return
     rotations = model_config.rope_parameters
@@ -215,14 +215,14 @@ def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: 
 
 
 def position_offsets(configs: Iterable[ResolvedConfig], n: int) -> list[int]:
-    """Return each configuration's number of evicted entries where positions are those in the cache, else 0."""
+    """Return each configuration's number of evicted entries if it uses positions in the cache, else 0."""
     return [n - config.kept_entries(n) if config.in_cache else 0 for config in configs]
 
 
 def rotate_to_cache_positions(
     kept: KeptBatch, configs: Sequence[ResolvedConfig], frequencies: Float[Tensor, " frequency"]
 ) -> KeptBatch:
-    """Return the batch with keys rotated to positions 0, 1, … where a configuration has positions in the cache.
+    """Return the batch with keys rotated to positions 0, 1, … for configurations with positions in the cache.
 
     `frequencies` are the model's own, in radians per position. `KeptBatch.position` is unchanged.
     """
@@ -238,7 +238,7 @@ def rotate_to_cache_positions(
 def move_positions(
     entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
-    """Return copies of the entries, each kept set's keys rotated from `position` to 0, 1, …; sets have equal length."""
+    """Return copies of the entries with keys rotated from `position` to 0, 1, …; kept sets are equally long."""
     new = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
     angle = _angles(new, frequencies) - _angles(position, frequencies)
     index = torch.arange(len(position), device=position.device)
@@ -247,14 +247,14 @@ def move_positions(
 
 
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:
-    """Return the angles of rotation in radians, with the model's own rounding."""
+    """Return the rotary angles in radians, rounded as in the model."""
     work = torch.promote_types(frequencies.dtype, torch.float32)
     rounded = frequencies.to(position.device, work, non_blocking=True)
     return (position.to(work).unsqueeze(-1) * rounded).to(WORK)
 
 
 def rotate_keys(keys: Float[Tensor, "entry d_head"], angle: Float[Tensor, "entry frequency"]) -> Tensor:
-    """Return keys rotated by angles in radians; components are paired as in transformers' `rotate_half`.
+    """Return the keys rotated by `angle` radians, with components paired as in transformers' `rotate_half`.
 
     Components after the rotary ones are unchanged, as in Phi-3, where only a part of a head is rotary.
     """

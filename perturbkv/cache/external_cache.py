@@ -26,7 +26,7 @@ LayerEntries = tuple[Tensor, Tensor]
 
 
 def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError without them."""
+    """Return keys and values (batch, kv_head, entry, d_head) per layer. Raises UnreadableCacheError without any."""
     if not isinstance(cache, Cache):
         return [(keys, values) for keys, values in cache]
     layers = getattr(cache, "layers", None)
@@ -36,7 +36,7 @@ def layer_tensors(cache: Cache | Layers) -> list[tuple[Tensor, Tensor]]:
 
 
 def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of one layer of transformers' `Cache`. Raises UnreadableCacheError without them."""
+    """Return keys and values of a layer of transformers' `Cache`. Raises UnreadableCacheError if it has none."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     kind = type(layer).__name__
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
@@ -50,7 +50,7 @@ def _layer_tensors(layer: object, index: int) -> tuple[Tensor, Tensor]:
 def matching_rows(
     external: Cache | Layers, full: Cache | Layers, row: int = 0, first: int = 0
 ) -> list[tuple[LayerEntries, LayerEntries]]:
-    """Return, per layer, one row's entries in the external cache and in the full one, after checking their shapes.
+    """Return, per layer, the entries of one row in the external and in the full cache, after checking their shapes.
 
     A full cache of one row is used for every row; layers are numbered from `first` in messages. Raises
     UnreadableCacheError for incompatible shapes.
@@ -66,13 +66,13 @@ def matching_rows(
 
 
 def _select_row(layer: tuple[Tensor, Tensor], row: int) -> LayerEntries:
-    """Return one row's keys and values; those of the only row where the layer has one."""
+    """Return one row's keys and values; row 0's if the layer has a single row."""
     index = row if len(layer[0]) > 1 else 0
     return layer[0][index], layer[1][index]
 
 
 def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: int) -> None:
-    """Raise UnreadableCacheError unless the shapes of a layer's keys and values match the `full` cache's keys."""
+    """Raise UnreadableCacheError for a layer whose keys or values do not match the shape of the `full` cache's keys."""
     keys, values = layer
     if keys.ndim != 4 or keys.shape != values.shape:
         shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
@@ -91,7 +91,7 @@ def _check_shape(index: int, layer: tuple[Tensor, Tensor], full: Tensor, row: in
 
 
 def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> None:
-    """Raise UnreadableCacheError where the cache reports one length other than `tokens`, and layers have others."""
+    """Raise UnreadableCacheError if the cache reports a length other than `tokens` that its layers contradict."""
     if not isinstance(external, Cache):
         return
     reported = {int(external.get_seq_length(index)) for index in range(len(layers))}
@@ -105,12 +105,12 @@ def _check_lengths(external: Cache | Layers, layers: Layers, tokens: int) -> Non
 
 
 def _refuse(reason: str) -> NoReturn:
-    """Raise UnreadableCacheError."""
+    """Raise UnreadableCacheError for the given reason."""
     raise UnreadableCacheError(reason)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each number as an integer of the same size."""
+    """Return the bit pattern of each number, as an integer of equal size."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
@@ -143,18 +143,18 @@ class LayerKept:
 
     @property
     def duplicates(self) -> list[int]:
-        """Number of entries per head with the position of an earlier entry."""
+        """Number of entries per head that repeat the position of an earlier entry."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [len(position) - len(set(position.tolist())) for position in known]
 
     @property
     def strangers(self) -> list[int]:
-        """Number of entries per head without a position."""
+        """Number of entries per head that match no position."""
         return [int((position == NOWHERE).sum()) for position in self.positions]
 
     @property
     def ascending(self) -> list[bool]:
-        """Whether the positions of each head's entries are in ascending order."""
+        """Whether each head's entries are in ascending order of position."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 
@@ -170,7 +170,7 @@ class LayerKept:
 def recover(
     external: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
 ) -> list[LayerKept]:
-    """Return, per layer, the positions of a prompt that an external cache keeps.
+    """Return, per layer, the prompt positions of an external cache's entries, found by comparison with the full cache.
 
     Args:
         external: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
@@ -196,7 +196,7 @@ def _match_head(
     full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (entry,) the positions of one head's entries, and the distances of keys and of values from those there."""
+    """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match."""
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     unmatched = (indices == NOWHERE).nonzero().squeeze(-1)
@@ -213,7 +213,7 @@ def _match_head(
 
 
 def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:
-    """Return, per entry, the index of a bitwise equal entry of the full cache, else `NOWHERE`.
+    """Return, per entry, the index of the bitwise equal entry in the full cache, else `NOWHERE`.
 
     Entries that are equal to each other get different indices as far as the full cache has as many.
     """
@@ -237,7 +237,7 @@ def _hash(entries: Float[Tensor, "entry component"]) -> Int[Tensor, " entry"]:
 
 
 def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
-    """Return, per number, how many equal numbers come before it."""
+    """Return, per number, the count of earlier equal numbers."""
     ordered, order = numbers.sort(stable=True)
     first = torch.searchsorted(ordered, ordered)
     counts = torch.arange(len(numbers), device=numbers.device) - first
@@ -245,7 +245,7 @@ def _occurrence(numbers: Int[Tensor, " entry"]) -> Int[Tensor, " entry"]:
 
 
 def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return [keys, values] of the external and of the full cache, divided by the full ones' root mean square norm."""
+    """Return [keys, values] of the external and of the full cache, divided by the full cache's RMS norm."""
     scaled, full_scaled = [], []
     for vectors, full_vectors in ((key, full_key), (value, full_value)):
         unit = full_vectors.float().square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -257,7 +257,7 @@ def _scale(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> 
 def _nearest(
     scaled: Sequence[Tensor], full_scaled: Sequence[Tensor], free: Bool[Tensor, " full_entry"]
 ) -> Int[Tensor, " entry"]:
-    """Return, per entry, the index of the nearest entry of the full cache; of equally near ones the first `free` one.
+    """Return, per entry, the index of the nearest full-cache entry; ties go to the first `free` one.
 
     Both sequences are [keys, values], scaled. Indices that are returned are removed from `free`.
     """
@@ -273,7 +273,7 @@ def _nearest(
 
 
 def _resolve_ties(index: Tensor, ties: Bool[Tensor, "entry full_entry"], free: Bool[Tensor, " full_entry"]) -> Tensor:
-    """Return the indices, each one that is not `free` replaced by the first free tied one where there is one.
+    """Return the indices after replacing those that are not `free` by the first free index tied with it, if any.
 
     Indices that are returned are removed from `free`.
     """

@@ -30,7 +30,7 @@ from perturbkv.devices import to_device
 def quantise_dequantise(
     data: Float[Tensor, "row column"], groups: Sequence[int], bits: int
 ) -> Float[Tensor, "row column"]:
-    """Return numbers quantised to `bits` bits and back; groups of a column's rows share a scale and a minimum.
+    """Return the data quantised to `bits` bits and dequantised; each group of a column's rows shares scale and minimum.
 
     `groups` are the numbers of rows of consecutive groups. A group of one value, or of a range too small for a 16-bit
     scale, becomes its minimum. Numbers beyond 16-bit floats give NaN or infinity. Computed in float32; the result has
@@ -46,7 +46,7 @@ def quantise_dequantise(
 
 
 def _group_ranges(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number of each group of `lengths` rows, both (group, column)."""
+    """Return minimum and maximum of each group of `lengths` consecutive rows, both (group, column)."""
     begins = lengths.cumsum(0) - lengths
     index = torch.arange(longest, device=data.device)
     padded = data[begins.unsqueeze(-1) + torch.minimum(index, lengths.unsqueeze(-1) - 1)]  # repeats the last row
@@ -54,7 +54,7 @@ def _group_ranges(data: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, 
 
 
 def quantise_entries(entries: KeptEntries, config: EvictionConfig) -> KeptEntries:
-    """Return copies of a configuration's kept entries, quantised except for the window at the end of each kept set."""
+    """Return copies of a configuration's kept entries, quantised except for the window at each kept set's end."""
     keys, values = (torch.cat(kind) for kind in zip(*entries.sets(), strict=True))
     counts = [max(0, length - config.window) for length in entries.lengths]
     bits, group = config.bits, int(config.precision["group"])
@@ -67,13 +67,13 @@ def quantise_entries(entries: KeptEntries, config: EvictionConfig) -> KeptEntrie
 
 
 def group_lengths(count: int, group: int) -> list[int]:
-    """Return the lengths of the groups into which `count` numbers are split: `group` each, the last the remainder."""
+    """Return the sizes of the groups that `count` numbers are split into: `group` each, the last the remainder."""
     remainder = count % group
     return [group] * (count // group) + [remainder] * (remainder > 0)
 
 
 def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of the first `counts` entries of each kept set, in concatenated sets of `lengths` entries."""
+    """Return the indices of the first `counts` entries of each kept set, in concatenated sets of lengths `lengths`."""
     begin, indices = 0, []
     for length, count in zip(lengths, counts, strict=True):
         indices.append(torch.arange(begin, begin + count))
@@ -82,7 +82,7 @@ def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.
 
 
 def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBatch:
-    """Return the batch with the entries of quantised configurations quantised."""
+    """Return the batch after quantising the entries of quantised configurations."""
     quantised = {
         index: quantise_entries(kept.entries[index], configs[index]) for index in kept.order if configs[index].quantised
     }
@@ -92,7 +92,7 @@ def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBat
 def layer_bits(
     config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
 ) -> int:
-    """Return the bits that a configuration stores for one layer, whose kept sets have `kept` entries.
+    """Return the bits that a configuration stores in one layer whose kept sets have `kept` entries.
 
     A policy that reads pages stores all entries and the pages' bounds; one with a sparse prefill all entries.
     """

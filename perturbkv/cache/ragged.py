@@ -30,7 +30,7 @@ AnyBlock = Block | Packed | PassingBlock
 
 
 def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool = False) -> list[AnyBlock]:
-    """Return the blocks of all rows of one layer with `heads` query heads.
+    """Return the blocks that store the rows of one layer with `heads` query heads.
 
     `slack` is the largest share of padding. `passing` blocks store no entries and copy them on every use, within the
     working memory. Rows that keep everything use the kernel of the other rows, so that they show that kernel's
@@ -56,7 +56,7 @@ def build(rows: Sequence[KeptEntries], heads: int, slack: float, passing: bool =
 
 
 def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
-    """Return the nonempty kept sets as segments, without those of rows that keep everything."""
+    """Return the nonempty kept sets as segments, except for rows that keep everything."""
     segments, start = [], 0
     for row, entries in enumerate(rows):
         if entries.rectangle is not None:
@@ -69,7 +69,7 @@ def _segments(rows: Sequence[KeptEntries], heads: int) -> list[Segment]:
 
 
 def _buckets(segments: Sequence[Segment], slack: float, most: float) -> list[list[Segment]]:
-    """Return the segments in runs of one group size, sorted by it and by descending length; each becomes a block.
+    """Return the segments split into runs of equal group size, sorted by descending length; each run becomes a block.
 
     A new run starts where padding would exceed `slack`, or the padded entries `most`.
     """
@@ -114,14 +114,14 @@ def _borrowed_block(
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
-    """Return torch's variable-length attention where it supports entries like `like` (CUDA, 16 bits), else None."""
+    """Return torch's variable-length attention if it supports tensors like `like` (CUDA, 16 bits), else None."""
     fits = like.device.type == "cuda" and like.dtype in (torch.float16, torch.bfloat16)
     return variable_length_attention() if fits else None
 
 
 @functools.cache
 def variable_length_attention() -> Kernel | None:
-    """Return torch's variable-length attention with log-sum-exps; None where torch is too old for it."""
+    """Return torch's variable-length attention with log-sum-exps; None if torch is too old."""
     try:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:

@@ -27,7 +27,7 @@ def merge_sinks(
     total: Float[Tensor, "row head query"],
     sinks: Float[Tensor, " head"] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention outputs and log-sum-exps after adding each head's sink, a logit without a value.
+    """Return attention outputs and log-sum-exps after adding each head's sink logit, which has no value.
 
     `output` and `total` are the attention over some entries and its log-sum-exps.
     """
@@ -52,7 +52,7 @@ class Tail:
     attached: bool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the initial capacity."""
+        """Allocate the tensors of the initial capacity."""
         shape = (self.batch, key_states.shape[1], FIRST, key_states.shape[-1])
         self.keys, self.values = key_states.new_empty(shape), value_states.new_empty(shape)
         self.is_initialized = True
@@ -60,7 +60,7 @@ class Tail:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append decoded tokens' keys and values (row, kv_head, query, d_head), and return them.
+        """Append the keys and values (row, kv_head, query, d_head) of decoded tokens, and return both tensors.
 
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """
@@ -79,17 +79,17 @@ class Tail:
         return key_states, value_states
 
     def _keep_tail_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the tails of these rows, in this order."""
+        """Restrict the tail to the given rows, in the given order."""
         if self.is_initialized:
             kept = to_device(list(rows), self.keys.device)
             self.keys, self.values = self.keys[kept], self.values[kept]
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens read, evicted ones included: the next token's position."""
+        """Return the position of the next token: the number of tokens read, evicted ones included."""
         return self.seen + self.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return length and offset of transformers' mask, which attention over a CompactCache ignores.
+        """Return (length, offset) of transformers' mask, which attention over a CompactCache ignores.
 
         Older versions of transformers pass the queries' positions instead of their number.
         """
@@ -97,7 +97,7 @@ class Tail:
         return self.get_seq_length() + queries, 0
 
     def get_max_length(self) -> int:
-        """Return −1: there is no maximum."""
+        """Return −1, as the length is unlimited."""
         return -1
 
     get_max_cache_shape = get_max_length
@@ -126,7 +126,7 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         self.attached = False
 
     def fork(self) -> SlidingLayer:
-        """Return a second layer that shares the window; valid only before any decoding."""
+        """Return a second layer with the same window, not copied; valid only before any decoding."""
         return copy.copy(self)
 
     def attend(
@@ -149,7 +149,7 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return output.to(query.dtype).transpose(1, 2).contiguous()
 
     def _excluded_entries(self, queries: int, first: int, device: torch.device) -> Bool[Tensor, "query entry"]:
-        """Return a mask of the entries that are later than the query or outside its window.
+        """Return a mask of the entries hidden from a query: later ones, and ones outside its window.
 
         Entries are those of the prompt's window, then the decoded tokens from `first` on.
         """
@@ -162,10 +162,10 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         return (indices > newest) | (indices <= newest - self.window.size)
 
     def forget(self, after: int) -> None:
-        """Drop all decoded tokens but the first `after`."""
+        """Drop all decoded tokens after the first `after`."""
         self.length = after
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Restrict the layer to the given rows, in the given order."""
         self.batch = len(rows)
         self._keep_tail_rows(rows)

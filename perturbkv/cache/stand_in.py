@@ -36,7 +36,7 @@ class PredictedStandIn:
     bias: Float[Tensor, " head"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
-        """Return, per query, the predicted logarithm of the evicted entries' softmax mass, up to normalisation."""
+        """Return the predicted log-mass of the evicted entries per query, the log of their summed softmax terms."""
         work = torch.promote_types(query.dtype, torch.float32)
         return (query.to(work) * self.key.to(work).unsqueeze(1)).sum(dim=-1) * scale + self.bias.to(work).unsqueeze(1)
 
@@ -56,7 +56,7 @@ class OracleStandIn:
     gone: Bool[Tensor, "head key"]
 
     def logits(self, query: Float[Tensor, "head query d_head"], scale: float) -> Float[Tensor, "head query"]:
-        """Return, per query, the log-sum-exp of the evicted entries' logits."""
+        """Return the true log-mass of the evicted entries per query: the log-sum-exp of their logits."""
         work = torch.promote_types(query.dtype, torch.float32)
         heads, queries, d_head = query.shape
         scaled = query.to(work).reshape(len(self.keys), -1, d_head) * scale
@@ -68,7 +68,7 @@ StandIn = PredictedStandIn | OracleStandIn
 
 
 def correction_windows(configs: Iterable[EvictionConfig]) -> list[int]:
-    """Return the distinct windows of corrected configurations."""
+    """Return the distinct window lengths of the corrected configurations."""
     return list(dict.fromkeys(config.window for config in configs if config.corrected))
 
 
@@ -80,7 +80,7 @@ def make_stand_in(
     gone: Bool[Tensor, "head key"],
     scale: float,
 ) -> StandIn:
-    """Return the correction for the evicted entries, which `gone` masks, rounded to the cache's dtype.
+    """Return the correction for the evicted entries (mask `gone`), rounded to the cache's dtype.
 
     Evicted values and keys are averaged with the attention weights of `query`, the window's mean query.
     """
@@ -102,7 +102,7 @@ def merge_stand_ins(
     query: Float[Tensor, "row head query d_head"],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention outputs and log-sum-exps after adding the rows' corrections, which change them in place.
+    """Return attention outputs and log-sum-exps after adding the rows' corrections, both updated in place.
 
     `stand_ins` maps rows to corrections; `output` and `total` are the attention over some entries.
     """

@@ -64,7 +64,7 @@ class AlphaTable:
 
     @property
     def digest(self) -> str:
-        """The first digits of the SHA-256 of the table's content, whatever its name."""
+        """First digits of the SHA-256 of the table's content, independent of its name."""
         content = json.dumps([self.by, self.shares, self.layers])
         return hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
 
@@ -74,7 +74,7 @@ class AlphaTable:
         return statistics.mean(share for row in self.shares for share in row)
 
     def per_kept_set(self, layer: int, sets: int) -> tuple[float, ...]:
-        """Return α of each kept set of a measured layer, where the layer has `sets` of them; layers count from 0.
+        """Return α of each of the `sets` kept sets of a measured layer, counted from 0.
 
         A kept set that heads share has the mean of their α. The mean of equal shares is that share, bit for bit.
         """
@@ -87,7 +87,7 @@ class AlphaTable:
         return tuple(statistics.mean(row[first : first + group]) for first in range(0, len(row), group))
 
     def check(self, layers: Sequence[int], heads: int) -> None:
-        """Raise ConfigError unless the table fits a model with these measured layers and so many query heads."""
+        """Raise ConfigError for a model with other measured layers or another number of query heads."""
         expected, got = [f"layers {format_layers(layers)}"], [f"layers {format_layers(self.layers)}"]
         if self.by == HEAD:
             expected, got = [*expected, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
@@ -99,7 +99,7 @@ class AlphaTable:
             raise ConfigError(msg)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the table as a JSON object, as it is stored in a file or in a run."""
+        """Return the table as a JSON object, the form stored in files and runs."""
         first = [row[0] for row in self.shares]
         shapes: Mapping[str, Any] = {GLOBAL: first[0], LAYER: first, HEAD: [list(row) for row in self.shares]}
         layers = {"layers": list(self.layers)} if self.layers else {}
@@ -107,7 +107,7 @@ class AlphaTable:
 
     @classmethod
     def from_document(cls, document: Any, name: str) -> Self:
-        """Return the table of a JSON object that `to_document` returned. Raises ConfigError for any other value."""
+        """Return the table in a JSON object written by `to_document`. Raises ConfigError for any other value."""
         if not isinstance(document, dict) or document.get("by") not in BY:
             got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
             msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
@@ -126,7 +126,7 @@ class AlphaTable:
 
 
 def read_table(text: str) -> AlphaTable:
-    """Return the table of a file; `text` is the file's path, or `path@digest` for a table that must have this digest.
+    """Return the table in a file; `text` is the path, or `path@digest` to require a certain digest.
 
     Raises ConfigError where the file holds no table, or a table of another digest.
     """
@@ -142,7 +142,7 @@ def read_table(text: str) -> AlphaTable:
 
 
 def check_tables(shares: Iterable[float | AlphaTable], model_config: Any) -> None:
-    """Raise ConfigError where a table among the shares is of another model, or where one table has two names."""
+    """Raise ConfigError for a table that does not fit the model, or that occurs under two names."""
     names: dict[str, str] = {}
     for table in shares:
         if isinstance(table, AlphaTable):
@@ -157,7 +157,7 @@ class AlphaOption(Option):
     """An option for α: a number, or the file of a table."""
 
     def convert(self, value: Any, name: str, owner: str = "") -> Any:
-        """Return a number or a table; a text is the path of a table's file.
+        """Return a number or a table for α; a text is the path of a table's file.
 
         Raises ConfigError as `Option.convert` and `read_table`.
         """
@@ -167,7 +167,7 @@ class AlphaOption(Option):
 
 
 def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]:
-    """Return the rows of `AlphaTable.shares` from JSON. Raises ConfigError for another shape or another type."""
+    """Return the rows of `AlphaTable.shares` from JSON. Raises ConfigError for a wrong shape or type."""
     kinds: Mapping[str, Callable[[], Any]] = {
         GLOBAL: lambda: [[alpha]],
         LAYER: lambda: [[share] for share in alpha],
@@ -183,5 +183,5 @@ def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]
 
 
 def _is_number(kind: Any, value: Any) -> bool:
-    """Return whether a value is a number of a type; true is not a number, nor is an integer beyond 2**63."""
+    """Return whether a value is a number of the type `kind`; excludes booleans and integers beyond 2**63."""
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**63

@@ -57,11 +57,11 @@ class Choice:
 
     @property
     def shown_options(self) -> dict[str, Any]:
-        """The options that the printed form shows: all of them but those at their default."""
+        """Options in the printed form: all except those at their default."""
         return {name: value for name, value in self.options.items() if name not in (self.defaults or ())}
 
     def without(self, names: Iterable[str]) -> Choice:
-        """Return the choice without the options of these names."""
+        """Return the choice without the named options."""
         removed = set(names)
         options = {name: value for name, value in self.options.items() if name not in removed}
         return Choice(self.name, options, None if self.defaults is None else self.defaults & options.keys())
@@ -77,12 +77,12 @@ class Choice:
 
 
 def as_choice(choice: Choice | str) -> Choice:
-    """Return a choice unchanged, or the choice that a text denotes. Raises ConfigError as `parse`."""
+    """Return a choice unchanged, or parse one from text. Raises ConfigError as `parse`."""
     return choice if isinstance(choice, Choice) else parse(choice)
 
 
 def parse(text: str) -> Choice:
-    """Return the choice that a text such as `adakv(floor=0.1)` denotes.
+    """Return the choice written as text, such as `adakv(floor=0.1)`.
 
     Raises ConfigError that points at the first wrong character.
     """
@@ -95,7 +95,7 @@ def parse(text: str) -> Choice:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at the separators that are outside brackets and quotes."""
+    """Split a text at the separators outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -112,7 +112,7 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
 
 
 def split_policy_and_selection(text: str) -> list[str]:
-    """Split `policy:selection` into a list of both; a text without a selection gives a list of one.
+    """Split `policy:selection` into [policy, selection]; a text without a selection gives a list of one.
 
     A colon within one name does not split: `my_file.py:MyScore`.
     """
@@ -123,7 +123,7 @@ def split_policy_and_selection(text: str) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    """Format an option's value so that parsing it returns the value; texts that look like other values get quotes."""
+    """Return an option's value as text that parses back to it; ambiguous texts are quoted."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Choice) and not value.shown_options:
@@ -137,7 +137,7 @@ def _format_value(value: Any) -> str:
 
 
 def _parse_word(word: str) -> Any:
-    """Parse a bare word: a number, true, false, none, or the word itself."""
+    """Return the value of a bare word: a number, true, false, none, or the word itself."""
     for number in (int, float):
         try:
             return number(word)
@@ -158,7 +158,7 @@ class _Parser:
         self.position = match.end() if match else self.position
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise ConfigError that says what was expected at the current position, and what is there."""
+        """Raise ConfigError with the expected and the actual text at the current position."""
         rest = self.text[self.position :]
         got = f"'{rest[:12]}{'…' if len(rest) > 12 else ''}'" if rest else "its end"
         where = f"'{self.text}' at character {self.position + 1}"
@@ -166,7 +166,7 @@ class _Parser:
         raise ConfigError(msg)
 
     def accept(self, letter: str) -> bool:
-        """Skip spaces; consume the letter where it comes next, and return whether it did."""
+        """Skip spaces; consume `letter` if it comes next, and return whether it did."""
         self.skip()
         if not self.text.startswith(letter, self.position):
             return False
@@ -174,7 +174,7 @@ class _Parser:
         return True
 
     def word(self, expected: str) -> str:
-        """Consume a bare word and return it. Raises ConfigError, with what was `expected`, where none comes next."""
+        """Consume and return a bare word. Raises ConfigError, naming what was `expected`, if none comes next."""
         self.skip()
         match = _NAME.match(self.text, self.position)
         if match is None:
@@ -183,12 +183,12 @@ class _Parser:
         return match.group()
 
     def choice(self) -> Choice:
-        """Consume a name, and its options in brackets where it has any, and return the choice."""
+        """Consume and return a choice: a name with optional options in brackets."""
         name = self.word("a name")
         return Choice(name, self.options()) if self.accept("(") else Choice(name)
 
     def options(self) -> dict[str, Any]:
-        """Consume the options up to the closing bracket, and return their values by name."""
+        """Consume the options up to the closing bracket, and return name -> value."""
         self.depth += 1
         if self.depth > DEEPEST:
             self.refuse(f"at most {DEEPEST} calls inside each other")
@@ -206,7 +206,7 @@ class _Parser:
         return options
 
     def option(self, first: bool) -> tuple[str, Any]:
-        """Consume one option and return its name and value; the first may lack a name, and gets `UNNAMED`."""
+        """Consume one option and return (name, value); the first may be without a name, and then gets `UNNAMED`."""
         self.skip()
         start = self.position
         value = self.value()
@@ -218,7 +218,7 @@ class _Parser:
         return UNNAMED, value
 
     def value(self) -> Any:
-        """Consume a quoted text, a call or a bare word, and return its value."""
+        """Consume and return a value: a quoted text, a call or a bare word."""
         self.skip()
         quoted = _QUOTED.match(self.text, self.position)
         if quoted:

@@ -36,16 +36,16 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the budget of a text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
+        """Return the budget written as text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
         return cls(parse_entries("a budget", text))
 
     def tokens(self, prompt_tokens: int) -> int:
-        """Return the budget in entries for a prompt of n tokens: ⌊fraction · n⌋, or the number of entries itself."""
+        """Return the budget in entries for a prompt of n tokens: ⌊fraction · n⌋, or the absolute number of entries."""
         return entry_count(self.value, prompt_tokens)
 
     @property
     def unit(self) -> str:
-        """The unit of `value`, as text."""
+        """Unit of `value`, as text."""
         return "entries" if isinstance(self.value, int) else "share of the prompt"
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Budget:
 
 
 def parse_entries(what: str, text: str) -> int | float:
-    """Return the number of a text: an int for `128` (entries), a float for `0.05` (a fraction).
+    """Return the number written as text: an int for `128` (entries), a float for `0.05` (a fraction).
 
     Raises BudgetError for any other text; `what` names the value in its message.
     """
@@ -67,12 +67,12 @@ def parse_entries(what: str, text: str) -> int | float:
 
 
 def entry_count(value: int | float, total: int) -> int:
-    """Return a number of entries: an int as it is, a float as a share of `total` entries, rounded down."""
+    """Return a number of entries: an int unchanged, a float as a share of `total` entries, rounded down."""
     if isinstance(value, int):
         return value
     return int(round_down_entries(value * total))
 
 
 def round_down_entries(shares: Any) -> Any:
-    """Round shares of entries down, numbers or tensors: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
+    """Return shares of entries, numbers or tensors, rounded down: ⌊0.29 · 100⌋ is 29, though 28.999… in binary."""
     return (shares + 1e-9) // 1

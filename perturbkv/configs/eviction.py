@@ -29,7 +29,7 @@ from perturbkv.errors import BudgetError, ConfigError, UnknownNameError
 
 
 def option_to_json(value: Any) -> Any:
-    """Return an option's value for JSON; a nested choice becomes an object with its text and all of its options.
+    """Return an option's value for JSON; a nested choice becomes an object of its text and all its options.
 
     A table of α becomes an object with its name and its file's content.
     """
@@ -41,7 +41,7 @@ def option_to_json(value: Any) -> Any:
 
 
 def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
-    """Return the value that `option_to_json` encoded. Raises ConfigError for more than `depth` nested choices."""
+    """Return the value encoded by `option_to_json`. Raises ConfigError for more than `depth` nested choices."""
     if not isinstance(value, dict):
         return value
     if "table" in value:
@@ -57,13 +57,13 @@ def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
 
 
 def with_all_options(choice: Choice, options: Mapping[str, Any]) -> Choice:
-    """Return a choice, parsed from its text, with all of its options; those in the text are shown, and come first."""
+    """Return a choice parsed from text, completed with `options`; options in the text are shown and come first."""
     ordered = {name: options[name] for name in (*choice.options, *options)}
     return Choice(choice.name, ordered, frozenset(options) - frozenset(choice.options))
 
 
 def check_fields(document: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a configuration's window is an integer and its budget and protections are numbers."""
+    """Raise ConfigError if a configuration's window is no integer, or its budget or protections are no numbers."""
     kinds: Mapping[str, Any] = {
         "window": int,
         **dict.fromkeys(("budget", "protect_first", "protect_recent"), int | float),
@@ -76,7 +76,7 @@ def check_fields(document: Mapping[str, Any]) -> None:
 
 
 def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Option]) -> None:
-    """Raise ConfigError unless options are plain values or choices, and those in `known` within their range."""
+    """Raise ConfigError for options that are neither plain values nor choices, or out of the range in `known`."""
     for name, value in options.items():
         if name in known:
             known[name].convert(value, name, owner)
@@ -170,12 +170,12 @@ class EvictionConfig:
 
     @property
     def is_external(self) -> bool:
-        """Whether the kept sets come from outside."""
+        """Whether the kept sets are external."""
         return self.selection.name == GIVEN
 
     @property
     def alpha(self) -> float | AlphaTable:
-        """Share of stage 1; 1 where the kept sets come from outside, which have no order and so no stages."""
+        """Share of stage 1; 1 for external kept sets, which have no stages."""
         alpha: float | AlphaTable = self.selection.options.get("alpha", 1.0)
         return alpha
 
@@ -186,11 +186,11 @@ class EvictionConfig:
 
     @property
     def mean_alpha(self) -> float:
-        """α as a number: the mean of a table."""
+        """α as a single number; for a table, the mean of its shares."""
         return self.alpha.mean if isinstance(self.alpha, AlphaTable) else self.alpha
 
     def alphas(self, layer: int, kept_heads: int) -> tuple[float, ...]:
-        """Return α per kept set of a measured layer, counted from 0; heads that share a kept set have their mean."""
+        """Return α per kept set of a measured layer, counted from 0; the mean over heads that share a kept set."""
         if not isinstance(self.alpha, AlphaTable):
             return (self.alpha,) * kept_heads
         sets = 1 if self.granularity.name == "layer" else kept_heads
@@ -198,46 +198,46 @@ class EvictionConfig:
 
     @property
     def euclidean(self) -> bool:
-        """Whether its selection uses ‖V_i W_O^h‖₂ instead of ‖V_i W_O^h‖₁."""
+        """Whether the selection uses ‖V_i W_O^h‖₂ instead of ‖V_i W_O^h‖₁."""
         return self.selection.options.get("norm") == L2
 
     @property
     def quantised(self) -> bool:
-        """Whether its entries are stored in few bits."""
+        """Whether the entries before the window are quantised."""
         return self.precision.name != FULL
 
     @property
     def bits(self) -> int:
-        """Bits per stored number of entries before the window."""
+        """Bits per stored number, for entries before the window."""
         return number_bits(self.precision)
 
     @property
     def corrected(self) -> bool:
-        """Whether its outputs are corrected for the evicted entries."""
+        """Whether the outputs are corrected for the evicted entries."""
         return self.correction.name != NONE
 
     @property
     def reads_pages(self) -> bool:
-        """Whether it evicts nothing and reads some pages at every step, so that b counts the entries read."""
+        """Whether the policy reads some pages per step instead of evicting, so that b counts the entries read."""
         return selections.reads_pages(self.policy)
 
     @property
     def has_sparse_prefill(self) -> bool:
-        """Whether it has a sparse prefill of its own, so that b is the most entries that a query attends to."""
+        """Whether the prefill is sparse, so that b is the maximum number of entries that a query attends to."""
         return selections.has_sparse_prefill(self.policy)
 
     @property
     def evicts(self) -> bool:
-        """Whether it removes entries for good; otherwise all entries stay in the cache."""
+        """Whether entries are removed for good; otherwise all stay in the cache."""
         return not self.reads_pages and not self.has_sparse_prefill
 
     @property
     def only_evicts(self) -> bool:
-        """Whether nothing but eviction changes its outputs, so that the theorems apply."""
+        """Whether eviction alone changes the outputs, so that the theorems apply."""
         return not self.quantised and not self.corrected
 
     def protected_counts(self, kept: int) -> tuple[int, int]:
-        """Return the numbers of first and of most recent entries that always stay, the window included.
+        """Return the numbers of first and of most recent always-kept entries, the window included.
 
         Protected shares are of `kept` entries.
         """
@@ -245,7 +245,7 @@ class EvictionConfig:
 
     @property
     def block(self) -> int:
-        """Entries of a block or of a page; 1 for single entries."""
+        """Entries per block or page; 1 for single entries."""
         if self.reads_pages:
             return selections.page_size(self.policy)
         return int(self.granularity.options.get("block", 1))
@@ -255,7 +255,7 @@ class EvictionConfig:
         return Blocks.divide(prompt_tokens, self.window, self.block)
 
     def check_budget(self, tokens: int, what: str) -> None:
-        """Raise BudgetError unless a budget of `tokens` entries exceeds those that always stay; `what` names it.
+        """Raise BudgetError if a budget of `tokens` entries, called `what`, does not exceed the always-kept entries.
 
         With blocks at least one more block must fit, wherever the window begins within a block.
         """
@@ -283,7 +283,7 @@ class EvictionConfig:
         raise BudgetError(msg)
 
     def allowed_entries(self, prompt_tokens: int) -> int:
-        """Return the number of entries that may be kept per head, of n prompt entries: min(b, n), and n where n ≤ w.
+        """Return the maximum number of kept entries per head, of n prompt entries: min(b, n), and n where n ≤ w.
 
         Where b counts bytes, as many entries as fit into them.
 
@@ -296,7 +296,7 @@ class EvictionConfig:
         return entries_in_bytes(self.precision, tokens, self.window, prompt_tokens)
 
     def kept_entries(self, prompt_tokens: int) -> int:
-        """Return the entries kept per head: `allowed_entries`, rounded down to whole blocks.
+        """Return the number of kept entries per head: `allowed_entries`, rounded down to whole blocks.
 
         Raises BudgetError likewise.
         """
@@ -304,7 +304,7 @@ class EvictionConfig:
         return blocks.kept_entries(blocks.affordable(self.allowed_entries(prompt_tokens)))
 
     def label(self) -> str:
-        """Return the unique, readable name: the `config` coordinate of a trace."""
+        """Return the unique, readable name of the configuration, the `config` coordinate of a trace."""
         protected = [
             f"{name.replace('_', '-')}={getattr(self, name)}" for name in _PROTECTED_FIELDS if getattr(self, name)
         ]
@@ -324,12 +324,12 @@ class EvictionConfig:
         return f"<EvictionConfig {self.label()}>"
 
     def label_parts(self, every: bool = False) -> dict[str, str]:
-        """Return the parts of a short name for the configuration: field or option -> its text, policy first.
+        """Return field or option -> its text, the parts of a short name for the configuration, policy first.
 
         Less common choices and options at their default are omitted, unless `every` is set.
         """
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
-        texts |= {"alpha": f"alpha={self.alpha_text}", "window": f"w={self.window}"}
+        texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))
         texts |= {"pool": "unpooled" if pool == "none" else f"{pool}{kernel}"} if pool else {}
         texts["granularity"] = self.granularity.name
@@ -343,7 +343,7 @@ class EvictionConfig:
         return texts | {name: f"{name.replace('_', '-')}={value}" for name, value in shown.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Return all fields and options as a flat dict of plain values, options under names such as `selection_alpha`.
+        """Return all fields and options as a flat dict of plain values, with option names such as `selection_alpha`.
 
         Single entries are blocks of one, whether written or not; a configuration that evicts nothing has no blocks.
         """
@@ -355,7 +355,7 @@ class EvictionConfig:
         return values
 
     def to_document(self) -> dict[str, Any]:
-        """Return the configuration as a JSON object: each choice as its text, followed by its options.
+        """Return the configuration as a JSON object: per choice its text, then its options.
 
         Full precision and no correction are omitted.
         """
@@ -369,12 +369,12 @@ class EvictionConfig:
         return document
 
     def _fields(self) -> list[tuple[str, Any]]:
-        """Return the name and the value of each field."""
+        """Return a (name, value) pair per field."""
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(EvictionConfig)]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_document` wrote. Raises KeyError or TypeError for another document.
+        """Return the configuration written by `to_document`. Raises KeyError or TypeError for another document.
 
         Invalid values raise as in the constructor.
         """
@@ -395,14 +395,14 @@ class EvictionConfig:
 
 
 def _as_budget(budget: Budget | float | str) -> Budget:
-    """Return a budget unchanged, or that of a number or a text. Raises BudgetError."""
+    """Return a budget, unchanged or made from a number or a text. Raises BudgetError."""
     if isinstance(budget, Budget):
         return budget
     return Budget.parse(budget) if isinstance(budget, str) else Budget(budget)
 
 
 def _resolve_choice(what: str, text: Choice | str, known: Mapping[str, Any]) -> Choice:
-    """Return the choice of a field, `what`, with all of its options; `known` has the options of each name.
+    """Return the choice of the field `what` with all its options; `known` maps choice names to their options.
 
     Raises UnknownNameError for an unknown name, ConfigError for a wrong option.
     """
@@ -413,12 +413,12 @@ def _resolve_choice(what: str, text: Choice | str, known: Mapping[str, Any]) -> 
 
 
 def _show_always(choice: Choice, option: str) -> Choice:
-    """Return the choice with one option always shown, even at its default."""
+    """Return the choice with the named option always shown, even at its default."""
     return dataclasses.replace(choice, defaults=(choice.defaults or frozenset()) - {option})
 
 
 def _parse_protected(name: str, protected: float | str) -> int | float:
-    """Return a number of protected entries, or a share of the budget b. Raises BudgetError for any other value."""
+    """Return a number of protected entries, or a share of the budget b. Raises BudgetError for an invalid value."""
     value = parse_entries(name, protected) if isinstance(protected, str) else protected
     if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
         msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"

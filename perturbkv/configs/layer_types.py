@@ -13,24 +13,24 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def measured_layers(config: Any) -> tuple[int, ...]:
-    """Return the indices of the layers whose cache is evicted and whose outputs are measured."""
+    """Return the indices of the measured layers, whose cache is evicted."""
     types = getattr(config, "layer_types", None) or ()
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     return full or tuple(range(int(config.num_hidden_layers)))
 
 
 def is_mixed(config: Any) -> bool:
-    """Return whether some layers are not measured, because they hold a sliding window of their own."""
+    """Return whether the model has unmeasured layers, which use a sliding window of their own."""
     return len(measured_layers(config)) < int(config.num_hidden_layers)
 
 
 def format_measured(config: Any) -> str:
-    """Format the indices of the measured layers, such as `5 11 17 of 18`; empty where every layer is measured."""
+    """Return the indices of the measured layers as text, such as `5 11 17 of 18`; empty if all layers are measured."""
     return f"{' '.join(map(str, measured_layers(config)))} of {config.num_hidden_layers}" if is_mixed(config) else ""
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """Format ascending layer numbers as ranges, such as `0, 18-23`; `none` for no layers."""
+    """Return ascending layer numbers as ranges, such as `0, 18-23`; `none` for no layers."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -41,7 +41,7 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
-    """Return the measured layers' indices and the number of all layers from the text of `format_measured`.
+    """Return the measured layers' indices and the total number of layers from a text of `format_measured`.
 
     Raises ValueError for any other text.
     """
@@ -50,7 +50,7 @@ def parse_measured(text: str) -> tuple[tuple[int, ...], int]:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the sliding window of the measured layers, in entries; None where each of them sees all entries."""
+    """Return the sliding window of the measured layers, in entries; None if they see all entries."""
     types = getattr(config, "layer_types", None)
     if types is not None and FULL in types or not getattr(config, "use_sliding_window", True):
         return None

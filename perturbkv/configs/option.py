@@ -22,7 +22,7 @@ LONGEST_PROMPT = 2_000_000
 
 
 def check_number(what: str, value: float, most: float = LARGEST) -> None:
-    """Raise ConfigError for a number that is NaN, infinite or beyond ±`most`; `what` names it in the message."""
+    """Raise ConfigError, which names `what`, for a number that is NaN, infinite or beyond ±`most`."""
     if isinstance(value, float) and not math.isfinite(value):
         msg = f"{what} must be a finite number, got {value}"
         raise ConfigError(msg)
@@ -32,7 +32,7 @@ def check_number(what: str, value: float, most: float = LARGEST) -> None:
 
 
 def check_configurations(count: int) -> None:
-    """Raise ConfigError for more configurations than a run may have."""
+    """Raise ConfigError if `count` exceeds the maximum number of configurations of a run."""
     if count > MOST_CONFIGURATIONS:
         msg = (
             f"expected at most {MOST_CONFIGURATIONS:,} configurations in a run, got {count:,}; give fewer values, or "
@@ -42,7 +42,7 @@ def check_configurations(count: int) -> None:
 
 
 def _format_number(value: float) -> str:
-    """Format a number for a message, a huge one with three digits."""
+    """Return a number as text for a message, a huge one with three digits."""
     return f"{value:.3g}" if abs(value) > 1e15 else str(value)
 
 
@@ -82,11 +82,11 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as it is written in a choice."""
+        """Default value as it is written in a choice."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def convert(self, value: Any, name: str, owner: str = "") -> Any:
-        """Check a value and return it as the option's type; `name` and `owner` name the option in messages.
+        """Return a value validated and converted to the option's type; `name` and `owner` occur in messages.
 
         Raises ConfigError for another type or a number out of range, UnknownNameError for an unknown name.
         """
@@ -107,7 +107,7 @@ class Option:
         return accepted[-1](value)
 
     def _check_number(self, value: Any, what: str) -> None:
-        """Raise ConfigError for a number outside the option's range; `what` names the option."""
+        """Raise ConfigError, which names `what`, for a number outside the option's range."""
         if not (self.low <= value <= self.high and value <= LARGEST):
             msg = f"{what} must {self._range_text()}, got {value}"
             raise ConfigError(msg)
@@ -119,14 +119,14 @@ class Option:
             raise ConfigError(msg)
 
     def _range_text(self) -> str:
-        """Return the condition on the option's numbers, such as `lie in [0, 1]`."""
+        """Return the condition on the option's numbers as text, such as `lie in [0, 1]`."""
         if self.high < math.inf:
             return f"lie in [{self.low:.9g}, {self.high:.9g}]"
         return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
-    """Return a dataclass field that declares an option of a score or a policy; `limits` are fields of `Option`."""
+    """Return a dataclass field that declares an option of a score or policy; `limits` are fields of `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(default, about, **limits)})
 
 
@@ -135,7 +135,7 @@ class WithOptions:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return name -> option, the class's own options before inherited ones."""
+        """Return name -> option of the class, its own options before inherited ones."""
         own_fields = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         ordered = sorted(fields, key=lambda field: field.name not in own_fields)
@@ -150,7 +150,7 @@ class WithOptions:
 
 
 def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """Return the choice with every option in `options`, each checked, at its default where the choice lacks it.
+    """Return the choice with all `options`, validated and with defaults for missing ones.
 
     A choice that is resolved already gets only options that are new. `what` names the choice in messages.
 
@@ -171,7 +171,7 @@ def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) ->
 
 
 def _with_new_options(choice: Choice, options: Mapping[str, Option]) -> Choice:
-    """Return a resolved choice with the options that were added after its trace was written."""
+    """Return a resolved choice from an older trace, with the options introduced since added."""
     missing = {name: option.default for name, option in options.items() if option.new and name not in choice.options}
     if not missing or choice.defaults is None:
         return choice

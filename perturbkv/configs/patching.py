@@ -31,12 +31,12 @@ class Mixture:
 
     @classmethod
     def of_layers(cls, layers: int, heads: int, treated: Collection[int]) -> Self:
-        """Return the mixture with the treatment's kept sets in all heads of the layers at these indices."""
+        """Return the mixture with the treatment's kept sets in all heads of the layers `treated`."""
         return cls(tuple((layer in treated,) * heads for layer in range(layers)))
 
     @classmethod
     def parse(cls, text: str, heads: int) -> Self:
-        """Return the mixture of a text that `str` returned, with `heads` kept sets per layer.
+        """Return the mixture written as text by `str`, with `heads` kept sets per layer.
 
         Raises ValueError for any other text.
         """
@@ -135,7 +135,7 @@ class PatchingConfig:
 
 
 def parse_layers(option: str, text: str) -> tuple[int, ...]:
-    """Return the layers that a text such as `0,18-23` lists, ascending.
+    """Return the layer numbers in a text such as `0,18-23`, ascending.
 
     Raises ConfigError, which names the option, for any other text.
     """
@@ -151,7 +151,7 @@ def parse_layers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
-    """Raise ConfigError unless two configurations differ, evict, correct nothing, and share one cache layout."""
+    """Raise ConfigError unless the two configurations differ, evict, are uncorrected, and share a cache layout."""
     if baseline == treatment:
         msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
         raise ConfigError(msg)
@@ -172,7 +172,7 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
 
 
 def _key_positions(config: EvictionConfig) -> str:
-    """Return the positions to which a configuration rotates the keys that it keeps, as its policy names them."""
+    """Return where a configuration's policy rotates kept keys to: positions in the prompt or in the cache, as text."""
     return str(config.policy.options.get("positions", "kept"))
 
 
@@ -194,7 +194,7 @@ class Game:
 
     @classmethod
     def from_config(cls, config: PatchingConfig, layers: Sequence[int], kept_heads: int, granularity: str) -> Self:
-        """Return the game of a model with these measured layers and `kept_heads` kept sets per layer.
+        """Return the game for a model with the given measured layers and `kept_heads` kept sets per layer.
 
         Raises ConfigError for a requested layer that is not measured, for players by heads where heads share a kept
         set, for fewer than two players, and for too many players to measure all of their subsets.
@@ -217,21 +217,21 @@ class Game:
 
     @property
     def baseline_everywhere(self) -> Mixture:
-        """The mixture with the baseline everywhere."""
+        """Mixture with the baseline's kept sets everywhere."""
         return self.mixture(frozenset())
 
     @property
     def treatment_everywhere(self) -> Mixture:
-        """The mixture with the treatment everywhere."""
+        """Mixture with the treatment's kept sets everywhere."""
         return Mixture.of_layers(len(self.layers), self.kept_heads, range(len(self.layers)))
 
     @property
     def all_players(self) -> Coalition:
-        """The coalition of all players."""
+        """Coalition of all players."""
         return frozenset(range(len(self.players)))
 
     def mixture(self, coalition: Collection[int]) -> Mixture:
-        """Return the mixture of a coalition: its players have the treatment's kept sets, all others the baseline's."""
+        """Return the mixture of a coalition: the treatment's kept sets for its players, the baseline's elsewhere."""
         cells = {
             (self.layers.index(player.layer), head)
             for player in (self.players[index] for index in coalition)
@@ -242,14 +242,14 @@ class Game:
 
 
 def permutation_count(config: PatchingConfig, players: int) -> int | None:
-    """Return the number of random orders of the players to measure; None where all subsets are measured instead."""
+    """Return the number of random orders of the players to measure; None if all subsets are measured."""
     if config.exact or (config.permutations is None and players <= EXACT):
         return None
     return PERMUTATIONS if config.permutations is None else config.permutations
 
 
 def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
-    """Return the number of players that are added greedily.
+    """Return the number of players to add greedily.
 
     Raises ConfigError where it is requested and no sample is left to judge the choice.
     """
@@ -261,14 +261,14 @@ def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
 
 
 def _check_layers(requested: Sequence[int], layers: Sequence[int]) -> None:
-    """Raise ConfigError unless all requested layers are among the measured `layers`."""
+    """Raise ConfigError for requested layers that are not measured."""
     if unknown := [layer for layer in requested if layer not in layers]:
         msg = f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}"
         raise ConfigError(msg)
 
 
 def _named_mixtures(config: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:
-    """Return the treatment everywhere, then the requested mixtures, each once, with their names."""
+    """Return (name, mixture) pairs without duplicates: the treatment everywhere, then the requested mixtures."""
     everywhere = range(len(layers))
     mixtures = {Mixture.of_layers(len(layers), kept_heads, everywhere): "treatment everywhere"}
     for side, lists in (("baseline in", config.baseline_in), ("treatment in", config.treatment_in)):

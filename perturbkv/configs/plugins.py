@@ -34,17 +34,17 @@ _LONGEST = 200
 
 
 def refers_to_file(name: str) -> bool:
-    """Return whether a name such as `my_file.py:MyScore` refers to a class in a user's file."""
+    """Return whether a name refers to a class in a user's file, such as `my_file.py:MyScore`."""
     return _FILE in name
 
 
 def is_builtin(kind: type) -> bool:
-    """Return whether a class is part of this package."""
+    """Return whether a class is defined in this package."""
     return kind.__module__.startswith(PACKAGE_PREFIX)
 
 
 def class_digest(kind: type) -> str:
-    """Return a digest of an external class's version: of its source file, or of its own source where it has no file."""
+    """Return a version digest of an external class: of its source file, or of its own source without a file."""
     path = inspect.getsourcefile(kind) if kind.__module__ not in ("__main__", None) else None
     try:
         source = Path(path).read_bytes() if path else inspect.getsource(kind).encode()
@@ -56,7 +56,7 @@ def class_digest(kind: type) -> str:
 
 
 def load_entry_point(entry: EntryPoint) -> object:
-    """Return the object that an entry point of an installed package names. Raises PluginError where loading fails."""
+    """Return the object named by an entry point of an installed package. Raises PluginError if loading fails."""
     package = entry.dist.name if entry.dist else entry.value
     try:
         return entry.load()
@@ -66,7 +66,7 @@ def load_entry_point(entry: EntryPoint) -> object:
 
 
 def load_class(name: str) -> object:
-    """Return the class that a name such as `my_file.py:MyScore` refers to. Raises PluginError where there is none."""
+    """Return the class named by a text such as `my_file.py:MyScore`. Raises PluginError if it does not exist."""
     path, _, class_name = name.rpartition(":")
     module = load_module(Path(path))
     value = vars(module).get(class_name)
@@ -80,7 +80,7 @@ def load_class(name: str) -> object:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Return a Python file as a module, imported once per content; its output goes to stderr. Raises PluginError."""
+    """Return the module of a Python file, imported once per version; its output goes to stderr. Raises PluginError."""
     _KIND.check(path)
     stamp = path.stat()
     return _import_module(path.resolve(), (stamp.st_mtime_ns, stamp.st_size))
@@ -88,7 +88,7 @@ def load_module(path: Path) -> ModuleType:
 
 @functools.cache
 def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """Return a Python file as a module; `stamp`, its time and size, makes a changed file be imported anew."""
+    """Return the module of a Python file, imported anew when `stamp`, the file's time and size, changes."""
     module_name = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -110,7 +110,7 @@ def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
 
 
 def format_error(error: BaseException) -> str:
-    """Format an error of external code in one line."""
+    """Return an error of external code as a line of text."""
     text = " ".join(_error_text(error).split())
     text = f"{text[:_LONGEST]}…" if len(text) > _LONGEST else text
     message = f"{type(error).__name__}: {text}".rstrip(": ")
@@ -121,7 +121,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
-    """Return the advice for a plugin whose import of a file beside it failed; empty for any other error."""
+    """Return advice for a plugin that fails to import a file in its folder; empty for any other error."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if not name or not ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
         return ""
@@ -129,7 +129,7 @@ def _import_hint(error: BaseException, folder: Path) -> str:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the text of an error of external code; empty where making the text fails."""
+    """Return the message of an external error; empty if creating the message fails."""
     try:
         return str(error)
     except Exception:
@@ -160,7 +160,7 @@ class Catalogue(Generic[_Class]):
         self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:
-        """Return the names of all classes, built-in ones first and registered ones last; nothing is imported."""
+        """Return the names of all classes, built-in ones first and registered ones last, without importing modules."""
         return list(
             dict.fromkeys(
                 [*self._builtin_names(), *installed_entry_points(f"{PACKAGE_PREFIX}{self._group}"), *self.registered]
@@ -168,7 +168,7 @@ class Catalogue(Generic[_Class]):
         )
 
     def load(self, name: str) -> type[_Class]:
-        """Return the class of a name; its module is imported where necessary.
+        """Return the class with the given name, importing its module if necessary.
 
         Raises UnknownNameError for an unknown name, PluginError where an external class cannot be loaded.
         """
@@ -183,7 +183,7 @@ class Catalogue(Generic[_Class]):
         raise UnknownNameError(name, self.kind, self.names())
 
     def register(self, new: type[_Class], taken: Iterable[str]) -> type[_Class]:
-        """Register a class under its `name` and return it.
+        """Register a class under its `name`, and return the class.
 
         Raises ConfigError where it is not of this kind, or where its name is among those `taken`.
         """
@@ -203,7 +203,7 @@ class Catalogue(Generic[_Class]):
 
     @property
     def _group(self) -> str:
-        """The plural of the kind, which names its group of entry points."""
+        """Plural of the kind, the name of its entry-point group."""
         return {"policy": "policies"}.get(self.kind, f"{self.kind}s")
 
     def _builtin_names(self) -> list[str]:
@@ -213,7 +213,7 @@ class Catalogue(Generic[_Class]):
     def _check_class(
         self, candidate: object, name: str, error: type[ConfigError | PluginError] = PluginError
     ) -> type[_Class]:
-        """Return a class after checking it. Raises `error` where it is no valid class of this kind."""
+        """Return a validated class. Raises `error` for a candidate that is no class of this kind."""
         base = self.base()
         if not (
             inspect.isclass(candidate) and issubclass(candidate, base) and "__dataclass_params__" in vars(candidate)
@@ -235,7 +235,7 @@ class Catalogue(Generic[_Class]):
 
 @functools.cache
 def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
-    """Return the names of a package's modules, with `-` for `_`, without importing anything."""
+    """Return the names of a package's modules, with `-` for `_`, without importing any module."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if module.name not in excluded]
@@ -243,7 +243,7 @@ def _module_names(package: str, excluded: tuple[str, ...]) -> list[str]:
 
 @functools.cache
 def _find_builtin_class(module: str, name: str) -> type:
-    """Return the class in one of our modules whose attribute `name` is this name."""
+    """Return the class with the attribute `name` of that value in a module of this package."""
     values = vars(importlib.import_module(module)).values()
     (match,) = (value for value in values if inspect.isclass(value) and vars(value).get("name") == name)
     return match
@@ -251,5 +251,5 @@ def _find_builtin_class(module: str, name: str) -> type:
 
 @functools.cache
 def installed_entry_points(group: str) -> dict[str, EntryPoint]:
-    """Return name -> entry point for those of installed packages in a group."""
+    """Return name -> entry point, for the installed packages' entry points in a group."""
     return {entry.name: entry for entry in entry_points(group=group)}

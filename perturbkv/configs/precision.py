@@ -34,12 +34,12 @@ _GROUP_BITS = 2 * 16
 
 
 def number_bits(precision: Choice) -> int:
-    """Return the bits per number that is stored in this precision."""
+    """Return the bits per stored number at this precision."""
     return int(precision.options.get("bits", FULL_BITS))
 
 
 def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
-    """Return the bits of a kept set's keys and values, scales and minima included.
+    """Return the bits of a kept set's keys and values, including scales and minima.
 
     `window` of the `kept` entries are stored in 16 bits in any precision.
     """
@@ -53,7 +53,7 @@ def stored_bits(precision: Choice, kept: int, window: int, d_head: int) -> int:
 
 
 def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> int:
-    """Return the number of entries, at most `most`, that fit into the bytes of `budget` entries of 16 bits.
+    """Return the number of entries, at most `most`, that fit into the bytes of `budget` 16-bit entries.
 
     For a precision without `fill` it is the budget itself.
     """
@@ -70,7 +70,7 @@ def entries_in_bytes(precision: Choice, budget: int, window: int, most: int) -> 
 
 
 def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
-    """Raise ConfigError where the option `fill` of a precision is neither 0 nor the model's head size."""
+    """Raise ConfigError for a precision whose option `fill` is neither 0 nor the model's head size."""
     for precision in precisions:
         if precision.options.get("fill", 0) not in (0, d_head):
             msg = (
@@ -99,7 +99,7 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 
 def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -> int:
-    """Return the bits that a correction stores for a kept set with `evicted` entries, which `heads` query heads read.
+    """Return the bits of a correction for a kept set with `evicted` evicted entries and `heads` query heads.
 
     0 where nothing was evicted. Per head a mean value and a log-mass, with `linear` a mean key too; for the oracle a
     mean value per head, and the evicted keys once for all heads.

@@ -42,7 +42,7 @@ class Resources:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Return the bytes of a size such as `512MiB`, `2GiB`, `800MB`, or `512`, which is in MiB.
+    """Return the bytes of a size such as `512MiB`, `2GiB`, `800MB`, or `512`, read as MiB.
 
     Raises ConfigError, which names the option, for any other text.
     """
@@ -76,7 +76,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
-        """Return the sizes of a model from its transformers configuration."""
+        """Return the dimensions of a model from its transformers configuration."""
         heads = int(config.num_attention_heads)
         d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
         layers = len(layer_types.measured_layers(config))
@@ -87,12 +87,12 @@ class Shape:
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the full cache of a prompt of `tokens` tokens."""
+        """Return the bytes of the full cache for a prompt of `tokens` tokens."""
         windows = self.sliding * self._layer_bytes(self.kv_heads * min(tokens, self.window))
         return self._entries_bytes(self.kv_heads * tokens) + windows
 
     def kept_bytes(self, config: EvictionConfig, tokens: int) -> int:
-        """Return the bytes of the entries that a configuration keeps of a prompt: every policy spends the same total.
+        """Return the bytes of a configuration's kept entries of a prompt, the same total for every policy.
 
         For a policy that reads pages, those of the bounds by which pages are chosen; for one with a sparse prefill,
         those of the whole cache.
@@ -105,7 +105,7 @@ class Shape:
         return self._entries_bytes(sets * config.kept_entries(tokens))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int, passing: bool = False) -> int:
-        """Return the bytes that a configuration adds to a batch: padded cache, decoded tokens and recordings.
+        """Return the bytes that a configuration adds to a batch: padded cache, decoded tokens and records of steps.
 
         Of the `decoded` tokens, `steps` are recorded. A `passing` cache holds the indices of its entries instead of
         copies.
@@ -119,11 +119,11 @@ class Shape:
         return cached + tails + recorded * steps + logits
 
     def _entries_bytes(self, entries: int) -> int:
-        """Return the bytes of so many entries in every measured layer."""
+        """Return the bytes of `entries` entries in all measured layers together."""
         return self.layers * self._layer_bytes(entries)
 
     def _layer_bytes(self, entries: int) -> int:
-        """Return the bytes of the keys and values of so many entries in one layer."""
+        """Return the bytes of the keys and values of `entries` entries in one layer."""
         return 2 * entries * self.d_head * self.itemsize
 
 
@@ -154,7 +154,7 @@ def plan_batches(
     max_bytes: int | None,
     passing: bool = False,
 ) -> Batches:
-    """Return the configurations in as few batches as fit the bound, balanced in bytes and in configurations.
+    """Return the configurations in the fewest batches within the bound, balanced in bytes and in number.
 
     `tokens` are compressed and `decoded` tokens come after, of which `steps` are measured; `passing` caches hold no
     copies of entries. Without `max_bytes`, a configuration that exceeds half of weights and full cache is decoded
@@ -177,13 +177,13 @@ def plan_batches(
 
 
 def _format_size(size: int) -> str:
-    """Format a size in MiB, or in KiB below 1 MiB; rounded up."""
+    """Return a size as text in MiB, or in KiB below 1 MiB, rounded up."""
     unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     return f"{math.ceil(size / unit):,} {name}"
 
 
 def _distribute(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the configurations in each of `count` balanced batches; `sizes` are in bytes.
+    """Return the configuration indices of `count` balanced batches; `sizes` are in bytes.
 
     The largest is dealt first, in alternating direction.
     """
@@ -245,7 +245,7 @@ class Workers:
 def check_engine_values(
     name: str, workers: int | None, cpus_per_worker: int | None, timeout_per_sample: float | None
 ) -> None:
-    """Raise UnknownNameError or ConfigError for a value that is invalid whatever the values of other options are."""
+    """Raise UnknownNameError or ConfigError for an engine option with a value that is invalid in any combination."""
     if name not in ENGINES:
         raise UnknownNameError(name, "engine", ENGINES)
     _check_count("workers", workers)
@@ -258,12 +258,12 @@ def check_engine_values(
 
 
 def engine_options(field: str) -> str:
-    """Return the engines that an option has an effect on, as text: `--engine workers or --engine ray`."""
+    """Return the engines that support the option `field`, as text: `--engine workers or --engine ray`."""
     return " or ".join(f"--engine {name}" for name in NEEDS[field])
 
 
 def _check_count(field: str, value: int | None) -> None:
-    """Raise ConfigError unless the value of an option is a whole number from 1 to `MOST_WORKERS`, or None."""
+    """Raise ConfigError for an option's value that is neither a whole number from 1 to `MOST_WORKERS` nor None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
@@ -272,6 +272,6 @@ def _check_count(field: str, value: int | None) -> None:
 
 
 def _option_name(field: str) -> str:
-    """Return an option's name on the command line with its name in Python: `--workers (workers=…)`."""
+    """Return an option's name on the command line and in Python: `--workers (workers=…)`."""
     name = "shard-by configs" if field == "by_configs" else field.replace("_", "-")
     return f"--{name} ({field}=…)"

@@ -149,18 +149,18 @@ class RunConfig:
             raise ConfigError(msg)
 
     def labels(self) -> list[str]:
-        """Return the `config` coordinate: one label per configuration."""
+        """Return the labels of the configurations, the `config` coordinate of the trace."""
         return [config.label() for config in self.configs]
 
     def to_json(self) -> str:
-        """Return the whole run as JSON text, with sorted keys."""
+        """Return the run as JSON text with sorted keys."""
         document = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         document["configs"] = [config.to_document() for config in self.configs]
         return json.dumps(document, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the run of a text that `to_json` returned. Raises ConfigError for any other text."""
+        """Return the run in a text written by `to_json`. Raises ConfigError for any other text."""
         expected = "expected a run configuration as JSON, got one"
         try:
             return cls(**_parse_fields(json.loads(text)))
@@ -173,17 +173,17 @@ class RunConfig:
         raise ConfigError(msg)
 
     def digest(self) -> str:
-        """Return the SHA-256 of `to_json`, which is equal exactly for equal runs."""
+        """Return the SHA-256 of `to_json`, equal exactly for equal runs."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def differences(self, other: RunConfig) -> list[str]:
-        """Return the names of the fields in which two runs differ."""
+        """Return the names of the fields that differ between two runs."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         return [name for name in mine if mine[name] != theirs[name]]
 
 
 def _parse_fields(document: Any) -> dict[str, Any]:
-    """Return field -> value of a run from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
+    """Return field -> value of a run, from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
     if not isinstance(document, dict):
         msg = "expected a run configuration as JSON, got one that is no object"
         raise ConfigError(msg)
@@ -194,7 +194,7 @@ def _parse_fields(document: Any) -> dict[str, Any]:
 
 
 def _check_types(document: dict[str, Any]) -> None:
-    """Raise ConfigError unless every entry of a run's JSON has the expected type."""
+    """Raise ConfigError for an entry of a run's JSON with a wrong type."""
     for name, value in document.items():
         if name in _TYPES and not isinstance(value, _TYPES[name]) or (isinstance(value, bool) != (name in _BOOLEANS)):
             msg = f"{name} of a run cannot be '{value}'"
@@ -237,7 +237,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, by: str = BY[0]) -> Self:
-        """Return the shard of a text such as `3/16`. Raises ConfigError for any other text, also for 0/16 and 17/16."""
+        """Return the shard written as text, such as `3/16`. Raises ConfigError for any other text, such as 0/16."""
         match = _SHARD.fullmatch(text)
         if match is None or len(text) > 2 * _DIGITS:
             msg = f"expected a shard such as 3/16, got '{text[:40]}'; shards are counted from 1"
@@ -248,14 +248,14 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def share(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
-        """Return the share of some items: every `count`th from the `number`th on, such as 3, 19, 35, … for 3/16.
+        """Return the shard's share of `items`: every `count`th from the `number`th on, such as 3, 19, 35, … for 3/16.
 
         A share of few items may be empty.
         """
         return tuple(items[self.number - 1 :: self.count])
 
     def select(self, sample_ids: Sequence[str], configs: Sequence[_Item]) -> tuple[tuple[str, ...], tuple[_Item, ...]]:
-        """Return the ids of the shard's samples, and the configurations that it measures on each of them."""
+        """Return the ids of the shard's samples, and the configurations that the shard measures on each sample."""
         if self.by == "configs":
             return tuple(sample_ids), self.share(configs)
         return self.share(sample_ids), tuple(configs)

@@ -127,34 +127,34 @@ class Blocks:
 
     @classmethod
     def divide(cls, tokens: int, window: int, size: int) -> Self:
-        """Return the division of a prompt of `tokens` entries into blocks of `size`, with the window in the tail."""
+        """Return a prompt of `tokens` entries divided into blocks of `size` entries, with the window in the tail."""
         full = max(0, tokens - window) // size
         return cls(size, full, tokens - full * size)
 
     @property
     def tail_blocks(self) -> int:
-        """Number of blocks of the tail, the last one full or not."""
+        """Number of blocks in the tail, including a last partial block."""
         return -(-self.tail // self.size)
 
     def first_blocks(self, entries: int) -> int:
-        """Return the number of blocks that hold the first `entries` entries."""
+        """Return the number of blocks that contain the first `entries` entries."""
         return -(-entries // self.size)
 
     def recent_blocks(self, entries: int) -> int:
-        """Return the number of blocks before the tail that hold some of the most recent `entries` entries."""
+        """Return the number of blocks before the tail that contain any of the most recent `entries` entries."""
         return max(0, -((self.tail - entries) // self.size))
 
     def affordable(self, entries: int) -> int:
-        """Return the number of blocks that a budget of `entries` entries pays for in addition to the tail."""
+        """Return the number of blocks besides the tail that fit a budget of `entries` entries."""
         return (entries - self.tail) // self.size
 
     def kept_entries(self, blocks: int) -> int:
-        """Return the number of entries in so many full blocks and the tail."""
+        """Return the number of entries in `blocks` full blocks plus the tail."""
         return blocks * self.size + self.tail
 
 
 def max_protected_entries(first: int, recent: int, size: int) -> int:
-    """Return the most entries that the blocks of the `first` and the most `recent` entries of a prompt can hold."""
+    """Return the maximum number of entries in the blocks that contain the `first` and the `recent` entries."""
     return -(-first // size) * size + recent + size - 1
 
 
@@ -165,12 +165,12 @@ PAGE_SIZE = 16
 
 
 def reads_pages(policy: Choice) -> bool:
-    """Return whether a policy evicts nothing and reads some pages of the cache at every step."""
+    """Return whether a policy reads some pages of the cache per step instead of evicting."""
     return policy.name in PAGE_READERS
 
 
 def page_size(policy: Choice) -> int:
-    """Return the page size of a policy, in entries. Raises ConfigError unless it is an integer from 1."""
+    """Return the page size of a policy, in entries. Raises ConfigError for a value that is no positive integer."""
     size = policy.options.get("page", PAGE_SIZE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         msg = f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}"
@@ -179,7 +179,7 @@ def page_size(policy: Choice) -> int:
 
 
 def cache_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
-    """Return the bits of one layer's cache of all entries, with each page's bounds where the layer `chooses` pages."""
+    """Return the bits of a layer's full cache, including page bounds if the layer `chooses` pages."""
     bounds = blocks.full if chooses else 0
     return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
 
@@ -193,12 +193,12 @@ PROMPT_QUERIES = 32
 
 
 def has_sparse_prefill(policy: Choice) -> bool:
-    """Return whether a policy has a sparse prefill of its own."""
+    """Return whether a policy runs a sparse prefill of its own."""
     return policy.name in SPARSE_PREFILLS
 
 
 def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
-    """Raise ConfigError where a run with a sparse prefill decodes several steps, generates or mixes layer types."""
+    """Raise ConfigError for a sparse-prefill run with several decode steps, generation or mixed layer types."""
     name = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
     if name is None:
         return

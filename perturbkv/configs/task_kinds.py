@@ -32,7 +32,7 @@ KINDS = (*LONGBENCH, *RULER, NEEDLE, OTHERS)
 
 
 def kind_of(dataset: str) -> str:
-    """Return the kind of a dataset by its name: one of `KINDS`, `others` for an unknown one."""
+    """Return the task kind of a dataset name: a member of `KINDS`, `others` if unknown."""
     if dataset == NEEDLE:
         return NEEDLE
     known, name = (

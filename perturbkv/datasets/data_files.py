@@ -12,7 +12,7 @@ from perturbkv.models.hub import HubError
 
 
 def local_file(data_dir: Path | None, benchmark: str, file: str) -> Path | None:
-    """Return a benchmark's file in a data folder or its folder `benchmark` or `data`; None where there is none."""
+    """Return a benchmark's file in a data folder, or in its subfolder `benchmark` or `data`; None if it is missing."""
     if data_dir is None:
         return None
     paths = [data_dir / folder / file for folder in ("", benchmark, "data")]

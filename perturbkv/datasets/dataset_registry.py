@@ -23,7 +23,7 @@ GENERATION_LENGTH = 64
 
 
 def _default_data_dir() -> Path | None:
-    """Return the folder in PERTURBKV_DATA_DIR; None where that is not set."""
+    """Return the folder named by PERTURBKV_DATA_DIR; None if the variable is not set."""
     path = os.environ.get(DATA_DIR_VARIABLE)
     return Path(path) if path else None
 
@@ -91,7 +91,7 @@ class LoadedDataset:
 
     @property
     def chat_template(self) -> bool:
-        """True where the prompts use the tokenizer's chat template, unless the user chooses.
+        """True if the prompts use the tokenizer's chat template by default.
 
         Raises ConfigError where some samples need it and others must go without.
         """
@@ -121,7 +121,7 @@ _REGISTRY: dict[str, DatasetInfo] = {}
 
 
 def register(info: DatasetInfo) -> None:
-    """Register a dataset. Raises ConfigError where the name is taken."""
+    """Register a dataset. Raises ConfigError if its name is already registered."""
     if info.name in _REGISTRY:
         msg = f"a dataset named '{info.name}' is registered already; choose another name"
         raise ConfigError(msg)
@@ -134,7 +134,7 @@ def known() -> list[DatasetInfo]:
 
 
 def uses_option(name: str, option: str) -> bool:
-    """Return whether a dataset uses a field of `DatasetOptions`; True for an unknown name, which others refuse."""
+    """Return whether a dataset uses a field of `DatasetOptions`; True for an unknown name."""
     return option in _REGISTRY[name].options if name in _REGISTRY else not is_file(name)
 
 

@@ -167,16 +167,16 @@ class Prompt:
 
     @property
     def grading(self) -> str:
-        """Name of the metric that grades an answer, for `metrics.metric`; empty without accepted answers."""
+        """Name of the metric that grades an answer; empty without accepted answers."""
         return (self.metric or self.task or metrics.DEFAULT) if self.answers else ""
 
     @property
     def cut_index(self) -> int | None:
-        """Number of `token_ids` before the cut; None for a prompt that was not cut."""
+        """Number of `token_ids` before the cut; None if nothing was cut."""
         return first_half(len(self.token_ids)) if self.cut_tokens else None
 
     def parts(self, scenario: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the token ids that a scenario prefills and compresses, and those that it runs after the compression.
+        """Return the token ids that a scenario prefills and compresses, and the ids that follow the compression.
 
         Raises DatasetError for a context-only prompt without a separate context or question.
         """
@@ -193,7 +193,7 @@ class Prompt:
 
 
 def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tokens: int | None) -> Prompt:
-    """Return the prompt of a sample, its middle cut out where it is longer than `max_tokens`.
+    """Return a sample's prompt; if it is longer than `max_tokens`, its middle is cut out.
 
     The cut is made on the final ids (first half and last half stay), so that the chat template's text around the prompt
     survives; a chat may lose whole turns to it. Raises ConfigError where a chat template is requested that the
@@ -225,7 +225,7 @@ def _count_special_tokens(ids: Sequence[int], tokenizer: Any) -> int:
 
 
 def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> RenderedPrompt:
-    """Return the whole text of a sample, with or without the chat template.
+    """Return a sample's whole text, with or without the chat template.
 
     Raises ConfigError or DatasetError for a chat template that the tokenizer lacks, or that refuses a chat.
     """
@@ -249,7 +249,7 @@ def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Render
 
 
 def _count_context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
-    """Return the number of a prompt's `ids` before its question; all where text and question are not separate.
+    """Return the number of a prompt's `ids` before its question; all ids if the question cannot be separated.
 
     A token with text of both belongs to the question, which has at least one. `more` are arguments of the tokenizer.
     """
@@ -261,7 +261,7 @@ def _count_context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: t
 
 
 def _context_end(sample: Sample, text: str, start: int) -> int:
-    """Return the index in `text` at which the sample's context ends; its prompt is looked for from `start` on.
+    """Return the index in `text` at which the sample's context ends; its prompt is searched from `start` on.
 
     The prompt may have lost outer whitespace. −1 without a context or a question, and where a chat template changed the
     prompt otherwise.
@@ -275,7 +275,7 @@ def _context_end(sample: Sample, text: str, start: int) -> int:
 
 
 def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> None:
-    """Raise DatasetError where a prompt of `whole` tokens, cut to `kept`, loses a part of its question's tokens."""
+    """Raise DatasetError if cutting a prompt from `whole` to `kept` tokens removes a part of its question."""
     last = kept - first_half(kept)
     if question > last:
         msg = (
@@ -287,12 +287,12 @@ def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> N
 
 
 def first_half(length: int) -> int:
-    """Return ⌈length/2⌉, the number of ids that a prompt cut to `length` keeps from its beginning."""
+    """Return ⌈length/2⌉: the number of ids kept from the beginning of a prompt that is cut to `length`."""
     return length - length // 2
 
 
 def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
-    """Return the ids, or the first ⌈max/2⌉ and the last ⌊max/2⌋ where there are more than `max_tokens`."""
+    """Return the ids unchanged, or only the first ⌈max/2⌉ and the last ⌊max/2⌋ if there are more than `max_tokens`."""
     if max_tokens is None or len(ids) <= max_tokens:
         return ids
     first = first_half(max_tokens)
@@ -300,7 +300,7 @@ def cut_middle(ids: tuple[int, ...], max_tokens: int | None) -> tuple[int, ...]:
 
 
 def check_length(prompt: Prompt, positions: int, steps: int, length: int | None = None) -> None:
-    """Raise DatasetError where prompt and decode steps need more positions than the model has.
+    """Raise DatasetError if prompt and decode steps need more positions than the model has.
 
     `length` is --length where that decides how long a prompt is; None: --max-tokens does.
     """
@@ -315,7 +315,7 @@ def check_length(prompt: Prompt, positions: int, steps: int, length: int | None 
 
 
 def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: int) -> str:
-    """Return advice, for an error, that makes a prompt of `tokens` and its decode steps fit the model's positions.
+    """Return advice, for an error, on making a prompt of `tokens` and its decode steps fit the model's positions.
 
     `option` sets a prompt's length, without `extra` tokens.
     """
@@ -329,7 +329,7 @@ def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: in
 
 
 def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
-    """Raise ModelError for a token id outside the model's vocabulary: the tokenizer is another model's."""
+    """Raise ModelError for a token id outside the model's vocabulary, as from another model's tokenizer."""
     token = max(prompt.token_ids)
     if not (0 <= min(prompt.token_ids) and token < vocabulary):
         msg = (

@@ -13,7 +13,7 @@ Substitute = Callable[[str], Any]
 
 
 def run_file(path: Path, substitute: Substitute) -> dict[str, Any]:
-    """Execute a Python file without its prints, and return name -> value of everything that it defines.
+    """Execute a Python file, suppressing its prints, and return its global names -> values.
 
     Its bare `except:` is compiled as `except Exception:`, so that Ctrl-C and `NoEnd` end loops that retry forever.
     Raises OSError, SyntaxError and ImportError as importing the file would.
@@ -31,13 +31,13 @@ def run_file(path: Path, substitute: Substitute) -> dict[str, Any]:
 
 
 class NoEnd(BaseException):
-    """A loop that would not end; not an `Exception`, which such loops catch."""
+    """Raised to end an endless loop; no subclass of `Exception`, which such loops catch."""
 
 
 class _Stoppable(ast.NodeTransformer):
     """A transformer of source code that turns every bare `except:` into `except Exception:`."""
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
-        """Return an `except` clause that names its exception."""
+        """Return an `except` clause with an explicit exception class."""
         node.type = node.type or ast.Name("Exception", ast.Load())
         return self.generic_visit(node)

@@ -38,7 +38,7 @@ class Row:
     where: str
 
     def text(self, name: str) -> str:
-        """Return a text field; empty where the row lacks it."""
+        """Return a text field; empty if the row lacks the field."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             msg = f"expected `{name}` to be text, got {json_type(value)}"
@@ -46,7 +46,7 @@ class Row:
         return self.encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a field that is a list of texts; empty where the row lacks it."""
+        """Return a field that is a list of texts; empty if the row lacks the field."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
             msg = f"expected `{name}` to be a list of texts, got {json_type(values)}"
@@ -58,7 +58,7 @@ class Row:
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
     def identity(self, name: str) -> str:
-        """Return a field that is text or an integer, as text; the row's index where it is missing or empty."""
+        """Return a text or integer field as text; the row's index if the field is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
             msg = f"expected `{name}` to be text or a whole number, got {json_type(value)}"
@@ -66,21 +66,21 @@ class Row:
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
     def sample_id(self) -> str:
-        """Return the field `id`; without it, the row's index, followed by LongBench's `_id`, which may repeat."""
+        """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
         if self.fields.get("id") is not None:
             return self.identity("id")
         longbench_id = self.identity("_id") if self.fields.get("_id") is not None else ""
         return f"{self.index}-{longbench_id}" if longbench_id and self.fields["_id"] else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:
-        """Return a `Sample` of these fields. Raises DatasetError, with file and line, where they are invalid."""
+        """Return a `Sample` with the given fields. Raises DatasetError, with file and line, for invalid fields."""
         try:
             return Sample(**fields)
         except DatasetError as error:
             raise self.refusal(error) from None
 
     def encodable(self, name: str, value: str) -> str:
-        """Return the text unchanged; `name` is its field's. Raises DatasetError where UTF-8 cannot encode it."""
+        """Return the text of the field `name` unchanged. Raises DatasetError if UTF-8 cannot encode it."""
         try:
             check_text(f"expected {name}", value)
         except DatasetError as error:
@@ -88,7 +88,7 @@ class Row:
         return value
 
     def refusal(self, problem: object) -> DatasetError:
-        """Return the error for a problem of this row, with file and line."""
+        """Return, not raise, the DatasetError for a problem of this row, with file and line."""
         return DatasetError(f"{self.where}: {problem}")
 
 
@@ -98,7 +98,7 @@ def json_type(value: object) -> str:
 
 
 def read_rows(text: str, where: str, most: int) -> list[Row]:
-    """Return the first `most` rows of a jsonl text without its empty lines; `where` is its file, for errors.
+    """Return the first `most` rows of a jsonl text, skipping empty lines; `where` names its file in errors.
 
     Raises DatasetError for a line that is no JSON object, and for a text without rows.
     """
@@ -115,7 +115,7 @@ def read_rows(text: str, where: str, most: int) -> list[Row]:
 
 
 def _check_unique_ids(samples: tuple[Sample, ...], rows: list[Row]) -> None:
-    """Raise DatasetError, with file and line, where a sample has the id of an earlier one."""
+    """Raise DatasetError, with file and line, for a sample whose id an earlier sample has."""
     seen: set[str] = set()
     for sample, row in zip(samples, rows, strict=True):
         if sample.id in seen:
@@ -161,7 +161,7 @@ def _chat_sample(row: Row) -> Sample:
 
 
 def _message_list(row: Row) -> list[Any]:
-    """Return the field `messages`. Raises DatasetError unless it is a list with at least one item."""
+    """Return the field `messages`. Raises DatasetError unless it is a non-empty list."""
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
         got = "an empty list" if messages == [] else json_type(messages)
@@ -193,7 +193,7 @@ def _message(row: Row, index: int, value: Any) -> Message:
 
 
 def _check_last_message(row: Row, last: Message) -> None:
-    """Raise DatasetError unless a chat's last message is a user's and not empty."""
+    """Raise DatasetError unless a chat's last message is a non-empty user message."""
     if last.role == "assistant":
         msg = (
             "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
@@ -221,7 +221,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
-    """Return the sample of a row with LongBench's fields, its prompt in the dataset's wording."""
+    """Return the sample of a row with LongBench's fields, with the prompt wording of its dataset."""
     for name in ("context", "input") if dataset_wording.has_question else ("context",):
         if name not in row.fields:
             msg = f"expected the field `{name}`, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
@@ -242,7 +242,7 @@ def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
 
 
 def _wordings(rows: list[Row]) -> dict[str, Wording]:
-    """Return LongBench dataset -> wording, for the datasets that rows with LongBench's fields name."""
+    """Return LongBench dataset -> wording, for all datasets named by rows with LongBench's fields."""
     wordings: dict[str, Wording] = {}
     for row in rows:
         name = row.fields.get("dataset")
@@ -272,7 +272,7 @@ def _metric(row: Row) -> str:
 
 
 def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
-    """Return the sample of a row: of its `messages`, its `prompt`, or its `context` and `input`."""
+    """Return a row's sample, made from its `messages`, its `prompt`, or its `context` and `input`."""
     if "messages" in row.fields:
         return _chat_sample(row)
     if "prompt" in row.fields:
@@ -290,7 +290,7 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
 
 
 def _context_sample(row: Row) -> Sample:
-    """Return the sample of a row's `context` and `input`, with an empty line between them."""
+    """Return the sample of a row with `context` and `input`, separated by an empty line."""
     context, question = row.text("context"), row.text("input")
     if not (context + question).strip():
         msg = "the prompt is empty; give `context` or `input` some text"

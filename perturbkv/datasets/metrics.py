@@ -33,23 +33,23 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    """Return 1 where a text has the same words, in order, as an accepted answer, else 0."""
+    """Return 1 if a text has the same words, in the same order, as an accepted answer, else 0."""
     return float(any(words == expected for words, expected in _word_pairs(text, answers)))
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
-    """Return the largest F1, in [0, 1], of a text's words and those of an accepted answer."""
+    """Return the largest word F1, in [0, 1], between a text and an accepted answer."""
     return max((_word_f1(words, expected) for words, expected in _word_pairs(text, answers)), default=0.0)
 
 
 def _word_f1(words: list[str], expected: list[str]) -> float:
-    """Return the F1 of two lists of words, regardless of their order; 0 where they share none."""
+    """Return the F1 of two lists of words, ignoring order; 0 without a common word."""
     common = (Counter(words) & Counter(expected)).total()
     return 2 * common / (len(words) + len(expected)) if common else 0.0
 
 
 def _word_pairs(text: str, answers: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the words of the text and of each answer, by the strongest normalisation that leaves the answer words."""
+    """Yield (words of the text, words of an answer) per answer, by the strongest normalisation that keeps any word."""
     for answer in answers:
         normalise = next((normalise for normalise in _NORMALISATIONS if normalise(answer)), str.split)
         yield normalise(text), normalise(answer)
@@ -78,7 +78,7 @@ _NUMBER = re.compile(r"\d[\d,]*")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """Return 1 where the first number in a text, without thousands' commas, is one of the answers, else 0.
+    """Return 1 if the first number in a text, without thousands' commas, equals an answer, else 0.
 
     NaN where no answer is a number.
     """
@@ -87,7 +87,7 @@ def exact_number(text: str, answers: Sequence[str]) -> float:
 
 
 def leading_digits(text: str, answers: Sequence[str]) -> float:
-    """Return the share, in [0, 1], of an answer's leading digits that the first number in a text has too.
+    """Return the share, in [0, 1], of an answer's leading digits that the first number in a text matches.
 
     For several answers the largest share; NaN where no answer is a number.
     """
@@ -97,7 +97,7 @@ def leading_digits(text: str, answers: Sequence[str]) -> float:
 
 
 def _numbers(answers: Sequence[str]) -> list[str]:
-    """Return the answers that are nothing but a number, without commas."""
+    """Return the answers that are plain numbers, without commas."""
     return [answer.replace(",", "") for answer in answers if _NUMBER.fullmatch(answer)]
 
 
@@ -124,7 +124,7 @@ class Metric:
 
 
 def metric(name: str) -> Metric | None:
-    """Return the metric of a dataset's name or of a name in `CHOICES`; None for an empty name.
+    """Return the metric of a dataset, or of a name in `CHOICES`; None for an empty name.
 
     Raises DatasetError where a package is missing or of an unknown version.
     """
@@ -148,7 +148,7 @@ def check_name(name: str) -> None:
 
 
 def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sample: str) -> None:
-    """Raise DatasetError where a metric cannot grade answers of a sample, because these lack what it needs."""
+    """Raise DatasetError if a metric cannot grade a sample, as its answers are unsuitable or a field is missing."""
     needs = ""
     try:  # on an empty text, before a model is loaded
         if math.isnan(grading.grade("", answers, classes)):
@@ -164,7 +164,7 @@ def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sampl
 
 
 def _ignoring_classes(grade: Callable[[str, Sequence[str]], float]) -> Grade:
-    """Return a function of text and answers as a `Grade`, which also gets classes and ignores them."""
+    """Return a `Grade` from a function of text and answers; the classes are ignored."""
     return lambda text, answers, classes: grade(text, answers)
 
 
@@ -178,7 +178,7 @@ CHOICES: Mapping[str, Callable[[], Grade]] = {
 
 
 def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
-    """Return a `Grade` by the lm-eval function `name`; only the text before the first of `until` is graded."""
+    """Return a `Grade` by the lm-eval function `name`; the text is cut at the first of the markers `until`."""
     function = _functions().get(name)
     if function is None:
         msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
@@ -187,7 +187,7 @@ def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
     def grade(text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
         text = wording.cut_answer(text, until)
         row = {"answers": list(answers), **({"all_classes": list(classes)} if classes else {})}
-        with warnings.catch_warnings(), _deep_calls():  # jieba opens its dictionary in a way that Python warns of
+        with warnings.catch_warnings(), _raised_recursion_limit():  # Python warns of how jieba opens its dictionary
             warnings.simplefilter("ignore")
             return float(function(row, [text])["score"])
 
@@ -195,8 +195,8 @@ def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
 
 
 @contextmanager
-def _deep_calls() -> Iterator[None]:
-    """Raise Python's recursion limit inside the block: ROUGE-L needs it, and lm-eval scores 0 without an error."""
+def _raised_recursion_limit() -> Iterator[None]:
+    """Raise Python's recursion limit within the block: ROUGE-L needs it, and lm-eval otherwise scores 0."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _DEEPEST))
     try:
@@ -207,7 +207,7 @@ def _deep_calls() -> Iterator[None]:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """Return name -> metric function of lm-eval's LongBench file, which is executed without importing lm-eval.
+    """Return name -> grading function of lm-eval's LongBench file, executed without importing lm-eval.
 
     Raises DatasetError where the file or a package is missing.
     """

@@ -34,13 +34,13 @@ def sentences() -> tuple[str, ...]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return the unindented paragraphs of a text that are no lists, tables or headings, each in one line."""
+    """Return a text's unindented prose paragraphs, as one-line texts; lists, tables and headings are omitted."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith((" ", "*", "-", "+", "["))]
     return [" ".join(block.split()) for block in blocks if not re.search(r"^[=\-*~^\"]{4,}$", block, re.MULTILINE)]
 
 
 def _split_sentences(paragraph: str) -> list[str]:
-    """Return the plain sentences of a paragraph, without markup."""
+    """Return the plain prose sentences of a paragraph, without markup."""
     cleaned = re.sub(r"\*(\w+)\*", r"\1", _MARKUP.sub("", paragraph))
     return [sentence for sentence in _SENTENCE_END.split(cleaned) if _is_plain(sentence)]
 
@@ -96,7 +96,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def _haystack_sentences(haystack: str) -> Sequence[str]:
-    """Return the sentences of which a haystack is made: of `prose` or of `noise`."""
+    """Return the sentences from which a haystack is drawn, for `prose` or `noise`."""
     return sentences() if haystack == "prose" else NOISE
 
 
@@ -129,7 +129,7 @@ def _sample(index: int, length: int, depth: float, options: DatasetOptions, toke
 
 
 def _draw_haystack(source: Sequence[str], draw: random.Random, tokens: int, tokenizer: Tokenizer) -> list[str]:
-    """Return consecutive sentences from a random start, wrapping at the end, of about so many tokens."""
+    """Return about `tokens` tokens of consecutive sentences from a random start, wrapping at the end."""
     start, used = draw.randrange(len(source)), 0
     hay: list[str] = []
     while used < tokens:
@@ -139,7 +139,7 @@ def _draw_haystack(source: Sequence[str], draw: random.Random, tokens: int, toke
 
 
 def _insert_needle(hay: Sequence[str], needle: str, depth: float, tokenizer: Tokenizer) -> list[str]:
-    """Return the sentences with the needle at the boundary nearest to a depth, a share of the haystack's tokens."""
+    """Return the sentences with the needle at the sentence boundary nearest to a depth, a share of their tokens."""
     ends = [0]
     for sentence in hay:
         ends.append(ends[-1] + _count_tokens(tokenizer, " " + sentence))
@@ -153,7 +153,7 @@ def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 
 def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
-    """Return a needle sample with a false needle after its needle, and the sentence of its needle.
+    """Return a needle sample with an added false needle, and the sentence of the true needle.
 
     The false needle is the fact of another city. Raises DatasetError for a sample that is not of the needle dataset.
     """

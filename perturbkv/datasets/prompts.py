@@ -73,6 +73,7 @@ class Prompts(Sequence[Prompt]):
         return "\n".join([self._title(), *(f"  {prompt}" for prompt in self.prompts)])
 
     def _repr_html_(self) -> str:
+        """Return the title and a table of the prompts as HTML for a notebook."""
         rows = [
             (each.sample_id, f"{len(each.token_ids):,}", f"{each.cut_tokens:,}", each.excerpt, " | ".join(each.answers))
             for each in self.prompts
@@ -80,7 +81,7 @@ class Prompts(Sequence[Prompt]):
         return Table(self._title(), ("prompt", "#tokens", "#cut", "text", "expected"), rows).as_html()
 
     def _title(self) -> str:
-        """Return the line above the list of prompts: dataset, number of prompts, chat template."""
+        """Return a one-line title: dataset, number of prompts, chat template."""
         template = "with" if self.chat_template else "without"
         counted = "1 prompt" if len(self.prompts) == 1 else f"{len(self.prompts)} prompts"
         return f"{escape_line(self.dataset)}: {counted}, {template} chat template"
@@ -145,7 +146,7 @@ def check_request(
     data_dir: Path | None = None,
     **options: Any,
 ) -> DatasetOptions:
-    """Return the options of a dataset, with defaults as in `load`, after all checks that need no tokenizer.
+    """Return a dataset's options, with defaults as in `load`, after all checks possible without a tokenizer.
 
     Raises UnknownNameError for a dataset that is not there, and as `DatasetOptions`.
     """
@@ -160,7 +161,7 @@ def check_request(
 
 
 def _check_length(name: str, length: int, max_tokens: int | None, positions: int) -> None:
-    """Raise DatasetError where prompts of a requested length, cut to `max_tokens`, exceed the model's positions."""
+    """Raise DatasetError if prompts of a requested length, cut to `max_tokens`, exceed the model's positions."""
     if min(length, max_tokens or length) > positions:
         msg = (
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
@@ -170,7 +171,7 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
-    """Return prompts as `Prompts`; options of those from no dataset have a digest per prompt, for a trace.
+    """Return prompts as `Prompts`; prompts from no dataset have their digests as options.
 
     Raises DatasetError where only some prompts from no dataset use the chat template.
     """
@@ -184,7 +185,7 @@ def collect(prompts: Iterable[Prompt]) -> Prompts:
 
 
 def _uses_chat_template(prompts: Prompts) -> bool:
-    """Return whether the prompts use the chat template. Raises DatasetError where some do and others do not."""
+    """Return whether the prompts use the chat template. Raises DatasetError if only some do."""
     first = prompts[0]
     other = next((prompt for prompt in prompts if prompt.chat_template != first.chat_template), None)
     if other is not None:
@@ -198,7 +199,7 @@ def _uses_chat_template(prompts: Prompts) -> bool:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Return a digest of everything in a prompt on which results depend."""
+    """Return a digest of all properties of a prompt on which results depend."""
     names = [each.name for each in dataclasses.fields(prompt) if each.compare and each.name != "metric"]
     values = (*(getattr(prompt, name) for name in names), *([prompt.metric] if prompt.metric else []))
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
@@ -213,7 +214,7 @@ _NUL, _SHOWN_NUL = "\0", "\u2400"
 
 
 def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """Return the text of each token, as it is decoded after the token before; joined they are the whole text.
+    """Return the text of every token, decoded in the context of its predecessor; joined they are the whole text.
 
     A character of several tokens belongs to the last of them, and the text of the earlier ones is empty. Bytes that are
     no character are shown as the tokenizer shows them.

@@ -54,7 +54,7 @@ class RenderedPrompt:
 
 
 def render_turn(prompt: str, tokenizer: Any) -> str:
-    """Return the chat template's text for a prompt as a user's turn, up to the answer's beginning.
+    """Return the chat template's text for a prompt as a user's turn, up to the start of the answer.
 
     Raises ModelError where the template cannot be rendered.
     """
@@ -66,18 +66,18 @@ def render_turn(prompt: str, tokenizer: Any) -> str:
 
 
 def turn_frame(tokenizer: Any) -> tuple[str, int]:
-    """Return the chat template's text around a user's turn, and the index in it at which the turn's text begins."""
+    """Return the chat template's text around a user's turn, and the index at which the turn is inserted."""
     marked = render_turn(_MARK, tokenizer)
     return marked, max(marked.find(_MARK), 0)
 
 
 def text_after_turn(tokenizer: Any) -> str:
-    """Return the chat template's text between a user's turn and the answer; empty for a tokenizer without one."""
+    """Return the chat template's text between a user's turn and the answer; empty without a chat template."""
     return render_turn(_MARK, tokenizer).partition(_MARK)[2] if tokenizer.chat_template else ""
 
 
 def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> RenderedPrompt:
-    """Return a chat's text by the chat template, up to the answer's beginning.
+    """Return a chat's text by the chat template, up to the start of the answer.
 
     The question is the text of the last message, and everything before it the context. Raises DatasetError, with
     file and line, where the template refuses the messages, or where the text before the question depends on it.
@@ -97,7 +97,7 @@ def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> Rendered
 
 
 def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: Any) -> str:
-    """Return the chat template's text of messages. Raises DatasetError, with the chat's line, where it refuses them."""
+    """Return the chat template's text for messages. Raises DatasetError, with the chat's line, if it fails."""
     try:
         return _render(messages, tokenizer)
     except Exception as error:
@@ -110,13 +110,13 @@ def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: An
 
 
 def _render(messages: Iterable[Message], tokenizer: Any) -> str:
-    """Return the chat template's text of messages. Raises whatever the template raises."""
+    """Return the chat template's text for messages. Raises the template's own exceptions."""
     turns = [{"role": message.role, "content": message.text} for message in messages]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
 def _error_text(error: Exception) -> str:
-    """Return an exception's class and message in one line of limited length."""
+    """Return an exception's class and message in one line, cut to a limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -174,7 +174,7 @@ class Sample:
 
 
 def check_id(sample_id: str) -> None:
-    """Raise DatasetError for a sample id that is too long, or that no trace can store."""
+    """Raise DatasetError for a sample id that is too long, or that a trace cannot store."""
     check_text("expected an id", sample_id)
     if "\0" in sample_id:
         msg = f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}"
@@ -185,7 +185,7 @@ def check_id(sample_id: str) -> None:
 
 
 def check_text(expected: str, text: str) -> None:
-    """Raise DatasetError, which begins with `expected`, for text with half of a surrogate pair in it."""
+    """Raise DatasetError for text with an unpaired surrogate; the message begins with `expected`."""
     try:
         text.encode()
     except UnicodeEncodeError:

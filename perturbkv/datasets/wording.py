@@ -43,16 +43,16 @@ class Wording:
 
     @property
     def metric(self) -> str:
-        """The metric's own name: `qa_f1` for `get_qa_f1_with_score`."""
+        """The metric's short name: `qa_f1` for the function `get_qa_f1_with_score`."""
         return self.function.removeprefix("get_").removesuffix("_with_score")
 
     @property
     def has_question(self) -> bool:
-        """True where the prompt has a place for a row's question."""
+        """True if the prompt has a placeholder for a row's question."""
         return "question" in self.template
 
     def surrounding_text(self, question: str) -> tuple[str, str]:
-        """Return the prompt's text before and after the context, with the question in it, verbatim."""
+        """Return the prompt's text before and after the context, with the question inserted verbatim."""
         before, after = self.template.split(CONTEXT)
         return _render(before, question), _render(after, question)
 
@@ -95,7 +95,7 @@ def read(dataset: str) -> Wording:
 
 
 def cut_answer(text: str, until: Sequence[str]) -> str:
-    """Return the part of an answer before the first of the texts at which it ends."""
+    """Return an answer up to the first of the texts `until`, at which it ends."""
     for end in until:
         text = text.split(end)[0]
     return text

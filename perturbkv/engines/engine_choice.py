@@ -27,7 +27,7 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 
 class LocalEngine:
-    """The engine that measures in this process, one sample after the other, with one model.
+    """The engine that measures sample after sample in this process, with one model.
 
     Args:
         plans: all runs that will be measured, all with the same model; loading it checks that the largest caches of
@@ -39,7 +39,7 @@ class LocalEngine:
         self._model: Adapter | None = None
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure what is missing, in the order of the samples. Raises ModelError where the model cannot be loaded."""
+        """Measure the missing samples in their order. Raises ModelError if the model cannot be loaded."""
         prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
         configs = {sample_id: tuple(configs) for sample_id, configs in missing.items()}
 
@@ -51,16 +51,16 @@ class LocalEngine:
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
-        """Answer prompts in their order; `done` gets each with its answers. Raises as `answer_prompt`."""
+        """Answer prompts in their order; `done` is called with every prompt and its answers."""
         for prompt in prompts:
             done(prompt, answer_prompt(self._load(planned), prompt, planned.resolved, options, planned.resources))
 
     def alive(self) -> str:
-        """Return the text about living workers for a progress bar, which is empty: there are no workers."""
+        """Return the progress bar's text on living workers: empty, as there are none."""
         return ""
 
     def _load(self, planned: Plan) -> Adapter:
-        """Return the model, loaded by the first call."""
+        """Return the model, which the first call loads."""
         if self._model is None:
             self._model = max(self._plans or [planned], key=Plan.caches_bytes).model()
         return self._model
@@ -81,35 +81,35 @@ class WorkerEngine:
         self._model = ModelSpec.from_plan(plans[0], max(plan.caches_bytes() for plan in plans))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure what is missing, the longest prompts first. Raises what a worker raises, and WorkerError."""
+        """Measure the missing samples, longest prompts first. Raises the workers' exceptions, and WorkerError."""
         self._scheduler.run(measure_work(planned, self._model, missing, finished, self._shares), self._timeout)
 
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
-        """Answer prompts, the longest first; `done` or `failed` gets each. Raises as `measure`."""
+        """Answer prompts, longest first; `done` or `failed` is called for every prompt. Raises as `measure`."""
         self._scheduler.run(answer_work(planned, self._model, options, prompts, done, failed), self._timeout)
 
     def alive(self) -> str:
-        """Return the text about living workers for a progress bar: `7 of 8 workers`."""
+        """Return the progress bar's text on living workers: `7 of 8 workers`."""
         return self._scheduler.alive()
 
 
 class AnsweringEngine(Engine, Protocol):
-    """An engine that answers prompts too, and counts its living workers."""
+    """An engine that also answers prompts and counts its living workers."""
 
     def answer(
         self, planned: Plan, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
     ) -> None:
-        """Answer prompts; `done` gets each with its answers, or `failed` gets it with the reason."""
+        """Answer prompts; `done` is called with a prompt and its answers, `failed` with a prompt and the reason."""
 
     def alive(self) -> str:
-        """Return the text about living workers for a progress bar: `7 of 8 workers`; empty without workers."""
+        """Return the progress bar's text on living workers: `7 of 8 workers`; empty without workers."""
 
 
 @contextmanager
 def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEngine]:
-    """Yield the chosen engine for runs with the same model; its workers end with the block.
+    """Yield the chosen engine for runs of one model; its workers are ended after the block.
 
     The model is loaded when something is measured. Raises a PerturbkvError before that for unavailable devices or
     workers.
@@ -125,7 +125,7 @@ def open_engine(chosen: Workers, plans: Sequence[Plan]) -> Iterator[AnsweringEng
 
 @contextmanager
 def _open_crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
-    """Yield the workers, of processes or of a Ray cluster, each with memory for the plan `largest`."""
+    """Yield the workers, processes or Ray actors, with memory for the largest plan."""
     if chosen.engine == "workers":
         yield Processes(processes.worker_devices(chosen, largest))
         return
@@ -135,7 +135,7 @@ def _open_crew(chosen: Workers, largest: Plan) -> Iterator[Crew]:
 
 
 def pick_run_device(chosen: Workers, name: str) -> torch.device:
-    """Return the device of a run from its name; for `auto` on a cluster, whether the cluster has GPUs decides.
+    """Return a run's device from its name; `auto` on a cluster is CUDA if the cluster has GPUs.
 
     Raises ConfigError for a device that does not exist.
     """

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 
 def main(pipe: int) -> None:
-    """Carry out the orders that the coordinator sends through a pipe, a file descriptor, until the pipe closes."""
+    """Carry out the coordinator's orders from a pipe, given as file descriptor, until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator hears it, and ends its workers itself
     coordinator = Connection(pipe)
     threading.Thread(target=_exit_when_closed, args=(pipe,), daemon=True).start()
@@ -37,7 +37,7 @@ def _serve(coordinator: Connection) -> None:
 
 
 def _exit_when_closed(pipe: int) -> None:
-    """Wait until the coordinator's end of the pipe is closed, as by its death, and end this process."""
+    """End this process when the coordinator's end of the pipe is closed, as by its death."""
     closed = select.poll()
     closed.register(pipe, 0)  # of no event but the other end's closing
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in closed.poll()):

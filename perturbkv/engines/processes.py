@@ -51,7 +51,7 @@ class Processes:
         self._processes: dict[int, _Process] = {}
 
     def hire(self, worker: int) -> None:
-        """Start a process, in a session of its own, so that Ctrl-C in a terminal reaches the coordinator alone."""
+        """Start a worker process in its own session, so that Ctrl-C in a terminal reaches the coordinator alone."""
         ours, theirs = Pipe()
         device = self.devices[worker]
         running = subprocess.Popen(
@@ -72,11 +72,11 @@ class Processes:
         self._send(worker, ("begin", task))
 
     def do(self, worker: int, item: Any) -> None:
-        """Order a worker to do an item of its task."""
+        """Order a worker to process an item of its task."""
         self._send(worker, ("do", item))
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Return (worker, reply or exit) per answer within `seconds`; a process that ends closes its pipe."""
+        """Return (worker, reply or exit) for all answers within `seconds`."""
         workers = {process.pipe: worker for worker, process in self._processes.items()}
         return [(workers[pipe], self._receive(workers[pipe], pipe)) for pipe in wait(list(workers), seconds)]  # type: ignore[index, arg-type]
 
@@ -95,12 +95,12 @@ class Processes:
             self.dismiss(worker)
 
     def _send(self, worker: int, order: object) -> None:
-        """Send an order to a worker; where that fails, `poll` reports the worker's exit."""
+        """Send an order to a worker; if sending fails, `poll` reports the worker's exit."""
         with suppress(OSError):
             self._processes[worker].pipe.send_bytes(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _receive(self, worker: int, pipe: Connection) -> Reply | WorkerExit:
-        """Return a worker's reply; its exit where the pipe is closed."""
+        """Return a worker's reply, or its exit if the pipe is closed."""
         try:
             reply: Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -108,7 +108,7 @@ class Processes:
         return reply
 
     def _describe_exit(self, worker: int) -> WorkerExit:
-        """Return how a process whose pipe is closed ended, and kill it where it still runs."""
+        """Return a worker's exit with its reason, after killing the process if it still runs."""
         process = self._processes[worker]
         with suppress(subprocess.TimeoutExpired):
             process.running.wait(1)
@@ -124,7 +124,7 @@ USUAL_THREADS = 4
 
 
 def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
-    """Return the device of each worker on this machine: a GPU each, or an equal share of the CPU's cores.
+    """Return every worker's device on this machine: one GPU each, or an equal share of the CPU's cores.
 
     Raises ConfigError where there are fewer GPUs or cores than workers, NoMemoryError where their caches do not fit.
     """
@@ -144,7 +144,7 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
 
 
 def _check_cores(chosen: Workers, workers: int, available: int) -> None:
-    """Raise ConfigError where --cpus-per-worker takes more than the available cores; OMP_NUM_THREADS may."""
+    """Raise ConfigError if the workers' --cpus-per-worker exceed the available cores."""
     if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > available:
         msg = (
             f"expected workers that share this machine's {available} cores, got {workers} with --cpus-per-worker "
@@ -154,7 +154,7 @@ def _check_cores(chosen: Workers, workers: int, available: int) -> None:
 
 
 def check_device(planned: Plan) -> None:
-    """Raise ConfigError where a plan's --device or --device-map is only possible for a single process."""
+    """Raise ConfigError if a plan's --device or --device-map is incompatible with a GPU of each worker's own."""
     placement, device = planned.placement, planned.placement.device
     if placement.device_map != "none":
         device_map = f"--device-map {placement.device_map}"
@@ -169,7 +169,7 @@ def check_device(planned: Plan) -> None:
 
 
 def threads_per_worker(chosen: Workers, workers: int | None) -> int:
-    """Return the threads of each worker: --cpus-per-worker, else OMP_NUM_THREADS, else its share of the cores.
+    """Return the threads per worker: --cpus-per-worker, else OMP_NUM_THREADS, else an equal share of the cores.
 
     Where the number of workers is not decided, None, the share is 4.
     """
@@ -190,5 +190,5 @@ def cores() -> int:
 
 
 def needed_bytes(planned: Plan) -> int:
-    """Return the memory of one worker in bytes: the model's weights and caches."""
+    """Return the memory that one worker needs in bytes: the model's weights and caches."""
     return planned.shape.weights_bytes + planned.caches_bytes()

@@ -74,7 +74,7 @@ def gpu_bytes() -> int:
 
 
 def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: int) -> list[Seat]:
-    """Return a seat per worker, on the nodes with most free resources, each with memory for `needed` bytes.
+    """Return one seat per worker, on the nodes with most free resources, with memory for `needed` bytes each.
 
     Raises ConfigError where fewer are free than requested, NoMemoryError where the bytes fit nowhere.
     """
@@ -82,7 +82,7 @@ def assign_seats(chosen: Workers, nodes: Sequence[Node], device: str, needed: in
 
 
 def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
-    """Return a seat per worker, on a GPU each. Raises as `assign_seats`."""
+    """Return one seat per worker, on one GPU each. Raises as `assign_seats`."""
     free = [node for node in nodes if node.gpus]
     if not free:
         msg = "expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu"
@@ -101,7 +101,7 @@ def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat
 
 
 def _cpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat]:
-    """Return a seat per worker, on cores of a node. Raises as `assign_seats`."""
+    """Return one seat per worker, on CPU cores of a node. Raises as `assign_seats`."""
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
         msg = (
@@ -119,7 +119,7 @@ def _cpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat
 
 
 def _cores_per_worker(chosen: Workers, nodes: Sequence[Node], capacity: Callable[[int], Callable[[Node], int]]) -> int:
-    """Return the most cores per worker, up to the default, with which every worker fits on some node.
+    """Return the largest number of cores per worker, up to the default, at which all workers fit on the nodes.
 
     `capacity` of a number of cores is the function from a node to the number of workers that fit there.
     """
@@ -133,7 +133,7 @@ def _cores_per_worker(chosen: Workers, nodes: Sequence[Node], capacity: Callable
 def _assign_nodes(
     nodes: Sequence[Node], capacity: Callable[[Node], int], workers: int | None, what: str, cpus: int
 ) -> list[Node]:
-    """Return a node per worker, each time the one with room for most others; None workers: as many as fit.
+    """Return one node per worker, always the node with most room left; `workers` None: as many workers as fit.
 
     `capacity` is the number of workers that fit on a node, `what` names the resource in the error. Raises ConfigError
     where fewer fit.
@@ -168,7 +168,7 @@ class Actor:
         self._worker = Worker(device, LogBuffer().listen())
 
     def hello(self) -> bytes:
-        """Return an empty reply, which says that the actor is alive."""
+        """Return an empty reply, as a sign that the actor is alive."""
         return pickle.dumps(Reply())
 
     def begin(self, task: Task) -> bytes:
@@ -195,7 +195,7 @@ class Actors:
         self._pending: dict[Any, int] = {}
 
     def hire(self, worker: int) -> None:
-        """Start a worker's actor on its seat's node and nowhere else."""
+        """Start a worker's actor on its seat's node only."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         seat = self._seats[worker]
@@ -211,11 +211,11 @@ class Actors:
         self._pending[self._actors[worker].begin.remote(task)] = worker
 
     def do(self, worker: int, item: Any) -> None:
-        """Order a worker to do an item of its task."""
+        """Order a worker to process an item of its task."""
         self._pending[self._actors[worker].do.remote(item)] = worker
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Return (worker, reply or exit) per answer that arrives within `seconds`."""
+        """Return (worker, reply or exit) for all answers within `seconds`."""
         if not self._pending:
             time.sleep(min(seconds, _PAUSE))
             return []
@@ -233,7 +233,7 @@ class Actors:
             self.dismiss(worker)
 
     def _receive(self, order: Any) -> Reply | WorkerExit:
-        """Return the reply to an order that is done; the worker's exit where its actor has died."""
+        """Return the reply to a completed order, or the worker's exit if its actor has died."""
         worker = self._pending[order]
         try:
             reply: Reply = pickle.loads(self._ray.get(order))
@@ -267,7 +267,7 @@ def list_nodes(ray: Any) -> list[Node]:
 
 
 def _describe_exit(error: Exception) -> str:
-    """Return how an actor ended, in words, from Ray's exception."""
+    """Return the reason why an actor ended, in words, from Ray's exception."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     detail = next((line for line in reversed(lines) if "Error" in line or "killed" in line), "")
     return f"its actor died: {detail.partition('. Some common')[0][:200]}" if detail else "its actor died"
@@ -297,7 +297,7 @@ def import_ray() -> Any:
 
 
 def ray_address(chosen: Workers) -> str:
-    """Return the address of the Ray cluster to join, from option or environment; empty: start one on this machine.
+    """Return the Ray cluster's address from option or environment; empty: a cluster is started on this machine.
 
     Raises ConfigError where neither an address nor a number of workers is given.
     """
@@ -313,7 +313,7 @@ def ray_address(chosen: Workers) -> str:
 
 @contextmanager
 def connect_ray(chosen: Workers, log: bool = True) -> Iterator[Any]:
-    """Yield the module `ray`, connected to the chosen cluster inside the block; an earlier connection stays.
+    """Yield the module `ray`, connected to the chosen cluster within the block; an existing connection is kept.
 
     `log`: whether the cluster's description is logged. Raises ConfigError where no cluster is reached, or one of
     another version.
@@ -336,7 +336,7 @@ def connect_ray(chosen: Workers, log: bool = True) -> Iterator[Any]:
 
 
 def _init(ray: Any, address: str) -> None:
-    """Connect to the cluster at an address, empty: a new one, and keep the signal handlers. Raises ConfigError."""
+    """Connect to the cluster at an address (empty: a new one), keeping the signal handlers. Raises ConfigError."""
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)  # we report exits ourselves, in one line
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if main else {}
@@ -355,7 +355,7 @@ def _init(ray: Any, address: str) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError for an invalid address of a cluster, and for one at which no server speaks Ray's protocol."""
+    """Raise ConfigError for an invalid cluster address, or if no server there speaks Ray's protocol."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
         msg = f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{address}'"
@@ -373,7 +373,7 @@ def check_address(address: str) -> None:
 
 
 def _living_nodes(ray: Any) -> list[dict[str, Any]]:
-    """Return Ray's documents of the cluster's living nodes."""
+    """Return Ray's JSON objects of the cluster's living nodes."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 

@@ -50,19 +50,19 @@ class Crew(Protocol):
         """The device of each worker."""
 
     def hire(self, worker: int) -> None:
-        """Start the worker of this index, where none runs."""
+        """Start the worker of this index, if it is not running."""
 
     def begin(self, worker: int, task: Task) -> None:
         """Order a worker to prepare a task."""
 
     def do(self, worker: int, item: Any) -> None:
-        """Order a worker to do an item of its task."""
+        """Order a worker to process an item of its task."""
 
     def poll(self, seconds: float) -> list[tuple[int, Reply | WorkerExit]]:
-        """Return (worker, reply or exit) per answer within `seconds`; a worker's exit is reported once."""
+        """Return (worker, reply or exit) for all answers within `seconds`; a worker's exit is reported once."""
 
     def dismiss(self, worker: int) -> None:
-        """End a worker at once, whatever it does; its pending answer is dropped."""
+        """End a worker at once, even while it is busy; its pending answer is dropped."""
 
     def close(self) -> None:
         """End all workers, within seconds."""
@@ -87,11 +87,11 @@ class ItemQueue:
         return len(self._waiting)
 
     def take(self) -> int:
-        """Return the next item's index."""
+        """Remove the next item and return its index."""
         return self._waiting.popleft()
 
     def record_exit(self, item: int, reason: str) -> str | None:
-        """Record that an item's worker ended. Return why the item is given up; None where it is queued once more."""
+        """Record that an item's worker ended; return the reason for giving up the item, None if it is queued again."""
         ends = self._ends.setdefault(item, [])
         ends.append(reason)
         if len(ends) < MOST_ATTEMPTS:
@@ -137,7 +137,7 @@ class _WorkerState:
 
 
 class Scheduler:
-    """Scheduler of a pool of workers.
+    """A scheduler of items on a pool of workers.
 
     Args:
         crew: the workers, none of them hired yet; they stay from one run to the next.
@@ -151,7 +151,7 @@ class Scheduler:
         self._ends, self._most_ends = 0, max(_MOST_ENDS, 3 * len(self._states))
 
     def alive(self) -> str:
-        """Return the text about living workers for a progress bar: `7 of 8 workers`."""
+        """Return the progress bar's text on living workers: `7 of 8 workers`."""
         alive = sum(state.running and state.order != "start" for state in self._states)
         return f"{alive} of {len(self._states)} workers"
 
@@ -161,7 +161,7 @@ class Scheduler:
         return len(self._states)
 
     def run(self, work: Work, timeout: float | None = None) -> None:
-        """Do every item of a work; its `done` or `failed` gets each as it is ready.
+        """Process every item of a work; its `done` or `failed` is called as soon as an item ends.
 
         An item whose worker ends is done again, once, and given up when that worker ends too. A worker that takes
         longer than `timeout` seconds for an item is ended; None: never.
@@ -181,7 +181,7 @@ class Scheduler:
             self._end_hanging(work, waiting)
 
     def _send_items(self, work: Work, waiting: ItemQueue) -> None:
-        """Send an item to every idle worker, and start workers, as long as items wait."""
+        """Send an item to every idle worker, and start further workers, while items wait."""
         for worker, state in enumerate(self._states):
             if waiting and state.order is None and state.running:
                 self._send_next(work, waiting, worker, state)
@@ -193,7 +193,7 @@ class Scheduler:
                 starting += 1
 
     def _send_next(self, work: Work, waiting: ItemQueue, worker: int, state: _WorkerState) -> None:
-        """Send an idle worker the task where it has not prepared it yet, else the next item."""
+        """Send an idle worker the task, if not yet prepared, else the next item."""
         if state.task is not work.task:
             self._crew.begin(worker, work.task)
             state.task, state.order = work.task, "begin"
@@ -202,14 +202,14 @@ class Scheduler:
             self._crew.do(worker, work.item(state.order))
 
     def _seconds_until_timeout(self) -> float:
-        """Return the seconds, at most `_LONGEST_WAIT`, until a worker's item may exceed the timeout."""
+        """Return the seconds until a worker's item may exceed the timeout, at most `_LONGEST_WAIT`."""
         if self._timeout is None:
             return _LONGEST_WAIT
         left = [state.since + self._timeout for state in self._states if isinstance(state.order, int)]
         return max(0.0, min([_LONGEST_WAIT, *(end - time.monotonic() for end in left)]))
 
     def _handle_reply(self, work: Work, waiting: ItemQueue, worker: int, answer: Reply) -> None:
-        """Log a reply's lines, raise its exception, and pass on the result of an item."""
+        """Log a reply's lines, raise its exception, or pass on the result of an item."""
         state = self._states[worker]
         order, state.order = state.order, None
         for line in answer.log:
@@ -225,7 +225,7 @@ class Scheduler:
             work.done(order, answer.value)
 
     def _handle_exit(self, work: Work, waiting: ItemQueue, worker: int, reason: str) -> None:
-        """Queue again or give up the item of a worker that ended. Raises WorkerError where too many workers end."""
+        """Queue again or give up the item of a worker that ended. Raises WorkerError if too many workers end."""
         state = self._states[worker]
         order, state.order, state.running = state.order, None, False
         self._ends += 1
@@ -242,13 +242,13 @@ class Scheduler:
             raise WorkerError(msg)
 
     def _check_some_left(self, reason: str) -> None:
-        """Raise WorkerError where no worker runs or may be started again; `reason` is how the last one ended."""
+        """Raise WorkerError if no worker runs or can be restarted; `reason` tells how the last worker ended."""
         if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
             msg = f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
             raise WorkerError(msg)
 
     def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
-        """End the workers whose item takes longer than the timeout."""
+        """End the workers whose item exceeds the timeout."""
         if self._timeout is None:
             return
         for worker, state in enumerate(self._states):

@@ -29,7 +29,7 @@ from perturbkv.trace import FailedSample, SampleTrace
 
 
 def registered_modules(run: RunConfig) -> tuple[str, ...]:
-    """Return the modules that register a run's plug-ins.
+    """Return the names of the modules that register a run's plug-ins.
 
     Raises ConfigError for one that no other process can import.
     """
@@ -45,7 +45,7 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
 
 
 def import_registered(modules: tuple[str, ...], run: RunConfig) -> None:
-    """Import the modules that register a run's plug-ins.
+    """Import the modules that register a run's plug-ins, and check the plug-ins' versions.
 
     Raises PluginError for a module that cannot be imported, and for another version of a plug-in than the run's.
     """
@@ -65,7 +65,7 @@ def import_registered(modules: tuple[str, ...], run: RunConfig) -> None:
 
 
 def _plugin_class(name: str) -> type:
-    """Return the class that is registered under a plug-in's name; for a policy made of a score, the score's class."""
+    """Return the class registered under a plug-in's name; for a policy generated from a score, the score's class."""
     if name in SCORES.names():
         return SCORES.load(name)
     return registry.info(name)
@@ -73,7 +73,7 @@ def _plugin_class(name: str) -> type:
 
 @dataclass(frozen=True)
 class MeasureItem:
-    """A prompt to measure, and the indices in the run of the configurations to measure it with."""
+    """A prompt to measure, and the run's indices of the configurations to measure on it."""
 
     prompt: Prompt
     configs: Sequence[int]
@@ -110,7 +110,7 @@ class MeasureTask:
 
 
 def measure_work(planned: Plan, model: ModelSpec, missing: Missing, finished: Finished, shares: int) -> Work:
-    """Return the work of measuring what a run lacks, each sample's configurations split into at most `shares` items."""
+    """Return the work of measuring a run's missing samples, with at most `shares` items per sample."""
     run = replace(planned.run, dataset_options={})
     indices = {config: index for index, config in enumerate(run.configs)}
     prompts = [prompt for prompt in planned.prompts if prompt.sample_id in missing]
@@ -167,7 +167,7 @@ class AnswerTask:
 def answer_work(
     planned: Plan, model: ModelSpec, options: AnswerOptions, prompts: Sequence[Prompt], done: Done, failed: Failed
 ) -> Work:
-    """Return the work of answering some of a run's prompts."""
+    """Return the work of answering the given prompts of a run."""
     run = replace(planned.run, dataset_options={})
     return Work(
         AnswerTask(model, run, options, planned.resources, registered_modules(planned.run)),

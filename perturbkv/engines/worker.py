@@ -23,7 +23,7 @@ class Task(Protocol):
     """The work of one run, sent to every worker; it has settings and no prompts, which are its items."""
 
     def prepare(self, model: WorkerModel) -> Do:
-        """Return the function that does one item; `model` keeps the weights from one task to the next."""
+        """Return the function that processes one item; `model` keeps its weights between tasks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModelSpec:
 
     @classmethod
     def from_plan(cls, planned: Plan, cache_bytes: int) -> ModelSpec:
-        """Return the description of a plan's model. Raises ModelError for one that no other process can open."""
+        """Return the description of a plan's model. Raises ModelError if other processes cannot open the model."""
         files = planned.files
         if files.open_arguments is None:
             msg = (
@@ -79,7 +79,7 @@ class WorkerModel:
     _adapter: Adapter | None = None
 
     def get(self, spec: ModelSpec) -> Adapter:
-        """Return the model of a description, loaded unless it is already; another model is freed first."""
+        """Return the model of a description, loading it if necessary; a different loaded model is freed first."""
         if self._adapter is None or spec != self._spec:
             self._adapter = None
             self._adapter, self._spec = spec.load(self.device), spec
@@ -122,7 +122,7 @@ class Reply:
     log: tuple[LogLine, ...] = ()
 
     def exception(self, who: str) -> BaseException | None:
-        """Return the exception that the worker `who` raised, its message beginning with that name; None without one."""
+        """Return the exception in the reply, None without one; its message begins with the worker's name `who`."""
         if self.unexpected:
             return RuntimeError(f"{who}: {self.unexpected}")
         if self.error is None:
@@ -151,7 +151,7 @@ class Worker:
         self._do: Do | None = None
 
     def begin(self, task: Task) -> Reply:
-        """Prepare a task, which loads its model, and return the reply."""
+        """Prepare a task, loading its model, and return the reply."""
 
         def prepare() -> None:
             self._do = task.prepare(self._model)
@@ -159,13 +159,13 @@ class Worker:
         return self._reply(prepare)
 
     def do(self, item: Any) -> Reply:
-        """Do one item of the prepared task, and return the reply with its result."""
+        """Process one item of the prepared task, and return the reply with its result."""
         assert self._do is not None
         do = self._do
         return self._reply(lambda: do(item))
 
     def _reply(self, order: Callable[[], Any]) -> Reply:
-        """Call a function and return its result, or its exception, as a reply with the log."""
+        """Return a reply with the function's result, or with its exception, and the log."""
         try:
             return Reply(order(), log=self._log.drain())
         except PerturbkvError as error:
@@ -175,24 +175,24 @@ class Worker:
 
 
 class LogBuffer(logging.Handler):
-    """A log handler that keeps lines until the next reply takes them."""
+    """A log handler that keeps lines until the next reply."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[LogLine] = []
 
     def listen(self) -> LogBuffer:
-        """Capture everything that this process logs or warns from now on, and return the buffer."""
+        """Capture all log lines and warnings of this process from now on, and return the buffer."""
         logging.getLogger().addHandler(self)
         logging.getLogger("perturbkv").setLevel(logging.INFO)
         logging.captureWarnings(True)
         return self
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Store a log line."""
         self._lines.append((record.name, record.levelno, record.getMessage()))
 
     def drain(self) -> tuple[LogLine, ...]:
-        """Return the lines since the last call, and forget them."""
+        """Return the stored lines and clear them."""
         lines, self._lines = tuple(self._lines), []
         return lines

@@ -66,7 +66,7 @@ class Adapter:
 
     @property
     def weights(self) -> str:
-        """The weights' storage type and the dtype that the model computes in, such as `Q4_1 → float32`."""
+        """The weights' storage type and the dtype of computation, such as `Q4_1 → float32`."""
         return self.stored.as_run(str(self.dtype).removeprefix("torch."))
 
     @property
@@ -86,17 +86,17 @@ class Adapter:
 
     @cached_property
     def layer_indices(self) -> tuple[int, ...]:
-        """The measured layers' indices among all layers; a trace's `layer` axis counts only the measured ones."""
+        """The measured layers' indices among all layers; a trace's `layer` axis has measured layers only."""
         return layer_types.measured_layers(self.config)
 
     @property
     def is_mixed(self) -> bool:
-        """True where some layers are not measured, because they have a sliding window of their own."""
+        """True if some layers are not measured, as they have sliding-window attention."""
         return layer_types.is_mixed(self.config)
 
     @cached_property
     def layers(self) -> Sequence[Any]:
-        """The measured layers: those with full attention, or all layers of a model with a single layer type."""
+        """The measured layers: full-attention layers, or all layers of a model with a single layer type."""
         return [self.every_layer[index] for index in self.layer_indices]
 
     @cached_property
@@ -116,13 +116,13 @@ class Adapter:
 
     @cached_property
     def rotary_kind(self) -> tuple[str, ...]:
-        """Arguments of `rotary` after the positions: the measured layers' type where it takes one, else none."""
+        """Extra arguments of `rotary`: the measured layers' type in models that require it, else none."""
         takes_type = "layer_type" in signature(type(self.rotary).forward).parameters
         return (self.config.layer_types[self.layer_indices[0]],) if takes_type else ()
 
     @property
     def frequencies(self) -> Float[Tensor, " frequency"]:
-        """Rotary frequencies of the measured layers, in radians per position."""
+        """Rotary frequencies of the measured layers, (frequency,), in radians per position."""
         return cast("Tensor", getattr(self.rotary, "_".join([*self.rotary_kind, "inv_freq"])))
 
     @property
@@ -147,7 +147,7 @@ class Adapter:
 
     @cached_property
     def shape(self) -> Shape:
-        """The model's sizes on which the memory of weights and caches depends."""
+        """The model's sizes from which the memory of weights and caches is computed."""
         float_bytes = sum(weight.numel() for weight in self.model.parameters()) * self.dtype.itemsize
         return Shape.from_config(self.config, self.dtype.itemsize, self.stored.nbytes or float_bytes)
 
@@ -167,11 +167,11 @@ class Adapter:
         return cast("torch.dtype", next(self.model.parameters()).dtype)
 
     def layer_of(self, attention: nn.Module) -> int:
-        """Return the index, among the measured layers, of the layer that owns an attention module."""
+        """Return the index, among the measured layers, of the layer with a given attention module."""
         return next(index for index, module in enumerate(self.attentions) if module is attention)
 
     def cache_layer(self, cache: Any, layer: int) -> Any:
-        """Return the layer object of a measured layer in a transformers cache, which has all layers."""
+        """Return the cache-layer object of a measured layer in a transformers cache, which covers all layers."""
         return cache.layers[self.layer_indices[layer]]
 
     def output_projection(self, layer: int) -> Float[Tensor, "d_model head_d_head"]:
@@ -179,7 +179,7 @@ class Adapter:
         return projection.read(self.attentions[layer].o_proj, self.heads * self.d_head, self.dtype)
 
     def sinks(self, layer: int) -> Float[Tensor, " head"] | None:
-        """Return the logit of each head's attention sink in a layer; None for a family without sinks."""
+        """Return every head's sink logit in a layer, (head,); None for a family without sinks."""
         logits = self.attentions[layer].sinks if self.family.sinks else None
         return None if logits is None else cast("Tensor", logits.detach())
 
@@ -189,7 +189,7 @@ class Adapter:
 
 
 def check_projections(model: Adapter) -> None:
-    """Raise ModelError for an output projection that is no matrix, and for attention sinks in a family without them."""
+    """Raise ModelError for an output projection that is no matrix, or for sinks in a family without sinks."""
     for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
         if hasattr(attention, "sinks") and not model.family.sinks:
             msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
@@ -205,7 +205,7 @@ def check_projections(model: Adapter) -> None:
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:
-    """Raise ModelError where the sliding window is shorter than `tokens`, of which `after` follow the prompt."""
+    """Raise ModelError if the sliding window is shorter than `tokens`, the prompt plus `after` later tokens."""
     window = sliding_window(config)
     if window is not None and tokens > window:
         instead = f"--max-tokens {window - after} or less" if window - after >= 2 else "a model without one"
@@ -217,7 +217,7 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
 
 
 def check_long_rotations(config: Any, cached: int, tokens: int, sample: str, name: str, after: int) -> None:
-    """Raise ModelError where LongRoPE switches its factors between `cached` tokens and all `tokens` of a sample.
+    """Raise ModelError if LongRoPE changes its factors between `cached` tokens and all `tokens` of a sample.
 
     Keys cached with one set of factors would meet queries with the other; transformers recomputes such a text.
     """

@@ -42,7 +42,7 @@ def _shapes(
     layers: int, heads: int, kv_heads: int, d_head: int, d_model: int, d_mlp: int, vocab: int, positions: int,
     rope_theta: float, tied: bool = False, eps: float = 1e-5,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the values of a transformers configuration that define a model of these sizes."""
+    """Return the transformers configuration values that define a model of these sizes."""
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

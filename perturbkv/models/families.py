@@ -37,7 +37,7 @@ class Family:
 
     @property
     def kernel(self) -> str:
-        """Value of transformers' `attn_implementation`: eager for a family with sinks, else sdpa, which takes none."""
+        """Value of transformers' `attn_implementation`: eager for a family with sinks, else sdpa."""
         return "eager" if self.sinks else "sdpa"
 
 
@@ -83,7 +83,7 @@ def check_family(config: Any, name: str) -> None:
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Raise ModelError unless the configuration's `layer_types` are full or sliding attention, one per layer."""
+    """Raise ModelError unless `layer_types` has one entry per layer, full or sliding attention."""
     _refuse_first(_layer_type_problems(config), name)
 
 
@@ -98,14 +98,14 @@ def check_plain(config: Any, name: str, feature: str) -> None:
 
 
 def _refuse_first(reasons: Iterator[str], name: str) -> None:
-    """Raise ModelError with the first of the reasons against a model, if there is any."""
+    """Raise ModelError with the first of the reasons against model `name`; nothing without a reason."""
     if (reason := next(reasons, "")) != "":
         msg = f"model '{name}' {reason}; an eviction study would misread it"
         raise ModelError(msg)
 
 
 def _softmax_deviations(config: Any) -> Iterator[str]:
-    """Yield the ways in which a model's attention differs from a causal softmax, as text after the model's name."""
+    """Yield each deviation of a model's attention from a causal softmax, as a phrase to follow the model's name."""
     yield from (f"soft-caps its attention ({cap})" for cap in _SOFT_CAPS if getattr(config, cap, None))
     if getattr(config, "attention_sink", None) or getattr(config, "sinks", None):
         yield "has attention sinks beside its entries"
@@ -116,7 +116,7 @@ def _softmax_deviations(config: Any) -> Iterator[str]:
 
 
 def _layer_type_problems(config: Any) -> Iterator[str]:
-    """Yield what is unsupported in a configuration's `layer_types`, as text after the model's name."""
+    """Yield each unsupported property of `layer_types`, as a phrase to follow the model's name."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return

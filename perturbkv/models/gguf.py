@@ -64,7 +64,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The first byte after the tensor, counted like `offset`."""
+        """The end of the tensor's data: the first byte after it, counted like `offset`."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         values, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
@@ -72,7 +72,7 @@ class StoredTensor:
 
     @property
     def part(self) -> str:
-        """The kind of weight: `embeddings`, `norms` (with biases, which have one row too) or `matrices`."""
+        """The part of the model: `embeddings`, `matrices`, or `norms`, which include biases."""
         if re.match(r"token_embd|output\.weight", self.name):
             return "embeddings"
         return "norms" if "norm" in self.name or self.name.endswith("bias") else "matrices"
@@ -89,25 +89,25 @@ class _Reader:
         self.data, self.at, self.alignment = data, 0, 32
 
     def skip(self, size: int) -> None:
-        """Move on by so many bytes."""
+        """Advance by `size` bytes."""
         self.at += size
         if self.at > len(self.data):
             raise _TruncatedError
 
     def number(self, kind: str) -> int:
-        """Read an integer whose size is that of a format character of `struct`."""
+        """Read an integer of the `struct` format character `kind`."""
         self.skip(struct.calcsize(kind))
         (value,) = struct.unpack_from(f"<{kind}", self.data, self.at - struct.calcsize(kind))
         return int(value)
 
     def text(self) -> str:
-        """Read a string, which its length precedes."""
+        """Read a length-prefixed string."""
         size = self.number("Q")
         self.skip(size)
         return self.data[self.at - size : self.at].decode(errors="replace")
 
     def skip_value(self, kind: int) -> None:
-        """Skip a metadata value of a type, given by its code."""
+        """Skip a metadata value of the type code `kind`."""
         if kind == _STRING:
             self.skip(self.number("Q"))
         elif kind == _ARRAY:
@@ -125,7 +125,7 @@ class _Reader:
             raise _TruncatedError
 
     def skip_pair(self) -> None:
-        """Skip a metadata key and its value, and store the value where it is the alignment of the tensor data."""
+        """Skip a metadata key and its value; if it is the alignment of the tensor data, store the value."""
         name, kind = self.text(), self.number("I")
         self.skip_value(kind)
         if name == _ALIGNMENT and kind == _UINT32:
@@ -141,7 +141,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a GGUF file's header. Raises ModelError for another kind of file, or a truncated one."""
+    """Return the tensors of a GGUF file's header. Raises ModelError for a file that is not GGUF or is truncated."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
@@ -159,7 +159,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def _read_tensors(reader: _Reader) -> tuple[list[StoredTensor], int]:
-    """Return the descriptions of all tensors, and the byte at which the tensor data begins."""
+    """Return the descriptions of all tensors, and the byte offset of the tensor data."""
     reader.at = len(_MAGIC) + 4  # magic and version
     count, pairs = reader.number("Q"), reader.number("Q")
     for _ in range(pairs):
@@ -169,7 +169,7 @@ def _read_tensors(reader: _Reader) -> tuple[list[StoredTensor], int]:
 
 
 def _check_version(path: Path, data: mmap.mmap) -> None:
-    """Raise ModelError for a version with an unknown header layout, and for the other byte order."""
+    """Raise ModelError for an unsupported version or byte order of a GGUF header."""
     version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
     if version not in _VERSIONS:
         msg = f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
@@ -177,7 +177,7 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
-    """Raise ModelError for a tensor of unknown type, and for one that ends beyond the file's `size`."""
+    """Raise ModelError for a tensor of unknown type, or a tensor that ends beyond the file's `size`."""
     from gguf import GGMLQuantizationType
 
     known = {int(kind) for kind in GGMLQuantizationType}
@@ -191,7 +191,7 @@ def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size
 
 
 def check_all_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
-    """Raise ModelError where a GGUF file holds tensors that its model lacks: transformers drops them silently."""
+    """Raise ModelError if a GGUF file holds tensors that the model lacks: transformers drops them silently."""
     expected = len({tensor.data_ptr() for tensor in model.state_dict().values()})  # tied weights count once
     known = re.compile(r"(token_embd|output_norm|output)\.weight|blk\.(\d+)\..*")
     matches = {tensor.name: known.fullmatch(tensor.name) for tensor in tensors}
@@ -229,7 +229,7 @@ _log = logging.getLogger(__name__)
 
 
 def convert(source: Source, tensors: Sequence[StoredTensor], digest: bytes) -> Path:
-    """Return the cache's folder with a GGUF file's model as safetensors; convert the file where there is none.
+    """Return the cache folder with a GGUF file's model as safetensors, after converting the file if it is not cached.
 
     `tensors` are those of the file's header, `digest` is the file's SHA-256. Raises NotCachedError where it cannot be
     cached, ModelError for an unsupported family and for an incomplete or unreadable file.
@@ -244,7 +244,7 @@ def convert(source: Source, tensors: Sequence[StoredTensor], digest: bytes) -> P
 
 
 def entry_name(digest: bytes) -> str:
-    """Return the name of the cache entry for a GGUF file of this SHA-256, the converter and the installed libraries."""
+    """Return the cache entry's name for a GGUF file's SHA-256, this converter and the installed library versions."""
     versions = "-".join(importlib.metadata.version(library) for library in _LIBRARIES)
     maker = hashlib.sha256(f"{CONVERTER}-{versions}".encode()).hexdigest()
     return f"gguf-{digest.hex()[:32]}-{maker[:8]}"
@@ -273,7 +273,7 @@ def _convert(source: Source, tensors: Sequence[StoredTensor], folder: Path) -> N
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to a folder. Raises NotCachedError where reading it back gives another one."""
+    """Write a tokenizer to a folder. Raises NotCachedError if reading it back gives a different tokenizer."""
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
     if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):
@@ -282,18 +282,18 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:
-    """Return everything of a tokenizer that ids and texts depend on, for a comparison."""
+    """Return the parts of a tokenizer on which ids and texts depend, for a comparison."""
     return _tokenizer_settings(tokenizer), tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.all_special_ids)
 
 
 def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer's settings that are not in its backend's JSON: `_KEPT_SETTINGS` and special tokens."""
+    """Return a tokenizer's settings outside its backend's JSON: `_KEPT_SETTINGS` and special tokens."""
     kept = {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS if hasattr(tokenizer, name)}
     return {**kept, **{name: str(token) for name, token in tokenizer.special_tokens_map.items()}}
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict as safetensors aligned for memory mapping, tied tensors once under their first name."""
+    """Write a state dict as safetensors aligned for memory mapping; tied tensors only under their first name."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
     tensors = {name: state[name].contiguous() for name in first.values()}
     metadata = {"format": "pt", "pad": ""}

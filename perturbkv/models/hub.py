@@ -41,7 +41,7 @@ class HubError(Exception):
 
 @cache
 def unreachable() -> str:
-    """Return the reason why the hub cannot be reached, as text; empty where it can.
+    """Return the reason why the hub cannot be reached; empty if it can.
 
     With a proxy, which resolves names itself, the hub is assumed to be reachable.
     """
@@ -59,7 +59,7 @@ def unreachable() -> str:
 
 
 def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the hub client's exceptions for a refused, cut or slow connection and for invalid HTTP; and `more`.
+    """Return the hub client's exceptions for failed connections and invalid HTTP, followed by `more`.
 
     The client's library is httpx, under whichever name this version imports it.
     """
@@ -68,7 +68,7 @@ def connection_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def refusal_reason(response: Any, what: str) -> str:
-    """Return why the hub refused a request for `what`, from its response with an error status."""
+    """Return the reason why the hub refused a request for `what`, from its error response."""
     status, code = int(response.status_code), response.headers.get("X-Error-Code", "")
     login = "with a token that may read it" if get_token() else "after `hf auth login`, or with HF_TOKEN"
     if code == "GatedRepo" or status == 403:
@@ -122,7 +122,7 @@ def download(file: RemoteFile, url: str, path: Path, lock: Path) -> None:
 
 @contextmanager
 def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = None) -> Iterator[None]:
-    """Turn an OSError inside the block, which writes `file` into the hub's cache, into a HubError.
+    """Turn an OSError in the block, which writes `file` into the hub's cache, into a HubError.
 
     `partial` is the partial download, whose size the message says.
     """
@@ -138,7 +138,7 @@ def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = No
 
 
 def _download(file: RemoteFile, url: str, partial: Path) -> None:
-    """Download what the partial file lacks, with retries. Raises HubError."""
+    """Download the bytes that the partial file lacks, with retries. Raises HubError."""
     failures = 0
     while True:
         before = _partial_size(partial)
@@ -158,7 +158,7 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
 
 
 def _append_missing(file: RemoteFile, url: str, partial: Path) -> None:
-    """Request the bytes that the partial file lacks, once, and append them.
+    """Request the bytes that the partial file lacks, in one request, and append them.
 
     Raises _CutError, HubError, or one of `connection_errors`.
     """
@@ -184,7 +184,7 @@ def _append_missing(file: RemoteFile, url: str, partial: Path) -> None:
 
 
 def _check_download(file: RemoteFile, partial: Path) -> None:
-    """Raise HubError and delete a download whose size or checksum is not what the hub reports."""
+    """Raise HubError and delete the download if its size or checksum differs from the hub's."""
     if partial.stat().st_size == file.size and _digest(file, partial) == file.etag:
         return
     partial.unlink()
@@ -193,14 +193,14 @@ def _check_download(file: RemoteFile, partial: Path) -> None:
 
 
 def _digest(file: RemoteFile, path: Path) -> str:
-    """Return the checksum of a local copy, of the kind that the file's etag has."""
+    """Return a local copy's checksum, of the same kind as the file's etag."""
     digest = hashlib.sha256() if len(file.etag) == _SHA256 else hashlib.sha1(b"blob %d\0" % file.size)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
 def _progress(file: RemoteFile, partial: Path) -> str:
-    """Return how much of a file is downloaded, such as `3.1 MiB of 97.6 MiB`."""
+    """Return downloaded and total size of a file as text, such as `3.1 MiB of 97.6 MiB`."""
     return f"{format_size(_partial_size(partial))} of {format_size(file.size)}"
 
 
@@ -239,11 +239,11 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """The snapshot: every downloaded file, under its own name."""
+        """The snapshot folder, in which every downloaded file has its own name."""
         return _repository_folder(self.id, self.kind) / "snapshots" / self.commit
 
     def names(self) -> set[str]:
-        """Return the names of all files on the hub; of those on disk where the hub could not be reached."""
+        """Return the names of all files on the hub, or of the files on disk if the hub could not be reached."""
         on_disk = {file.relative_to(self.folder).as_posix() for file in self.folder.rglob("*") if file.is_file()}
         return set(self.files) or on_disk
 
@@ -272,7 +272,7 @@ class Repository:
             _link(self.folder / file.name, path)
 
     def _check_disk_space(self, files: Iterable[RemoteFile]) -> None:
-        """Raise HubError where the cache's disk has too little space for these files."""
+        """Raise HubError if the cache's disk has too little space to download these files."""
         cache = Path(constants.HF_HUB_CACHE)
         folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
         needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
@@ -305,7 +305,7 @@ def find(name: str, revision: str = "", kind: str = "model") -> Repository:
 
 
 def _request_repository(name: str, revision: str, kind: str) -> Repository:
-    """Request a repository's files from the hub.
+    """Return a repository with its files, as listed by the hub.
 
     Raises HubError for its refusals, and the client's errors without an answer.
     """
@@ -331,7 +331,7 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
 
 
 def _request_info(name: str, revision: str, kind: str) -> Any:
-    """Return the hub's description of a repository; retry where the connection is cut, as often as a download."""
+    """Return the hub's description of a repository, retrying after a cut connection."""
     for left in reversed(range(RETRIES + 1)):
         try:
             return HfApi().repo_info(
@@ -349,7 +349,7 @@ def _request_info(name: str, revision: str, kind: str) -> Any:
 
 
 def _remote_file(entry: Any) -> RemoteFile:
-    """Return the file of an entry of the hub's listing."""
+    """Return the `RemoteFile` of an entry of the hub's listing."""
     digest = entry.blob_id if entry.lfs is None else entry.lfs.sha256
     return RemoteFile(entry.rfilename, int(entry.size or 0), str(digest))
 
@@ -361,7 +361,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _cached_commit(name: str, revision: str, kind: str) -> str:
-    """Return the commit that the cache on disk has for a branch, tag or commit; empty where it has none."""
+    """Return the commit cached on disk for a branch, tag or commit; empty without a cached commit."""
     home = _repository_folder(name, kind)
     with suppress(OSError, ValueError):
         revision = (home / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
@@ -381,7 +381,7 @@ def _write_ref(ref: Path, commit: str) -> None:
 
 
 def _link(link: Path, path: Path) -> None:
-    """Create a relative link to a file of the cache; a copy where links are not supported."""
+    """Create a relative link to a cached file, or copy it if links are not supported."""
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink() and not link.exists():
         link.unlink()

@@ -38,7 +38,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def download_settings(source: Source) -> Source:
-    """Return a source of the hub located on disk, with a GGUF file downloaded, else all files but the weights.
+    """Return a hub source located on disk, after downloading its GGUF file, or all its files except weights.
 
     Another source is returned as it is. Raises ModelError where the hub does not deliver the files.
     """
@@ -70,13 +70,13 @@ def _indexed_files(source: Source) -> set[str]:
 
 
 def _is_setting(name: str) -> bool:
-    """Return whether a file of the hub may belong to configuration or tokenizer, by its name."""
+    """Return whether a hub file may belong to configuration or tokenizer, judged by its name."""
     return "/" not in name and PurePosixPath(name).suffix in READ_SUFFIXES - {".safetensors", ".bin", ".gguf"}
 
 
 @contextmanager
 def _explain_hub_errors(source: Source) -> Iterator[None]:
-    """Turn a HubError inside the block into a ModelError that says why and what to do."""
+    """Turn a HubError in the block into a ModelError with the reason and advice."""
     try:
         yield
     except HubError as error:
@@ -96,7 +96,7 @@ _open_settings: list[tuple[int, bool, bool, int]] = []
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers, tqdm and the hub inside the block, and restore their settings afterwards."""
+    """Silence transformers, tqdm and the hub within the block, and restore their settings afterwards."""
     hub_log = logging.getLogger("huggingface_hub")
     with _lock:
         now = (
@@ -133,12 +133,12 @@ _SETTINGS = (
 
 
 def _joint_digest(digests: Iterable[bytes]) -> str:
-    """Return the digest of several files' digests, in their order, as a model's revision."""
+    """Return one digest of several files' digests, in order, which serves as a model's revision."""
     return f"sha256:{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}"
 
 
 def _file_digest(file: Path) -> bytes:
-    """Return the SHA-256 of one file."""
+    """Return the SHA-256 digest of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 
@@ -174,7 +174,7 @@ _log = logging.getLogger(__name__)
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is CUDA where available. Raises ConfigError for one that is not there."""
+    """Return the device of a name; `auto` is CUDA if available. Raises ConfigError for an unavailable device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -192,12 +192,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_exists(device: torch.device) -> bool:
-    """Return whether this machine has a device, which may be another machine's in a cluster."""
+    """Return whether this machine has the device; a cluster's device may be on another machine."""
     return (device.index or 0) < _DEVICES[device.type]()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name; `auto` is bfloat16 on CUDA and float32 elsewhere. Raises UnknownNameError."""
+    """Return the dtype of a name; `auto` is bfloat16 on CUDA, else float32. Raises UnknownNameError."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in ("float32", "bfloat16", "float16"):
@@ -224,7 +224,7 @@ class ModelFiles:
 
     @classmethod
     def from_adapter(cls, model: Adapter) -> ModelFiles:
-        """Return the description of a model whose weights are loaded already, without a source."""
+        """Return the description of an already loaded model, without a source."""
         return cls(
             model.name, None, model.config, model.tokenizer, model.revision, model.stored, model.random_weights,
             model.open_arguments,
@@ -232,12 +232,12 @@ class ModelFiles:
 
     @cached_property
     def _skeleton(self) -> Any:
-        """The model on the meta device. Raises ModelError where its configuration does not define one."""
+        """The model on the meta device, without weights. Raises ModelError if its configuration defines no model."""
         with explain_errors(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
             return AutoModelForCausalLM.from_config(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return weight -> shape, tied weights under each of their names. Raises ModelError as `parameters` does."""
+        """Return weight name -> shape, tied weights under every name. Raises ModelError as `parameters` does."""
         return {name: tuple(weight.shape) for name, weight in self._skeleton.named_parameters(remove_duplicate=False)}
 
     def parameters(self) -> int:
@@ -245,13 +245,13 @@ class ModelFiles:
         return sum(weight.numel() for weight in self._skeleton.parameters())
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the loaded weights; quantised weights of the hub count as `dtype`."""
+        """Return the bytes of the loaded weights; quantised hub weights are counted in `dtype`."""
         return self.stored.nbytes or self.parameters() * dtype.itemsize
 
 
 @quiet()
 def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
-    """Return a model's files, with its configuration and tokenizer read.
+    """Return a model's files without weights: its configuration and tokenizer, already read.
 
     `name` is an alias, a hub id, a hub's GGUF file (`owner/name:file.gguf`), a folder, a GGUF file, or
     `random:<alias>`, whose weights `seed` draws; `revision` is a branch, tag or commit of the hub's.
@@ -276,7 +276,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
 
 
 def _open_gguf(source: Source) -> ModelFiles:
-    """Return the files of a GGUF model, from its conversion in the user's cache where that works."""
+    """Return the files of a GGUF model, from its cached conversion if conversion works."""
     tensors = gguf.read_header(source.path)
     digest = _file_digest(source.path)
     location, tokenizer = source, None
@@ -293,7 +293,7 @@ def _open_gguf(source: Source) -> ModelFiles:
 
 
 def _read_settings(source: Source, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Return a source's configuration, checked, and its tokenizer, which is not read where it is passed already."""
+    """Return a source's checked configuration and its tokenizer; a tokenizer passed in is returned instead of read."""
     with explain_errors(source, _CONFIG):
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     check_config(config, source.name)
@@ -342,7 +342,7 @@ def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, ex
 
 
 def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:
-    """Return the `device_map` argument with which quantised weights are read: their layout depends on the device.
+    """Return the `device_map` argument for reading quantised weights, whose layout depends on the device.
 
     Empty for other weights, and for quantised ones on the CPU.
     """
@@ -353,7 +353,7 @@ def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> 
 
 
 def _read_weights(source: Source, config: Any, dtype: torch.dtype, device_arguments: Mapping[str, Any]) -> Any:
-    """Return a source's model with its weights. Raises ModelError where some are missing, unused or not finite."""
+    """Return a source's model with its weights. Raises ModelError for missing, unused or non-finite weights."""
     model = load_whole_model(
         source,
         dtype=dtype,
@@ -379,7 +379,7 @@ def load_model(
 
 
 def _align_weights(model: Any) -> Any:
-    """Return the model with its weights aligned in memory as torch itself would align them.
+    """Return the model with its misaligned CPU weights copied to torch's own memory alignment.
 
     Memory-mapped weights may begin at any byte, and on a CPU a matrix-vector product then rounds differently: the same
     weights would give other numbers from another file.
@@ -392,7 +392,7 @@ def _align_weights(model: Any) -> Any:
 
 
 def _move_to_device(model: Any, name: str, device: torch.device, spread: bool) -> Any:
-    """Return the model on `device`, or with its layers spread over all GPUs, each whole on one of them.
+    """Return the model on `device` or, with `spread`, with its layers distributed over all GPUs, none split.
 
     Without GPUs a spread model is on the CPU. Raises ModelError where it does not fit.
     """
@@ -407,7 +407,7 @@ def _move_to_device(model: Any, name: str, device: torch.device, spread: bool) -
 
 
 def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where a device map puts a part of the model on disk, or on the CPU beside GPUs."""
+    """Raise ModelError if a device map puts a part of the model on disk, or on the CPU while others are on GPUs."""
     outside = {*map(str, device_map.values())} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
         msg = (
@@ -426,7 +426,7 @@ def _random_config(name: str) -> Any:
 
 
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Return a model with random weights, drawn on its device; the global random state stays as it was."""
+    """Return a model with random weights drawn on its device; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         kernel = FAMILIES[config.model_type].kernel

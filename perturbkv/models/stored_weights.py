@@ -43,12 +43,12 @@ class WeightStorage:
     nbytes: int = 0
 
     def as_run(self, dtype: str) -> str:
-        """Return the storage type and the dtype of a run, such as `Q4_1 → float32`; one word where they are equal."""
+        """Return storage type and dtype of a run, such as `Q4_1 → float32`; a single word if they are equal."""
         return dtype if self.kind == dtype else f"{self.kind} → {dtype}"
 
 
 def gguf_storage(tensors: Sequence[StoredTensor]) -> WeightStorage:
-    """Return the storage of a GGUF file's weights; its type is that of most weights outside the embeddings.
+    """Return the storage of a GGUF file's weights; `kind` is the most frequent type outside the embeddings.
 
     Its detail is, for example, `Q4_1 matrices, Q8_0 embeddings, F32 norms`.
     """
@@ -103,7 +103,7 @@ def _kinds(source: Source) -> Counter[str]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the safetensors that transformers reads: the single file, else the files of the index, else all there are.
+    """Return the safetensors files that transformers reads: the single file, else the index's files, else all present.
 
     Raises ModelError for an invalid index, and for anything but a regular file.
     """

@@ -39,14 +39,14 @@ def cache_folder() -> Path:
 
 
 def usage() -> tuple[int, int]:
-    """Return the cache's number of entries and its bytes, leftovers of killed processes included in the bytes."""
+    """Return the cache's number of entries and its bytes, which include leftovers of killed processes."""
     entries = list(cache_folder().glob(f"*/{_LISTING}"))
     sizes = [file.stat().st_size for file in cache_folder().rglob("*") if file.is_file()]
     return sum(not entry.parent.name.startswith(_TEMPORARY) for entry in entries), sum(sizes)
 
 
 def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
-    """Return the folder of a cache entry; where it is missing or damaged, `fill` writes its files into a new one.
+    """Return the folder of a cache entry; `fill` writes its files if the entry is missing or damaged.
 
     Several processes may call this at once: each that finds no entry fills its own, and the first to finish wins.
     Raises NotCachedError where the cache is not writable, and whatever `fill` raises; no files are left then.
@@ -70,7 +70,7 @@ def cached_folder(name: str, fill: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def explain_write_errors() -> Iterator[None]:
-    """Turn an OSError inside the block, which writes into the cache, into a NotCachedError."""
+    """Turn an OSError in the block, which writes into the cache, into a NotCachedError."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def explain_write_errors() -> Iterator[None]:
 
 
 def is_whole(entry: Path) -> bool:
-    """Return whether an entry's files have the sizes and CRC-32 that its listing says."""
+    """Return whether a cache entry's files match the sizes and CRC-32 in its listing."""
     try:
         listing = json.loads((entry / _LISTING).read_text(encoding="utf-8"))
         return bool(listing == _listing(entry))
@@ -88,7 +88,7 @@ def is_whole(entry: Path) -> bool:
 
 
 def _listing(folder: Path) -> dict[str, list[int]]:
-    """Return file name -> [bytes, CRC-32] of every file in a folder but the listing itself."""
+    """Return file name -> [bytes, CRC-32] of every file in a folder except the listing file."""
     files = sorted(file for file in folder.iterdir() if file.name != _LISTING)
     return {file.name: [file.stat().st_size, _crc32(file)] for file in files}
 
@@ -103,7 +103,7 @@ def _crc32(file: Path) -> int:
 
 
 def _publish(temporary: Path, entry: Path) -> None:
-    """Rename a filled folder to its entry's name; where another process was first, that one's entry stays."""
+    """Rename a filled folder to its entry's name, or keep the entry that another process has published first."""
     try:
         temporary.rename(entry)
     except OSError:
@@ -112,21 +112,21 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def _make_temporary_folder() -> Path:
-    """Return a new folder in the cache whose name holds this machine and process."""
+    """Return a new temporary cache folder, named after this machine and process."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     _clear_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{platform.node()}-{os.getpid()}-", dir=cache_folder()))
 
 
 def _remove_damaged(entry: Path, temporary: Path) -> None:
-    """Remove an entry that exists before a new one is filled: later, another process may have written a good one."""
+    """Remove an existing entry, which is damaged, before a new entry is filled."""
     if entry.exists():
         entry.rename(temporary / "damaged")
         shutil.rmtree(temporary / "damaged")
 
 
 def _clear_leftovers() -> None:
-    """Remove the temporary folders of this machine's processes that no longer run."""
+    """Remove the temporary folders of ended processes of this machine."""
     for leftover in cache_folder().glob(f"{_TEMPORARY}{platform.node()}-*"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(leftover.name.split("-")[-2])):

@@ -23,7 +23,7 @@ GIVEN = "given"
 
 
 def adapt(model: Any, tokenizer: Any) -> Adapter:
-    """Return the adapter of a user's model.
+    """Return the adapter of a transformers model that the user has loaded.
 
     Raises ModelError where it is no transformers model of a supported family, lacks a tokenizer, predicts no tokens, or
     has an output projection that is no matrix.
@@ -47,7 +47,7 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
 
 
 def _stored_weights(model: Any) -> WeightStorage:
-    """Return the storage of a loaded model's weights, with the bytes of quantised ones."""
+    """Return the storage of a loaded model's weights, with the bytes of quantised weights."""
     stored = stored_weights.safetensors_storage(None, model.config)
     if not stored.quantised:
         return stored
@@ -56,7 +56,7 @@ def _stored_weights(model: Any) -> WeightStorage:
 
 
 def _check_layers(model: Any, name: str) -> None:
-    """Raise ModelError unless a model predicts tokens and has as many layers as its configuration says."""
+    """Raise ModelError unless a model predicts tokens and has the number of layers in its configuration."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
         msg = f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"

@@ -23,11 +23,11 @@ KNOWN_QUERY_SELECTIONS = ("hindsight-attention", "hindsight")
 
 
 def without_pooling(config: EvictionConfig) -> EvictionConfig | None:
-    """Return the configuration that keeps the top entries by the window's mean Ā, or Ā ν, without pooling and stages.
+    """Return the configuration that ranks entries by the window's mean attention Ā, or Ā ν, without pooling and stages.
 
     A hindsight method is returned as it is; None for a method that ranks by neither.
     """
-    if not _ranks_by_window_attention(config):
+    if not _ranks_by_attention(config):
         return None
     if config.selection.name in KNOWN_QUERY_SELECTIONS:
         return config
@@ -37,11 +37,11 @@ def without_pooling(config: EvictionConfig) -> EvictionConfig | None:
 
 
 def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
-    """Return the configuration that keeps the top entries by the realised A, or A ν, whichever the method estimates.
+    """Return the configuration that ranks entries by the realised A or A ν, whichever the given method estimates.
 
     None for a method that estimates neither.
     """
-    if not _ranks_by_window_attention(config):
+    if not _ranks_by_attention(config):
         return None
     by_values = config.selection.name in _BY_VALUES
     return _without_pooling_options(
@@ -50,7 +50,7 @@ def with_known_query(config: EvictionConfig) -> EvictionConfig | None:
 
 
 def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations grouped by budget, each group followed by its reference configurations."""
+    """Return the configurations by budget, each group followed by its references: without pooling, with known query."""
     budgets = dict.fromkeys(config.budget for config in configs)
     ordered: list[EvictionConfig] = []
     for budget in budgets:
@@ -60,17 +60,17 @@ def with_references(configs: Sequence[EvictionConfig]) -> tuple[EvictionConfig, 
     return tuple(dict.fromkeys(ordered))
 
 
-def _ranks_by_window_attention(config: EvictionConfig) -> bool:
-    """Return whether a method ranks entries by attention, or attention times value norm, so that it has references."""
+def _ranks_by_attention(config: EvictionConfig) -> bool:
+    """Return whether a method ranks entries by attention, or by attention times value norm."""
     return config.policy.name == _POLICY and config.selection.name in (*_BY_ATTENTION, *_BY_VALUES)
 
 
 def _without_pooling_options(config: EvictionConfig, selection: Choice) -> EvictionConfig:
-    """Return the configuration with another selection, and without options of its policy, such as pooling."""
+    """Return the configuration with another selection and without its policy's options, such as pooling."""
     return replace(config, selection=selection, policy=config.policy.without(config.policy.options))
 
 
 def _selection_with_norm(config: EvictionConfig, name: str, **parameters: float) -> Choice:
-    """Return the selection `name` with these parameters and, where it is not the default, the configuration's norm."""
+    """Return the selection `name` with the given parameters, and with the configuration's norm unless it is l1."""
     norm = config.selection.options.get("norm", "l1")
     return Choice(name, parameters if norm == "l1" else {**parameters, "norm": norm})

@@ -31,7 +31,7 @@ Kept = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class HeadEntries:
-    """The entries that one head's decoding query attends to: the prompt's, and that of the decoding token.
+    """The entries that one head's decoding query attends to: those of the prompt, and the decoding token's.
 
     Attributes:
         attention: (entry,) attention weights A, float64.
@@ -52,16 +52,16 @@ class HeadEntries:
 
     @cached_property
     def contributions(self) -> Floats:
-        """(entry, d_model) what each entry adds to `numerator` where it is kept, A (o − 𝒱)."""
+        """(entry, d_model) contribution of a kept entry to `numerator`, A (o − 𝒱)."""
         return self.attention[:, None] * (self.output - self.projected)
 
     @cached_property
     def free(self) -> NDArray[np.int64]:
-        """(free,) indices of the free entries, those that may be evicted."""
+        """(free,) indices of the free entries: those that are not `always` kept."""
         return np.flatnonzero(~self.always)
 
     def numerator(self, kept: Kept) -> Floats:
-        """Return (d_model,) S o − Σ N A 𝒱 of a kept set, whose L1 norm over the retained mass S is L."""
+        """Return (d_model,) S o − Σ N A 𝒱 of a kept set; its L1 norm divided by the retained mass S is L."""
         return np.asarray(kept @ self.contributions + self.sink * self.output)
 
     def mass(self, kept: Kept) -> float:
@@ -69,11 +69,11 @@ class HeadEntries:
         return float(kept @ self.attention + self.sink)
 
     def perturbation(self, kept: Kept) -> float:
-        """Return the isolated perturbation L of a kept set (entry,): the L1 change of the head's output."""
+        """Return a kept set's isolated perturbation L: the L1 norm of the change to the head's output."""
         return float(np.abs(self.numerator(kept)).sum() / self.mass(kept))
 
     def with_free(self, indices: NDArray[np.int64]) -> Kept:
-        """Return (entry,) the kept set of the free entries at some indices, and of all entries that always stay."""
+        """Return (entry,) the kept set of the free entries at `indices` and all entries that are always kept."""
         kept = self.always.copy()
         kept[indices] = True
         return kept
@@ -89,7 +89,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Proof:
-    """The best kept set of a size that a search met, and a proven lower bound of all of them.
+    """The best kept set that a search found for a size, and a proven lower bound of L for all sets of the size.
 
     Attributes:
         kept: (entry,) the best set.
@@ -105,12 +105,12 @@ class Proof:
 
     @property
     def closed(self) -> bool:
-        """True where the set is proven to be optimal, to within `GAP_TOLERANCE` of its L."""
+        """True if the set is proven optimal, to within `GAP_TOLERANCE` of its L."""
         return self.lower >= self.perturbation * (1 - GAP_TOLERANCE)
 
 
 def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
-    """Return the best kept set of the size of `start`, and a proof, from a search of so many seconds.
+    """Return the best kept set of the size of `start` found in a time limit, with a proven lower bound of L.
 
     Raises ValueError where `start` lacks an entry that always stays.
     """
@@ -136,7 +136,7 @@ def _smallest_mass(entries: HeadEntries, size: int) -> float:
 
 
 def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tuple[Kept | None, float]:
-    """Return the kept set of a size that minimises ‖Σ N A (o − 𝒱)‖₁ − λ S at λ = `ratio`, and a proven lower bound.
+    """Return the kept set of a size that minimises ‖Σ N A (o − 𝒱)‖₁ − λ S for λ = `ratio`, and a proven lower bound.
 
     None for the set where time runs out before there is one. Variables are free entries and model dimensions. The
     latter are bounded from below by both signs of the numerator's vector, so that their sum is its L1 norm.
@@ -165,7 +165,7 @@ def _solve(entries: HeadEntries, size: int, ratio: float, seconds: float) -> tup
 
 
 def _run_highs(program: Mapping[str, Any], seconds: float) -> Any:
-    """Return HiGHS's result for a program; where it fails with "Solve error", that without presolve."""
+    """Return HiGHS's result for an integer program; after a "Solve error", the result without presolve."""
     options = {"time_limit": seconds, "mip_rel_gap": 0.0}
     with _silence_stdout():
         solution = milp(**program, options=options)
@@ -176,7 +176,7 @@ def _run_highs(program: Mapping[str, Any], seconds: float) -> Any:
 
 @contextmanager
 def _silence_stdout() -> Iterator[None]:
-    """Discard what is written to the process's stdout inside the block, past Python's `sys.stdout` too."""
+    """Discard all output to the process's stdout within the block, including native libraries' output."""
     sys.stdout.flush()
     stdout = os.dup(1)
     try:

@@ -25,7 +25,7 @@ LEAST_GAIN = 1e-12
 
 @dataclass(frozen=True)
 class LocalSearch:
-    """The result of a local search.
+    """The result of a local search for a kept set by swaps.
 
     Attributes:
         kept: (entry,) the best kept set.
@@ -39,7 +39,7 @@ class LocalSearch:
 
 
 def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
-    """Return the kept set reached from `start` by swaps that lower L, until none does or for so many seconds.
+    """Return the kept set reached from `start` by swaps that lower L, until no swap does or the time limit.
 
     Every kept free entry in turn is exchanged for the evicted entry that lowers L most.
     """
@@ -59,7 +59,7 @@ def improve(entries: HeadEntries, start: Kept, seconds: float) -> LocalSearch:
 
 
 def _perturbations_after_swaps(entries: HeadEntries, kept: Kept, leaving: int) -> Floats:
-    """Return (entry,) L of the kept set in which an entry replaces the entry `leaving`; infinite for kept entries."""
+    """Return (entry,) L after replacing the entry `leaving` by another entry; infinite for kept entries."""
     remaining = kept.copy()
     remaining[leaving] = False
     distance = cdist(-entries.numerator(remaining)[None], entries.contributions, "cityblock")[0]
@@ -100,7 +100,7 @@ class HeadSearch:
 
 
 def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSearch:
-    """Return the best kept set reached by swaps from the best of several sets, in at most so many seconds.
+    """Return the best kept set reached by swaps from the best of several sets, within a time limit.
 
     Raises ValueError where the sets differ in size.
     """
@@ -110,7 +110,7 @@ def search(entries: HeadEntries, sets: Sequence[Kept], seconds: float) -> HeadSe
 
 
 def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int) -> HeadSearch:
-    """Return the best of all kept sets of a size: by swaps from several sets and random ones, then by integer programs.
+    """Return the best kept set found: by swaps from the given and random sets, then by integer programs with proof.
 
     Swaps from one set, and the programs, take at most so many seconds each. Raises ValueError where the sets differ in
     size.
@@ -124,7 +124,7 @@ def prove(entries: HeadEntries, sets: Sequence[Kept], seconds: float, seed: int)
 
 
 def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
-    """Return kept sets unchanged. Raises ValueError where they differ in size."""
+    """Return the kept sets unchanged. Raises ValueError if their sizes differ."""
     sizes = sorted({int(kept.sum()) for kept in sets})
     if len(sizes) != 1:
         msg = f"expected kept sets of one size, got {sizes}"
@@ -139,7 +139,7 @@ def _head_search(
     best: float,
     proof: Proof | None,
 ) -> HeadSearch:
-    """Return the result of a search: the `perturbations` of its sets, the improved set, and the best set."""
+    """Return a search's result, from its sets' `perturbations`, the improved set and the best set."""
     return HeadSearch(
         entries=len(kept),
         kept=int(kept.sum()),

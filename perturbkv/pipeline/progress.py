@@ -31,10 +31,10 @@ class Bar(Protocol):
     """A progress bar."""
 
     def advance(self) -> None:
-        """Add one item to those that are done."""
+        """Count one more item as done."""
 
     def update(self, done: int, total: int) -> None:
-        """Set the number of items that are done, and of all."""
+        """Set the number of items done and the total."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def bar(
     console: Console | None = None,
     status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """Show a progress bar with the time left inside the block: in the notebook's cell, or on a console (else stderr).
+    """Show a progress bar with the remaining time inside the block: in a notebook's cell or on a console (else stderr).
 
     `status` is called whenever the bar is drawn, and returns a text to show next to it, such as `7 of 8 workers`.
 
@@ -67,7 +67,7 @@ def bar(
 def _terminal_bar(
     label: str, total: int | None, done: int, screen: Console, shown: bool, status: Callable[[], str]
 ) -> Iterator[Bar]:
-    """Show a bar of rich on a terminal inside the block; it has fewer columns where there is a status."""
+    """Show a rich progress bar on a terminal inside the block; it has fewer columns where there is a status."""
     wide = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     narrow = (BarColumn(bar_width=12), MofNCompleteColumn(), _TextColumn(lambda task: _format_rate(task.speed)))
     columns = (
@@ -90,18 +90,18 @@ class _TextColumn(ProgressColumn):
         self._text = text
 
     def render(self, task: Task) -> Text:
-        """Return the text for a task."""
+        """Return the column's current text, the same for every task."""
         return Text(self._text(task))
 
 
 def _format_rate(per_second: float | None) -> str:
-    """Return a number of items per second as text per minute; empty where it is not known yet."""
+    """Return a rate in items per second as text per minute; empty where it is not known yet."""
     return "" if per_second is None else f"{60 * per_second:.3g}/min"
 
 
 @contextmanager
 def _notebook_bar(label: str, total: int | None, done: int, status: Callable[[], str]) -> Iterator[Bar]:
-    """Show a bar of the browser in the notebook's cell inside the block."""
+    """Show an HTML progress bar in the notebook's cell inside the block."""
     from IPython.display import display
 
     handle = display(_mime_bundle(label), raw=True, display_id=True)
@@ -118,11 +118,11 @@ class _TerminalBar:
         self._drawn, self._task = drawn, drawn.add_task(label, total=total, completed=done)
 
     def advance(self) -> None:
-        """Add one item to those that are done."""
+        """Count one more item as done."""
         self._drawn.advance(self._task)
 
     def update(self, done: int, total: int) -> None:
-        """Set the number of items that are done, and of all."""
+        """Set the number of items done and the total."""
         self._drawn.update(self._task, completed=done, total=total)
 
 
@@ -136,19 +136,19 @@ class _NotebookBar:
         self._draw()
 
     def advance(self) -> None:
-        """Add one item to those that are done."""
+        """Count one more item as done."""
         self._done += 1
         self._draw()
 
     def update(self, done: int, total: int) -> None:
-        """Set the number of items that are done, and of all."""
+        """Set the number of items done and the total."""
         if self._total is None:
             self._first = done
         self._done, self._total = done, total
         self._draw()
 
     def _draw(self) -> None:
-        """Replace the bar in the cell by one with the current counts, rate and time left."""
+        """Redraw the bar in the cell with the current counts, rate and remaining time."""
         elapsed = time.monotonic() - self._began
         total, new = self._total, self._done - self._first
         count = f"{self._done}" if total is None else f"{self._done} of {total}"
@@ -165,7 +165,7 @@ class _NotebookBar:
 
 
 def _mime_bundle(text: str, html_bar: str = "") -> dict[str, str]:
-    """Return the plain and the HTML form of a bar for IPython."""
+    """Return MIME type -> content of a bar, as plain text and HTML, for IPython's display."""
     return {"text/plain": text, "text/html": f"{html_bar}{text}"}
 
 
@@ -190,7 +190,7 @@ _timing_clock: ContextVar[Clock | None] = ContextVar("perturbkv_clock", default=
 
 @contextmanager
 def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]:
-    """Measure all phases inside the block, and yield the dictionary of their seconds by name.
+    """Measure the phases inside the block, and yield phase name -> seconds.
 
     `wait` is called at both ends of a phase, and waits until the device has finished.
     """
@@ -204,7 +204,7 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the block's duration to the phase `name`, where it is inside `timed`."""
+    """Add the duration of the block to the phase `name`; outside `timed` nothing is measured."""
     clock = _timing_clock.get()
     if clock is None:
         yield

@@ -51,7 +51,7 @@ def config_rows(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 
 
 def config_totals(trace: Trace, measure: Measure, values: Floats) -> Floats:
-    """Return (config, 3): the sum over heads and samples over that of the outputs' norms, with its interval.
+    """Return (config, 3): Σ measure / Σ output norm over heads and samples, with its interval.
 
     A measure without a norm has the mean over heads instead.
     """
@@ -84,13 +84,13 @@ def top1_shares(trace: Trace) -> Floats:
 
 
 def drift_values(trace: Trace) -> Floats:
-    """Return the drift after each layer (distance, sample, config, layer)."""
+    """Return the drift of the residual stream after every layer, (distance, sample, config, layer)."""
     measured = Measurements(trace, ANALYSIS)
     return np.stack([drift.drift_values(measured, distance) for distance in DISTANCES])
 
 
 def drift_means(values: Floats) -> Floats:
-    """Return the mean over samples of `drift_values`, with its interval (distance, config, layer, 3)."""
+    """Return the mean of `drift_values` over samples, with its interval (distance, config, layer, 3)."""
     return np.stack([
         np.stack([with_band(*drift.mean_drift(one[:, config])) for config in range(one.shape[1])]) for one in values
     ])  # fmt: skip
@@ -105,13 +105,13 @@ def drift_floors(trace: Trace) -> Floats:
 
 
 def configs_without_eviction(trace: Trace) -> Sequence[str]:
-    """Return the labels of configurations whose budget covered every sample's prompt."""
+    """Return the labels of configurations whose budget covers every sample's prompt: nothing was evicted."""
     evicted = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
     return [config.label() for config, some in zip(trace.run.configs, evicted.tolist(), strict=True) if not some]
 
 
 def _byte_shares(trace: Trace) -> Floats:
-    """Return (config,): cache bytes over those of the full cache in 16 bits; NaN where the trace lacks them."""
+    """Return (config,): cache bytes as a share of the full 16-bit cache's; NaN where the trace lacks them."""
     try:
         return Measurements(trace, ANALYSIS).byte_shares
     except TraceError:
@@ -119,7 +119,7 @@ def _byte_shares(trace: Trace) -> Floats:
 
 
 def _mean_over_heads(values: Floats) -> Floats:
-    """Return the mean (sample,) of (sample, layer, head) over the heads that are not NaN; NaN where all are."""
+    """Return (sample,) the mean over layers and heads, ignoring NaN; NaN for samples with NaN only."""
     known = ~np.isnan(values)
     counts = known.sum(axis=(1, 2))
     return np.asarray(np.where(known, values, 0).sum(axis=(1, 2)) / np.where(counts, counts, np.nan))
@@ -158,7 +158,7 @@ class TraceMeasures:
 
 
 def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairComparison]:
-    """Store all arrays but those of steps and single samples in `blocks`; return measure -> comparison of pairs."""
+    """Store all arrays except steps and single samples in `blocks`; return measure -> comparison of pairs."""
     means, totals, floors = [], [], []
     comparisons: dict[str, PairComparison] = {}
     equal = equal_sets(measured.quick, measured.sides.pairs) if measured.quick and measured.sides.pairs else None
@@ -181,7 +181,7 @@ def put_arrays(measured: TraceMeasures, blocks: Blocks) -> dict[str, PairCompari
 
 
 def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
-    """Store the sums, shares of better heads and verdicts of all pairs in `blocks`, where there are pairs."""
+    """Store the sums, shares of better heads and verdicts of all pairs in `blocks`; nothing if there are no pairs."""
     if not comparisons:
         return
     blocks.put_floats("pair_sum", np.stack([one.sums for one in comparisons.values()]))
@@ -191,7 +191,7 @@ def _put_pairs(blocks: Blocks, comparisons: dict[str, PairComparison]) -> None:
 
 
 def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None) -> None:
-    """Store drift, its noise floors and, where kept sets can be compared, its ratios in `blocks`."""
+    """Store drift and its noise floors in `blocks`, and drift ratios if kept sets can be compared."""
     each = drift_values(measured.trace)
     blocks.put_floats("drift", drift_means(each))
     blocks.put_codes("drift_sample", list(each), [log_scale(one) for one in each])
@@ -201,7 +201,7 @@ def _put_drift(measured: TraceMeasures, blocks: Blocks, equal: EqualSets | None)
 
 
 def _noise_floor(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean noise floor (layer, head) of a perturbation."""
+    """Return the mean noise floor (layer, head) of a perturbation measure over the samples."""
     measured = Measurements(trace, "report")
     return np.asarray(
         head_comparison.perturbation_and_floor(measured, measure.source, measure.distance)[1].mean(axis=0)
@@ -209,7 +209,7 @@ def _noise_floor(trace: Trace, measure: Measure) -> Floats:
 
 
 def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) -> dict[str, Any]:
-    """Store the means of every decode step in `blocks`; return the JSON field that names their measures."""
+    """Store the means of every decode step; return the JSON field of their measures, or put a reason in `lacks`."""
     if int(measured_steps(measured.trace).max()) < 2:
         return {}
     stepped = [one for one in measured.measures if one.key in STEPPED]
@@ -222,7 +222,7 @@ def put_steps(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str]) ->
 
 
 def put_samples(measured: TraceMeasures, blocks: Blocks, lacks: dict[str, str], full: bool) -> None:
-    """Store the measures of every sample: all with `full`, else as many as leave bytes for kept sets."""
+    """Store every sample's measures; unless `full`, only those that fit. `lacks` gets the reason for the omission."""
     if full:
         blocks.put_floats("sample", np.stack([each.astype(np.float32) for each in measured.each]))
         blocks.arrays["sample"]["measures"] = list(range(len(measured.each)))

@@ -38,7 +38,7 @@ def trace_title(trace: Trace) -> str:
 
 
 def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
-    """Return (label, value) pairs that identify the run, without values that are defaults."""
+    """Return (label, value) pairs that identify the run; values equal to the default are left out."""
     run = identity(trace, trace.run.configs)
     facts = {
         "Model": run.model,
@@ -58,7 +58,7 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
 
 
 def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) -> tuple[str, ...]:
-    """Return the sentences to read before any number, such as few samples or random weights.
+    """Return the warnings of a page, such as few samples or random weights.
 
     `tied` is the share of heads whose propagated verdict is a tie in the pair that is shown first.
     """
@@ -75,13 +75,13 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
 
 
 def _configurations_text(trace: Trace, sides: Sides) -> str:
-    """Return the number of configurations, and of sides and budgets where there are several budgets."""
+    """Return as text the number of configurations and, for several budgets, of sides and budgets."""
     count = len(trace.run.configs)
     return str(count) if len(sides.budgets) == 1 else f"{count}: {len(sides.names)} at {len(sides.budgets)} budgets"
 
 
 def _cache_shares_text(trace: Trace) -> str:
-    """Return the range of cache shares as text; '' where the trace has none."""
+    """Return the range of the configurations' cache shares as text; '' if the trace has none."""
     shares = Measurements(trace, ANALYSIS).cache_shares
     known = shares[~np.isnan(shares)]
     if not known.size:
@@ -91,19 +91,19 @@ def _cache_shares_text(trace: Trace) -> str:
 
 
 def _noise_floor_text(trace: Trace) -> str:
-    """Return the noise floors of the median and the largest head over ‖o_h‖, and that of KL."""
+    """Return as text the median and maximum over heads of the noise floor over ‖o_h‖, and KL's noise floor."""
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
 
 
 def _random_weights_warning(trace: Trace) -> str:
-    """Return the warning of random weights; '' for a trained model."""
+    """Return a warning if the model's weights are random, else ''."""
     return "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else ""
 
 
 def _failures_warning(trace: Trace) -> str:
-    """Return the warning of failed samples, with the first reason; '' where none failed."""
+    """Return a warning with the number of failed samples and the first reason; '' where none failed."""
     if not trace.failures:
         return ""
     first, reason = next(iter(trace.failures.items()))
@@ -115,7 +115,7 @@ def _failures_warning(trace: Trace) -> str:
 
 
 def _few_samples_warning(samples: int) -> str:
-    """Return the warning of too few samples for intervals; '' for enough."""
+    """Return a warning if there are too few samples for intervals, else ''."""
     if samples == 1:
         return "One sample: no number here has an interval."
     if samples >= MIN_SAMPLES:
@@ -124,7 +124,7 @@ def _few_samples_warning(samples: int) -> str:
 
 
 def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
-    """Return a warning where the first treatment's σ is at most 0.5 in some heads, with counts per budget."""
+    """Return a warning if the first treatment's σ is at most 0.5 in some heads, with counts per budget."""
     sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     configs = [(budget, sides.config(start.treatment, index)) for index, budget in enumerate(sides.budgets)]
     counts = [(budget, int((sigma[config] <= EVIDENCE).sum())) for budget, config in configs if config is not None]
@@ -135,7 +135,7 @@ def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[
 
 
 def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
-    """Return the warning of tied heads in the pair that is shown first; '' for a share below 1 %."""
+    """Return a warning with the share of tied heads in the pair that is shown first; '' below 1 %."""
     if not tied or tied < _LEAST_TIED:
         return ""
     pair = f"{sides.names[start.treatment]} and {sides.names[start.baseline]}"
@@ -146,7 +146,7 @@ def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
 
 
 def _nothing_evicted_warning(trace: Trace) -> str:
-    """Return the warning of configurations that evicted nothing; '' where all evicted."""
+    """Return a warning naming the configurations that evicted nothing; '' if there are none."""
     labels = configs_without_eviction(trace)
     if not labels:
         return ""
@@ -160,7 +160,7 @@ _TEXTS = ("answer_full", "answer", "expected_answers")
 
 
 def answers_part(trace: Trace) -> dict[str, Any] | None:
-    """Return `answers_part` of the page's JSON; None where the trace has neither scores nor texts."""
+    """Return the page's JSON object on answers, their scores and texts; None where the trace has neither."""
     name = next((one for one in _UNITS if one in trace.arrays), None)
     texts = {one: trace.arrays[one][trace.ok] for one in _TEXTS if one in trace.arrays}
     if name is None and not texts:
@@ -195,22 +195,22 @@ def has_answer_texts(trace: Trace) -> bool:
 
 
 def _complete_scores(trace: Trace, name: str) -> Floats:
-    """Return a variable of scores of the complete samples, as float64."""
+    """Return a score variable of the trace's complete samples, as float64."""
     return np.asarray(trace.arrays[name][trace.ok], dtype=np.float64)
 
 
 def _as_list(scores: Floats | None) -> list[float] | None:
-    """Return scores as a list; None without scores."""
+    """Return scores as a list of floats; None for None."""
     return None if scores is None else scores.tolist()
 
 
 def _escaped_texts(texts: NDArray[np.generic] | None) -> list[str] | None:
-    """Return texts as a list, with control characters escaped; None without texts."""
+    """Return texts as a list, with control characters escaped; None for None."""
     return None if texts is None else [escape_control_characters(str(one)) for one in texts.tolist()]
 
 
 def _accepted_answers(document: Any) -> list[str]:
-    """Return the accepted answers of a sample from their JSON list; any other text is a single answer."""
+    """Return a sample's accepted answers from a JSON list; any other text is returned as a single answer."""
     try:
         accepted = parse_json(str(document) or "[]")
     except ValueError:
@@ -223,7 +223,7 @@ def _accepted_answers(document: Any) -> list[str]:
 
 
 def _mean_with_interval(scores: Floats | None) -> list[Any] | None:
-    """Return the mean over graded samples, the ends of its interval, and their kind: interval or range.
+    """Return mean, interval ends and interval kind (interval or range) of the graded samples' scores.
 
     The interval is exact where all scores are 0 or 1.
     """
@@ -245,7 +245,7 @@ _NEEDED = {
 
 
 def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
-    """Return part of the page -> sentence that says how to measure it, for parts that the trace lacks.
+    """Return missing part of the page -> sentence on how to measure it.
 
     `pairs` is the number of its pairs of configurations.
     """
@@ -262,7 +262,7 @@ def missing_parts(trace: Trace, pairs: int) -> dict[str, str]:
 
 
 def _measure_pairs_hint(trace: Trace) -> str:
-    """Return a hint to measure several configurations of one budget."""
+    """Return a hint to measure several configurations of equal budget."""
     return (
         f"expected two configurations of one budget in {trace.source or 'this trace'}, got none; measure several: "
         f"perturbkv trace --model {trace.run.model} --dataset {trace.run.dataset} "
@@ -271,7 +271,7 @@ def _measure_pairs_hint(trace: Trace) -> str:
 
 
 def _missing_variable_hint(trace: Trace, variable: str) -> str:
-    """Return a hint to measure a variable; '' where the trace has it."""
+    """Return a hint to measure a variable; '' if the trace has the variable."""
     if variable in trace.arrays:  # not read: some are large
         return ""
     try:
@@ -282,7 +282,7 @@ def _missing_variable_hint(trace: Trace, variable: str) -> str:
 
 
 def _missing_scores_hint(trace: Trace) -> str:
-    """Return a hint to measure scores of answers; '' where the trace has them."""
+    """Return a hint to measure scores of answers; '' if the trace has scores."""
     try:
         scores(trace, ANALYSIS)
     except TraceError as error:
@@ -291,7 +291,7 @@ def _missing_scores_hint(trace: Trace) -> str:
 
 
 def _missing_texts_hint(trace: Trace) -> str:
-    """Return a hint to record the answers' texts; '' where the trace has them, or no scores."""
+    """Return a hint to record the answers' texts; '' if the trace has texts, or lacks scores."""
     if has_answer_texts(trace) or "score_full" not in trace.arrays:
         return ""
     return (
@@ -301,7 +301,7 @@ def _missing_texts_hint(trace: Trace) -> str:
 
 
 def _single_step_hint(trace: Trace) -> str:
-    """Return a hint to measure more decode steps; '' where the trace has several."""
+    """Return a hint to measure more decode steps; '' if the trace has several."""
     if trace.run.steps > 1:
         return ""
     return (

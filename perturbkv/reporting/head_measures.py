@@ -42,12 +42,12 @@ class Measure:
 
     @property
     def less(self) -> bool:
-        """Whether smaller values are better."""
+        """Whether smaller values of the measure are better."""
         return self.kind != SHARE
 
     @property
     def norm(self) -> str | None:
-        """The variable of the norms that sums of the measure are divided by; None where means replace sums."""
+        """The variable of norms by which sums of the measure are divided; None for measures that are averaged."""
         unit = distance_of(self.distance or "l1")
         return None if self.kind in (SHARE, DISTANCE) or unit.angular else f"output_norm{unit.suffix}"
 
@@ -56,7 +56,7 @@ class Measure:
         return linear_scale(values) if self.kind == SHARE else log_scale(values)
 
     def to_dict(self, ties: int | None) -> dict[str, Any]:
-        """Return the measure for the page's JSON; `ties`: its index among the measures with verdicts."""
+        """Return the measure's JSON object for the page; `ties`: its index among the measures with verdicts."""
         fields = {name: getattr(self, name) for name in ("key", "name", "unit", "kind", "distance", "less", "about")}
         return {**fields, "ties": ties, "compare": "difference" if self.kind == SHARE else "ratio"}
 
@@ -110,12 +110,12 @@ FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat",
 
 
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
-    """Return the measures that a trace has, with the noise floors of those that need them."""
+    """Return the measures of which a trace has the variable and, if needed, the noise floor."""
     return tuple(one for one in MEASURES if {one.variable, *_floor_names(one)} <= set(trace.arrays))
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:
-    """Return the values (sample, config, layer, head) at the first decode step.
+    """Return a measure's values (sample, config, layer, head) at the first decode step.
 
     Raises the TraceError of `Measurements`.
     """
@@ -124,7 +124,7 @@ def sample_values(trace: Trace, measure: Measure) -> Floats:
 
 
 def mean_over_samples(values: Floats) -> Floats:
-    """Return the mean (config, layer, head) over the samples that are not NaN; NaN where all are."""
+    """Return (config, layer, head) the mean over samples, ignoring NaN; NaN where all samples are NaN."""
     known = ~np.isnan(values)
     if known.all():
         return np.asarray(values.mean(axis=0))
@@ -132,7 +132,7 @@ def mean_over_samples(values: Floats) -> Floats:
 
 
 def means_by_step(trace: Trace, measure: Measure) -> Floats:
-    """Return the mean (config, step, layer, head) over the samples that have the step, up to the last one."""
+    """Return a measure's mean (config, step, layer, head) over the samples that have the step, up to the last step."""
     counts = measured_steps(trace)
     most = int(counts.max())
     stored = Measurements(trace, ANALYSIS, None)[measure.variable][:, :, :most]

@@ -40,7 +40,7 @@ class ModuleError(ValueError):
 
 @dataclass(frozen=True)
 class _Module:
-    """A JavaScript module: its imports by source, as (exported name, local name), its exports, and its other code."""
+    """A JavaScript module: imports by source, as (exported name, local name), exports, and remaining code."""
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     exports: tuple[str, ...]
@@ -48,7 +48,7 @@ class _Module:
 
 
 def bundle(read: Read, entry: str = "main.js") -> str:
-    """Return one JavaScript module that is equivalent to the entry module and everything that it imports.
+    """Return a single JavaScript module equivalent to the entry module with all its imports.
 
     Args:
         read: returns the source of a module.
@@ -64,7 +64,7 @@ def bundle(read: Read, entry: str = "main.js") -> str:
 
 
 def check_inline(name: str, source: str) -> str:
-    """Return the source. Raises ModuleError for text that ends a script in HTML, or that a browser changes."""
+    """Return the source unchanged. Raises ModuleError for text that ends a script in HTML, or that browsers change."""
     if ends := _ENDS_A_SCRIPT.search(source):
         msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
         raise ModuleError(msg)
@@ -75,7 +75,7 @@ def check_inline(name: str, source: str) -> str:
 
 
 def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
-    """Append a module to `modules` after everything that it imports; `path` leads to it from the entry."""
+    """Append a module to `modules` after all its imports; `path` is the import chain from the entry module."""
     if name in path:
         msg = f"modules import each other: {' → '.join((*path[path.index(name) :], name))}"
         raise ModuleError(msg)
@@ -102,7 +102,7 @@ def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
 
 
 def _parse_module(name: str, source: str) -> _Module:
-    """Return a module from its source. Raises ModuleError for imports and exports of another form."""
+    """Return a module parsed from its source. Raises ModuleError for unsupported forms of import and export."""
     code = _COMMENT.sub("", source)  # types are imported in comments
     imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
     exports = tuple(match[2] for match in _EXPORT.finditer(code))
@@ -124,7 +124,7 @@ def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _wrap_module(name: str, module: _Module) -> str:
-    """Return a module as a function that is called at once and returns its exports for later modules."""
+    """Return a module as JavaScript code: an immediately called function that returns the exports."""
     imports = "".join(
         f"const {{ {', '.join(f'{exported}: {local}' for exported, local in names)} }} = {_module_variable(other)};\n"
         for other, names in module.imports
@@ -208,7 +208,7 @@ PLOT_STYLES = tuple(
 
 
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Return the content security policy that allows exactly these inline scripts and styles, and those of Plot.
+    """Return the content security policy that allows exactly the given inline scripts and styles, and Plot's styles.
 
     Args:
         scripts: text between the tags of each inline script.
@@ -229,7 +229,7 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def _policy_source(text: str) -> str:
-    """Return `'sha256-…'` of an inline script or style; browsers hash its UTF-8."""
+    """Return a script's or style's source expression `'sha256-…'` for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -246,7 +246,7 @@ LIBRARIES = ("d3.min.js", "plot.min.js")
 
 
 def page(payload: Payload) -> str:
-    """Return the whole page of a payload.
+    """Return the complete HTML page of a payload.
 
     Args:
         payload: the contents.
@@ -274,7 +274,7 @@ def page(payload: Payload) -> str:
 
 
 def as_json(document: Any) -> str:
-    """Return a JSON document that is safe between the tags of a script in HTML."""
+    """Return a JSON document as text that is safe inside an HTML script element."""
     text = escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     for sign, escape in _MARKUP.items():
         text = text.replace(sign, escape)
@@ -296,7 +296,7 @@ def _template() -> Template:
 
 @cache
 def _library_source(name: str) -> str:
-    """Return the source of a library in `vendor/`, checked to be safe as an inline script."""
+    """Return the source of a library in `vendor/`. Raises ModuleError for text unsafe in an inline script."""
     return check_inline(name, (_VENDOR / name).read_text(encoding="utf-8"))
 
 
@@ -317,7 +317,7 @@ def _page_style() -> str:
 
 
 def _check_id(name: str) -> str:
-    """Return a block's name. Raises ValueError for one that needs escaping, or that is an element's id."""
+    """Return a block's name unchanged. Raises ValueError for a name that needs escaping, or is an element's id."""
     if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
         msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
         raise ValueError(msg)

@@ -41,12 +41,12 @@ class Scale:
     step: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scale for the page's JSON."""
+        """Return the scale's JSON object for the page."""
         return dict(vars(self))
 
 
 def log_scale(values: Floats) -> Scale:
-    """Return the logarithmic scale of values that are 0 or positive; negative ones, from rounding, count as 0.
+    """Return the logarithmic scale of non-negative values; negative values, from rounding, count as 0.
 
     Errors are at most 0.1 % of a value where the largest is at most e¹²⁴ times the smallest.
     """
@@ -63,7 +63,7 @@ def linear_scale(values: Floats) -> Scale:
 
 
 def encode(values: Floats, scale: Scale) -> Codes:
-    """Return the two-byte code of each value, of any shape."""
+    """Return values of any shape as two-byte codes on a scale."""
     if scale.kind == LOG:
         positive = np.isfinite(values) & (values > 0)
         steps = np.round((np.log(np.where(positive, values, 1.0)) - scale.low) / scale.step) + 1
@@ -75,14 +75,14 @@ def encode(values: Floats, scale: Scale) -> Codes:
 
 
 def encode_shares(shares: Floats, step: float, largest: int) -> NDArray[np.int64]:
-    """Return logarithmic codes of shares: exp((code − largest) · step), at least 1; 0 for 0 and NaN."""
+    """Return logarithmic codes of shares: share ≈ exp((code − largest) · step), code ≥ 1; 0 for 0 and NaN."""
     positive = np.isfinite(shares) & (shares > 0)
     codes = largest + np.round(np.log(np.where(positive, shares, 1.0)) / step)
     return np.where(positive, np.clip(codes, 1, largest), 0).astype(np.int64)
 
 
 def pack_verdicts(verdicts: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Return verdicts 1, 0 and −1 as 1, 0 and 2 in two bits each, the first in the lowest bits of the first byte."""
+    """Return verdicts packed into two bits each, with 2 for −1; the first verdict is in the lowest bits of a byte."""
     flat = np.where(verdicts < 0, 2, verdicts).astype(np.uint8).reshape(-1)
     padded = np.concatenate([flat, np.zeros(-len(flat) % 4, dtype=np.uint8)]).reshape(-1, 4)
     return np.asarray((padded << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1), dtype=np.uint8)
@@ -104,12 +104,12 @@ def deflate(content: bytes, level: int = 9) -> bytes:
 
 
 def block_bytes(block: bytes) -> int:
-    """Return the bytes that a block takes in a page."""
+    """Return the bytes that a block occupies in a page, in its text encoding."""
     return -(-len(block) // 3) * 4 + _ELEMENT_BYTES
 
 
 def blocks_limit(values: int) -> int:
-    """Return the most bytes that the blocks of a page may take, for traces of `values` values."""
+    """Return the largest number of bytes allowed for the blocks of a page, for traces with `values` values."""
     slope = (LARGE - SMALL) / (LARGE_VALUES - SMALL_VALUES)
     return SMALL - LIBRARIES + max(0, round(slope * (values - SMALL_VALUES)))
 
@@ -131,24 +131,24 @@ class Blocks:
     blocks: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, block: bytes) -> str:
-        """Store a block, whatever its size, and return its id."""
+        """Store a block, regardless of the remaining bytes, and return its id."""
         block_id = f"{self.prefix}-{name}"
         self.blocks[block_id] = block
         self.room -= block_bytes(block)
         return block_id
 
     def offer(self, name: str, block: bytes) -> str | None:
-        """Store a block and return its id; None where the remaining bytes do not suffice."""
+        """Store a block and return its id; None if it exceeds the remaining bytes."""
         return self.put(name, block) if block_bytes(block) <= self.room else None
 
     def put_floats(self, name: str, array: NDArray[Any]) -> None:
-        """Store an array as four-byte floats: the first bytes of all, then all second ones, and so on."""
+        """Store an array as four-byte floats in byte planes: every float's first byte, then every second byte, etc."""
         with np.errstate(over="ignore"):  # a bound that four bytes cannot hold is shown as infinite
             floats = np.ascontiguousarray(array, dtype="<f4")
         self._put_array(name, deflate(byte_planes(floats)), "f4", array.shape, None)
 
     def put_codes(self, name: str, array: Sequence[Floats], scales: Sequence[Scale], most: float = np.inf) -> float:
-        """Store arrays of floats as consecutive two-byte codes, with a scale for each array.
+        """Store float arrays as consecutive two-byte codes, one scale per array; return needed over allowed bytes.
 
         They are stored only where they take at most the share `most` of the remaining bytes. Return the bytes that they
         take over those allowed.
@@ -161,7 +161,7 @@ class Blocks:
         return taken
 
     def put_packed(self, name: str, content: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        """Store bytes that represent an array of `shape`."""
+        """Store the bytes of a packed array of shape `shape`."""
         self._put_array(name, deflate(content.tobytes()), "u1", shape, None)
 
     def _put_array(self, name: str, content: bytes, dtype: str, shape: tuple[int, ...], scale: Any) -> None:
@@ -176,7 +176,7 @@ class Blocks:
 
 
 def byte_planes(array: NDArray[Any]) -> bytes:
-    """Return the first bytes of all elements, then the second ones, and so on: similar neighbours deflate better."""
+    """Return the bytes of an array by plane: every element's first byte, then every second byte, and so on."""
     return np.ascontiguousarray(array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T).tobytes()
 
 

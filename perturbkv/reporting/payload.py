@@ -41,7 +41,7 @@ from perturbkv.trace import Trace
 
 
 def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str, Any]:
-    """Return the JSON object of a trace; store its arrays in `blocks`.
+    """Return a trace's JSON object; store its arrays in `blocks`.
 
     Raises the TraceError of `Measurements`.
     """
@@ -88,7 +88,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
 
 
 def _result_or_reason(lacks: dict[str, str], part: str, function: Callable[[], Any]) -> Any:
-    """Return the result of a function; None where it raises TraceError, whose message goes to `lacks`."""
+    """Return the function's result, or None after a TraceError, whose message is stored as `lacks[part]`."""
     try:
         return function()
     except TraceError as error:
@@ -125,12 +125,12 @@ def _json_bytes(part: object) -> int:
 
 
 def _display_names(ids: Sequence[str]) -> tuple[str, ...]:
-    """Return distinct names of samples for display; none is empty, as the empty one means all samples."""
+    """Return distinct, non-empty display names of samples; the empty name stands for all samples."""
     return make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
-    """Return the measures for the page's JSON."""
+    """Return the page's JSON objects of the trace's measures."""
     ties = measured.verdict_keys
     return [
         one.to_dict(ties.index(one.key) if one.key in ties and measured.quick else None) for one in measured.measures
@@ -138,13 +138,13 @@ def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:
 
 
 def _step_samples(trace: Trace) -> list[int]:
-    """Return the number of samples that have each decode step."""
+    """Return the number of samples per decode step, as samples can end early."""
     steps = measured_steps(trace)
     return [int((steps > step).sum()) for step in range(int(steps.max()))]
 
 
 def _most_changed_head(measured: TraceMeasures) -> IndexPair:
-    """Return the layer and head whose mean propagated perturbation differs most between the first sides."""
+    """Return the (layer, head) whose mean propagated perturbation differs most between the two sides shown first."""
     start = measured.start
     configs = [measured.sides.config(side, start.budget) for side in (start.baseline, start.treatment)]
     means = Measurements(measured.trace, ANALYSIS)["perturbation_propagated"].mean(axis=0)
@@ -154,7 +154,7 @@ def _most_changed_head(measured: TraceMeasures) -> IndexPair:
 
 
 def _tied_share(measured: TraceMeasures, comparison: PairComparison | None) -> float | None:
-    """Return the share of heads whose means are tied in the pair shown first; None where there is no pair."""
+    """Return the share of tied heads, by means, in the pair shown first; None without a pair."""
     sides, start = measured.sides, measured.start
     configs = {sides.config(side, start.budget) for side in (start.baseline, start.treatment)}
     pair = next((pair for pair in sides.pairs if set(pair) == configs), None)
@@ -174,7 +174,7 @@ _FOLDERS = re.compile(
 
 
 def trace_name(trace: Trace) -> str:
-    """Return the file name of a trace, with its folder where the name is the default."""
+    """Return the file name of a trace; a default file name is preceded by the folder."""
     if not trace.source:
         return "in memory"
     path = Path(os.path.abspath(trace.source))  # noqa: PTH100 # links keep their own names
@@ -184,7 +184,7 @@ def trace_name(trace: Trace) -> str:
 
 
 def without_folders(trace: Trace) -> Trace:
-    """Return the trace without folders in the names of its file, model and data set and in its failures."""
+    """Return the trace with folders removed from the names of file, model and data set and from failure messages."""
     return replace(
         trace,
         source=trace_name(trace) if trace.source else "",
@@ -205,7 +205,7 @@ FORMAT = 1
 
 
 def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
-    """Return the contents of a page of these traces.
+    """Return the contents of a report page on the traces.
 
     Args:
         traces: at least one.
@@ -232,7 +232,7 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
 
 
 def _byte_limit(traces: Sequence[Trace], own: Trace) -> float:
-    """Return the bytes that the blocks of one trace may take: its share of all values."""
+    """Return the largest number of bytes for one trace's blocks, proportional to its share of all values."""
     total = sum(map(_value_count, traces))
     return blocks_limit(total) * _value_count(own) / total
 

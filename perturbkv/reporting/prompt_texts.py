@@ -50,7 +50,7 @@ def prompt_block(trace: Trace, sample: int) -> bytes | None:
 
 
 def missing_text_hint(trace: Trace) -> str:
-    """Return the command that adds the prompts' text; '' where a complete sample has it."""
+    """Return the command that adds the prompts' text to the trace; '' if a complete sample has its text."""
     try:
         prompt_of(trace)
     except TraceError as error:
@@ -59,7 +59,7 @@ def missing_text_hint(trace: Trace) -> str:
 
 
 def token_text(text: str) -> str:
-    """Return the text of a token for display: escaped, and shortened where it is very long."""
+    """Return a token's text for display: escaped, and shortened if it is longer than `LONGEST`."""
     shown = escape_control_characters(text)
     if len(shown) <= LONGEST:
         return shown
@@ -67,7 +67,7 @@ def token_text(text: str) -> str:
 
 
 def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
-    """Return the kept sets of a sample; None where the trace lacks them."""
+    """Return a sample's kept sets; None if the trace lacks kept sets."""
     masks, shares = [], []
     for config in range(len(trace.run.configs)):
         try:
@@ -80,7 +80,7 @@ def sample_kept_sets(trace: Trace, sample: int) -> SampleKeptSets | None:
 
 
 def prompt_attention(trace: Trace, sample: int) -> Floats | None:
-    """Return the first decode step's attention (layer, head, token) to the prompt; None if not stored."""
+    """Return the first decode step's attention (layer, head, token) to the prompt; None if it is not stored."""
     if "attention_full" not in trace.arrays:
         return None
     tokens = int(trace.arrays["prompt_tokens"][sample])
@@ -88,12 +88,12 @@ def prompt_attention(trace: Trace, sample: int) -> Floats | None:
 
 
 def attention_codes(attention: Floats) -> NDArray[np.uint8]:
-    """Return attention as codes of one byte: 0, or exp((code − 255) · 0.08)."""
+    """Return attention weights as one-byte codes: weight ≈ exp((code − 255) · 0.08), code 0 for 0."""
     return encode_shares(attention, ATTENTION_STEP, ATTENTION_CODES).astype(np.uint8)
 
 
 def _text_document(prompt: PromptText) -> dict[str, object]:
-    """Return the JSON object of a prompt's text: its tokens, the compressed ones, and what was cut."""
+    """Return the JSON object of a prompt's text: tokens, number of compressed tokens, index and size of the cut."""
     pieces = [token_text(one) for one in prompt.pieces]
     return {
         "pieces": pieces,
@@ -124,7 +124,7 @@ class Losses:
 
 
 def sample_losses(trace: Trace, sample: int) -> Losses | None:
-    """Return the evicted entries that would add most to each head's output; None if the trace lacks them."""
+    """Return the evicted entries with the largest contribution to each head's output; None if the trace lacks them."""
     if not set(_LOST) <= set(trace.arrays):
         return None
     positions, output, total = (np.asarray(trace.arrays[name][sample]) for name in _LOST)
@@ -134,7 +134,7 @@ def sample_losses(trace: Trace, sample: int) -> Losses | None:
 
 
 def loss_count(trace: Trace) -> int:
-    """Return the number of lost entries per head; 0 where the trace does not have them."""
+    """Return the number of lost entries stored per head; 0 if the trace has no losses."""
     return int(trace.arrays["lost_position"].shape[-1]) if set(_LOST) <= set(trace.arrays) else 0
 
 
@@ -154,7 +154,7 @@ def sample_heads(trace: Trace, sample: int) -> SampleHeads | None:
 
 
 def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
-    """Return the compressed bundle of a head: masks, each XORed with the previous one, losses and attention."""
+    """Return the compressed bundle of a head: masks, each XORed with its predecessor, then losses and attention."""
     kept, losses, attention = heads.kept.masks[:, layer, head], heads.losses, heads.attention
     masks = kept.copy()
     masks[1:] ^= kept[:-1]
@@ -167,7 +167,7 @@ def kept_bundle(heads: SampleHeads, layer: int, head: int) -> bytes:
 
 
 def heads_by_change(trace: Trace, sample: int, pairs: Sequence[IndexPair], excluded: IndexPair) -> list[IndexPair]:
-    """Return a sample's heads (layer, head), but `excluded`, by their largest change in any pair, descending.
+    """Return a sample's heads (layer, head), without `excluded`, in descending order of the largest change in any pair.
 
     The change is that of the isolated perturbation over ‖o_h‖₁.
     """
@@ -195,7 +195,7 @@ class SampleBlocks:
     bundles: list[tuple[IndexPair, bytes]] = field(default_factory=list)
 
     def to_dict(self, blocks: Blocks, number: int, heads: int) -> dict[str, Any]:
-        """Store the bundles as one block; return the sample for the page's JSON."""
+        """Store the bundles as one block; return the sample's JSON object for the page."""
         contents = [content for _, content in self.bundles]
         block_id = None
         if contents:
@@ -212,7 +212,7 @@ class SampleBlocks:
 
 
 def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
-    """Store the text of each complete sample; return the ids of blocks, None for a sample without text."""
+    """Store every complete sample's text; return block ids, None for a sample without text."""
     texts = [prompt_block(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return [None if text is None else blocks.put(f"text{number}", text) for number, text in enumerate(texts)]
 
@@ -220,7 +220,7 @@ def put_texts(trace: Trace, blocks: Blocks) -> list[str | None]:
 def tokens_part(
     trace: Trace, blocks: Blocks, texts: Sequence[str | None], pairs: Sequence[IndexPair], first: IndexPair
 ) -> dict[str, Any]:
-    """Return `prompts` and `held_heads` of the page's JSON, and store what they refer to.
+    """Return the page's JSON fields `prompts` and `held_heads`, and store the blocks whose ids they contain.
 
     Args:
         trace: the trace whose complete samples are shown.
@@ -239,7 +239,7 @@ def tokens_part(
 
 
 def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], first: IndexPair) -> None:
-    """Store each sample's bundle of the `first` head, and the share of heads that keep each token."""
+    """Store the bundle of the head `first` and the per-token share of keeping heads, for every sample."""
     for number, one in enumerate(samples):
         heads = sample_heads(trace, one.index)
         one.kept = heads is not None
@@ -249,7 +249,7 @@ def _put_first_bundles(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlo
 
 
 def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]) -> None:
-    """Store each sample's attention per token, mean over heads, while bytes remain."""
+    """Store every sample's attention per token, averaged over heads, while bytes remain."""
     for number, one in enumerate(samples):
         attention = prompt_attention(trace, one.index)
         if attention is not None:
@@ -260,7 +260,7 @@ def _put_attention(trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks]
 def _put_bundles(
     trace: Trace, blocks: Blocks, samples: Sequence[SampleBlocks], pairs: Sequence[IndexPair], first: IndexPair
 ) -> None:
-    """Store bundles of all samples, each with an equal part of the bytes; read the masks of one sample at a time."""
+    """Store the bundles of all samples, within equal shares of the bytes; masks are read sample by sample."""
     orders = [heads_by_change(trace, one.index, pairs, first) for one in samples]
     for number, (one, order) in enumerate(zip(samples, orders, strict=True)):
         _put_sample_bundles(trace, blocks, one, order, blocks.room / (len(samples) - number))
@@ -269,7 +269,7 @@ def _put_bundles(
 def _put_sample_bundles(
     trace: Trace, blocks: Blocks, sample: SampleBlocks, order: Sequence[IndexPair], room: float
 ) -> None:
-    """Store further bundles of a sample, in the order of heads, until `room` bytes are used."""
+    """Store bundles of a sample's heads, in the order `order`, until `room` bytes are used."""
     heads = sample_heads(trace, sample.index) if sample.kept and room > 0 else None
     if heads is None:
         return
@@ -282,18 +282,18 @@ def _put_sample_bundles(
 
 
 def _append_bundle(blocks: Blocks, sample: SampleBlocks, head: IndexPair, bundle: bytes) -> None:
-    """Add a head's bundle to its sample, and subtract its bytes from those that remain."""
+    """Append a head's bundle to its sample, and subtract its bytes from the remaining ones."""
     blocks.room -= _bundle_bytes(bundle) + (0 if sample.bundles else block_bytes(b""))
     sample.bundles.append((head, bundle))
 
 
 def _bundle_bytes(bundle: bytes) -> int:
-    """Return the bytes that a bundle takes in a page, within the block of its sample."""
+    """Return the bytes that a bundle occupies in a page, as a part of its sample's block."""
     return block_bytes(bundle) - block_bytes(b"") + _JSON_BYTES
 
 
 def _bundle_counts(samples: Sequence[SampleBlocks], heads: int) -> dict[str, Any]:
-    """Return the number of bundles of the page and of the trace, and the reason where they differ."""
+    """Return the numbers of bundles in the page and in the trace, and the reason for any difference."""
     total, stored = heads * sum(one.kept for one in samples), sum(len(one.bundles) for one in samples)
     why = f"{total - stored:,} of {total:,} heads' tokens left out to keep the page small; --full keeps all"
     return {"of": total, "held": stored, "why": why if stored < total else ""}

@@ -61,7 +61,7 @@ class Report:
         return f"Report of {self.title}: {self.bytes / 1e6:.1f} MB, {self.samples} samples; .save(path) writes it"
 
     def _repr_html_(self) -> str:
-        """Return a frame whose page can access neither the notebook nor the network."""
+        """Return the page in a frame without access to the notebook and the network."""
         title, content = html.escape(f"Report of {self.title}"), html.escape(self.html)
         return (
             f'<iframe title="{title}" width="100%" height="{_HEIGHT}" sandbox="allow-scripts" '
@@ -110,7 +110,7 @@ def report(
 
 
 def _as_tuple(traces: Any) -> tuple[Trace, ...]:
-    """Return a trace, or several, as a tuple. Raises ConfigError for anything else."""
+    """Return a trace, or a sequence of traces, as a tuple. Raises ConfigError for any other object."""
     items = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
     for one in items:
         if not isinstance(one, Trace):
@@ -120,7 +120,7 @@ def _as_tuple(traces: Any) -> tuple[Trace, ...]:
 
 
 def check_traces(traces: Sequence[Trace]) -> None:
-    """Raise ConfigError for no trace or a repeated one, TraceError for one without a complete sample."""
+    """Raise ConfigError for no trace or a repeated trace, TraceError for a trace without a complete sample."""
     if not traces:
         msg = "expected a trace or several for a report, got none"
         raise ConfigError(msg)
@@ -135,7 +135,7 @@ def check_traces(traces: Sequence[Trace]) -> None:
 
 
 def check_path(path: Path, overwrite: bool) -> Path:
-    """Return the path. Raises OutputError where nothing can be written, or an existing file would be replaced."""
+    """Return the path unchanged. Raises OutputError if it cannot be written, or an existing file would be replaced."""
     check_writable(path)
     if path.exists() and not overwrite:
         msg = f"expected no file at {path}, got one; overwrite=True replaces it"
@@ -144,14 +144,14 @@ def check_path(path: Path, overwrite: bool) -> Path:
 
 
 def _check_no_trace(traces: Sequence[Trace], path: Path) -> None:
-    """Raise OutputError where the page would replace a trace that it is made from."""
+    """Raise OutputError if the page's path is the file of a trace that it is made from."""
     if any(one.source and real_path(Path(one.source)) == real_path(path) for one in traces):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise OutputError(msg)
 
 
 def _build_report(traces: Sequence[Trace], full: bool) -> Report:
-    """Return the report of checked traces."""
+    """Return the report of traces that have passed `check_traces`."""
     from perturbkv.reporting.payload import payload
 
     content = payload(traces, full=full)

@@ -55,7 +55,7 @@ class Sides:
     left_out: int
 
     def config(self, side: int, budget: int) -> int | None:
-        """Return the index of the configuration of a side and a budget; None where the run has none."""
+        """Return the index of the configuration with this side and budget; None if the run lacks it."""
         known = list(zip(self.side, self.budget, strict=True))
         return known.index((side, budget)) if (side, budget) in known else None
 
@@ -70,7 +70,7 @@ class Start:
 
 
 def run_sides(run: RunConfig) -> Sides:
-    """Return the sides of a run, in the order of its configurations."""
+    """Return a run's configurations as sides and budgets; sides are in the order of the configurations."""
     groups = sweeps(run, None)
     side_of = {config: side for side, group in enumerate(groups) for config in group}
     side = tuple(side_of[config] for config in range(len(run.configs)))
@@ -84,7 +84,7 @@ def run_sides(run: RunConfig) -> Sides:
 
 
 def first_choice(run: RunConfig, sides: Sides) -> Start:
-    """Return what is shown first: attention and two-stage where the run has them, else its first pair.
+    """Return the sides and budget that a page shows first: attention and two-stage if in the run, else the first pair.
 
     A single side is paired with itself.
     """
@@ -100,7 +100,7 @@ def first_choice(run: RunConfig, sides: Sides) -> Start:
 
 
 def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Return distinct names: repeated ones get a number."""
+    """Return names made distinct: a repeated name gets a number."""
     distinct: list[str] = []
     for name in names:
         numbered = (f"{name} ({number})" for number in range(2, len(names) + 2))
@@ -109,7 +109,7 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _pairs_by_budget(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[IndexPair, ...], int]:
-    """Return index pairs of configurations of equal budget, at most `MOST_PAIRS`, and how many are left out."""
+    """Return index pairs of configurations with equal budget, at most `MOST_PAIRS`, and the number of omitted pairs."""
     every = [(first, second) for first, second in combinations(range(len(side)), 2) if budget[first] == budget[second]]
     shown = sorted(every, key=lambda pair: max(side[pair[0]], side[pair[1]]))[:MOST_PAIRS]
     return tuple(sorted(shown)), len(every) - len(shown)
@@ -132,7 +132,7 @@ class PairComparison:
 
 
 def replace_by_digests(trace: Trace) -> Trace:
-    """Return the trace with digests instead of kept sets, which are compared much faster.
+    """Return the trace with digests in place of kept sets; digests are compared much faster.
 
     Raises TraceError where the trace has neither positions nor digests.
     """
@@ -143,7 +143,7 @@ def replace_by_digests(trace: Trace) -> Trace:
 
 
 def _is_large(name: str) -> bool:
-    """Return whether a variable holds positions, text or raw outputs, which a page does not need here."""
+    """Return whether a variable holds positions, text or raw outputs, which are too large to copy."""
     return VARIABLES[name].raw or VARIABLES[name].in_rows or VARIABLES[name].dtype == "str"
 
 
@@ -157,7 +157,7 @@ class EqualSets:
 
 
 def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
-    """Return masks of the equal kept sets of each pair. Raises TraceError where the trace lacks kept sets."""
+    """Return masks that are True where both configurations of a pair keep equal sets, per pair."""
     functions = (equal_isolated, equal_propagated, equal_layers)
     return EqualSets(*(np.stack([function(trace, *pair) for pair in pairs]) for function in functions))
 
@@ -165,7 +165,7 @@ def equal_sets(trace: Trace, pairs: Sequence[IndexPair]) -> EqualSets:
 def compare_pairs(
     trace: Trace, measure: Measure, values: Floats, pairs: Sequence[IndexPair], equal: EqualSets
 ) -> PairComparison:
-    """Return the comparison of all pairs in one measure; `values` are (sample, config, layer, head)."""
+    """Return the comparison of all configuration pairs in one measure; `values` are (sample, config, layer, head)."""
     if not measure.source:
         sums = [
             [_ratio_of_sums(measure, values[:, first], values[:, second]) for first, second in both_directions(pair)]
@@ -193,12 +193,12 @@ def both_directions(pair: IndexPair) -> tuple[IndexPair, IndexPair]:
 
 
 def with_interval(value: float, interval: OptionalInterval) -> list[float]:
-    """Return a number and the ends of its interval; NaN where there is none."""
+    """Return [value, lower end, upper end]; the ends are NaN without an interval."""
     return [value, *((np.nan, np.nan) if interval is None else (interval.low, interval.high))]
 
 
 def with_band(value: Floats, band: Band) -> Floats:
-    """Return (…, 3): an array and the ends of its band; NaN where there is none."""
+    """Return (…, 3): the value and the lower and upper end of its band; NaN ends without a band."""
     nothing = np.full_like(value, np.nan)
     return np.stack([value, *((nothing, nothing) if band is None else (band.low, band.high))], axis=-1)
 
@@ -206,7 +206,7 @@ def with_band(value: Floats, band: Band) -> Floats:
 def _compare_pair(
     measure: Measure, values: Floats, floor: Floats, pair: IndexPair, equal: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int8], Floats, Floats]:
-    """Return verdicts (1 + sample, layer, head), sums (2, 3) and shares of heads (2, 3)."""
+    """Return a pair's verdicts (1 + sample, layer, head), ratios of sums (2, 3) and shares of better heads (2, 3)."""
     baseline, treatment = head_comparison.select_sides(values, pair, equal)
     by_sample = verdicts(baseline, treatment, floor, measure.distance)
     means = verdicts(baseline.mean(axis=0), treatment.mean(axis=0), floor.mean(axis=0), measure.distance)
@@ -219,7 +219,7 @@ def _compare_pair(
 
 
 def _ratio_of_sums(measure: Measure, baseline: Floats, treatment: Floats) -> list[float]:
-    """Return the ratio of sums of treatment over baseline with its interval; NaN where one is infinite.
+    """Return Σ treatment / Σ baseline with its interval; NaN where a sum is infinite.
 
     Heads with a NaN are left out. Shares have the difference of the means instead.
     """
@@ -243,7 +243,7 @@ def _pair_drift_ratios(values: Floats, pair: IndexPair, equal: NDArray[np.bool_]
 
 
 def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
-    """Return 'a-b' -> conclusion on heads in L1 at the first step, for indices a and b of configurations.
+    """Return 'a-b' -> conclusion on heads in L1 at the first step, for configuration indices a and b of one budget.
 
     a is a configuration of the side `baseline`, b any other one of its budget.
     """
@@ -254,7 +254,7 @@ def conclusions(trace: Trace, sides: Sides, baseline: int) -> dict[str, str]:
 
 
 def ablation_part(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
-    """Return the rows of every setting over its baseline, and the contribution of each ingredient.
+    """Return the page's JSON rows of every ablation setting over its baseline, and each ingredient's contribution.
 
     Raises TraceError where the trace has no such rows.
     """
@@ -264,7 +264,7 @@ def ablation_part(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
 
 
 def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
-    """Return index pairs of a side's configurations with every other configuration of their budget."""
+    """Return index pairs (configuration of the side `baseline`, any other configuration of its budget)."""
     configs = range(len(sides.side))
     return [
         (first, second)
@@ -276,14 +276,14 @@ def _pairs_with_baseline(sides: Sides, baseline: int) -> Sequence[IndexPair]:
 
 
 def _conclusion(trace: Trace, first: int, second: int) -> str:
-    """Return the conclusion of comparing two configurations, by index."""
+    """Return the sentence that concludes the comparison of two configurations, given by index."""
     configs = trace.run.configs
     pair = head_comparison.summarise(trace, configs[first], configs[second])
     return escape_line(heads.HeadComparisons((pair,), pair.identity).conclusion())
 
 
 def _setting_part(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
-    """Return an ablation's setting for the page's JSON."""
+    """Return an ablation setting's JSON object for the page."""
     return {
         "budget": sides.budgets.index(one.baseline.budget),
         "title": escape_line(title),
@@ -293,11 +293,11 @@ def _setting_part(one: Setting, title: str, sides: Sides) -> dict[str, Any]:
 
 
 def _row_part(row: Row) -> dict[str, Any]:
-    """Return an ablation's row for the page's JSON, with its ratio of either kind."""
+    """Return an ablation row's JSON object for the page, with the isolated and the propagated ratio of sums."""
     return {"name": escape_line(row.title), **{kind: _kind_ratio(row, kind) for kind in ("isolated", "propagated")}}
 
 
 def _kind_ratio(comparison: HeadComparison, kind: str) -> list[float]:
-    """Return the ratio of sums of one kind ("isolated" or "propagated"), with its interval."""
+    """Return a comparison's ratio of sums of one kind ("isolated" or "propagated"), with its interval."""
     result = getattr(comparison, kind)
     return with_interval(result.sum_ratio, result.sum_ratio_interval)

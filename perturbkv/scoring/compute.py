@@ -22,7 +22,7 @@ from perturbkv.theory import WORK
 def layer_scores(
     view: LayerView, scores: Sequence[Score], chunk_bytes: int
 ) -> dict[Score, Float[Tensor, "rows prefix"]]:
-    """Return score -> its values for all heads of a layer, computed in parts of `chunk_bytes` of attention.
+    """Return score -> its values for all heads of a layer, computed in parts of `chunk_bytes` of attention weights.
 
     Raises PluginError where an external score fails.
     """
@@ -34,7 +34,7 @@ def layer_scores(
 
 
 def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:
-    """Return a score of the entries that a replay's pass repeats. Raises PluginError where an external score fails."""
+    """Return a score of the context entries repeated in a replay pass. Raises PluginError if a plugin's score fails."""
     if is_builtin(type(score)):
         return score.score_replay(view)
     try:
@@ -71,7 +71,7 @@ class VisibleLayer:
 
 
 def _compute(score: Score, view: LayerView) -> Tensor:
-    """Return the values of a score (rows, prefix). Raises PluginError where an external score fails."""
+    """Return the values (rows, prefix) of a score on a layer. Raises PluginError if an external score fails."""
     shown: Any = VisibleLayer(view, score)
     if is_builtin(type(score)):
         return score.score(shown).to(view.keys.device, non_blocking=True)
@@ -87,7 +87,7 @@ def _compute(score: Score, view: LayerView) -> Tensor:
 
 
 def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shapes: Sequence[tuple[int, int]]) -> None:
-    """Raise PluginError unless an external score's result is a tensor of finite numbers of one of these shapes."""
+    """Raise PluginError for an external score's result that is not a finite tensor of an allowed shape."""
     if not isinstance(result, Tensor):
         raise _plugin_error(score, view, f"gives {type(result).__name__}, expected a tensor")
     if tuple(result.shape) not in shapes:
@@ -102,5 +102,5 @@ def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shape
 
 
 def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
-    """Return the error that a score does `what`, such as "gives NaN", with layer and sample."""
+    """Return an error for an external score, with layer, sample and the fault `what`, such as "gives NaN"."""
     return PluginError(f"score '{score.display_name}' {what} (layer {view.layer}, sample '{view.sample}')")

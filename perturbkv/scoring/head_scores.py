@@ -18,7 +18,7 @@ HeadScores = tuple[tuple[float, ...], ...]
 
 
 def read_required(path: Path | None, model_config: Any, policy: str | None, works: str) -> HeadScores:
-    """Return the scores in the file `path`, one row per layer; empty where `policy` is None.
+    """Return the head scores in the file `path`, one row per layer; empty if no policy needs them.
 
     `policy` is the name of the one that needs scores, `works` the alternatives for the message. Raises ConfigError for
     a policy without a file, and for a file that does not fit the model.
@@ -39,7 +39,7 @@ def read_required(path: Path | None, model_config: Any, policy: str | None, work
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
-    """Return the scores in a file, one row per layer; a list of numbers counts as its mean, as in HeadKV's own files.
+    """Return the head scores in a file, one row per layer; a head's list of numbers is averaged, as in HeadKV's files.
 
     `layers` are the indices of the measured layers. Raises ConfigError for other layers or heads, and for a score that
     is not a number of at least 0.
@@ -63,7 +63,7 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
 
 
 def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> HeadScores:
-    """Return scores from rows of numbers, one per layer. Raises ConfigError for another shape, and where all are 0."""
+    """Return head scores from one row of numbers per layer. Raises ConfigError for a wrong shape or for all zeros."""
     rows = tuple(tuple(_score(value, "head scores") for value in row) for row in scores)
     if len(rows) != layers or any(len(row) != heads for row in rows):
         got = f"{len(rows)} × {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
@@ -79,14 +79,14 @@ def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> Hea
 
 
 def as_json(scores: Sequence[Sequence[float]], layers: Sequence[int]) -> str:
-    """Return a JSON text for `read`; `scores` has a row per layer index in `layers`."""
+    """Return head scores as JSON text that `read` accepts, with one row per layer index in `layers`."""
     rows = zip(layers, scores, strict=True)
     named = {f"{layer}-{head}": score for layer, row in rows for head, score in enumerate(row)}
     return json.dumps(named, indent=1) + "\n"
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError for anything else."""
+    """Return the JSON object in a file. Raises ConfigError for any other content."""
     document = _FILE.read_json(path)
     if not isinstance(document, dict):
         msg = f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}'
@@ -95,7 +95,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _score(value: Any, where: str) -> float:
-    """Return a score, or the mean of a list of scores. Raises ConfigError, with its place `where`, for other values."""
+    """Return a score, or the mean of a list of scores. Raises ConfigError with its place `where` for other values."""
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
         msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"
@@ -104,5 +104,5 @@ def _score(value: Any, where: str) -> float:
 
 
 def _is_score(number: Any) -> bool:
-    """Return whether a value is a number of at least 0 in the range of a float; true is not a number."""
+    """Return whether a value is a finite number of at least 0; booleans are not numbers."""
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= sys.float_info.max

@@ -53,12 +53,12 @@ class HeaviestLeftOut:
 
     @property
     def whole(self) -> Float[Tensor, "head row d_head"]:
-        """Σ_j a_j v_j over all entries."""
+        """Σ_j a_j v_j, the sum over all entries, the heaviest included."""
         return self.mass.unsqueeze(-1) * self.mean + self.weight.unsqueeze(-1) * self.value
 
     @property
     def squared_distance(self) -> Float[Tensor, "head row"]:
-        """‖μ − v_j‖₂²."""
+        """‖μ − v_j‖₂², from the heaviest entry's value to the mean of the other entries."""
         return (self.mean - self.value).square().sum(dim=-1)
 
 
@@ -69,7 +69,7 @@ def leave_out_heaviest(
     sink: Float[Tensor, "head row"],
     sinks: Float[Tensor, " head"] | None = None,
 ) -> HeaviestLeftOut:
-    """Return the entry of the largest weight in each row, and the sums over the other entries.
+    """Return the heaviest entry of each row of attention weights, and the sums over all other entries.
 
     `weights` and the sink's weight `sink` sum to 1 in each row; the sink counts among the other entries, with value 0.
     `logarithms` returns the logarithms of the weights, up to a constant per row, and `sinks` are those of the sinks.
@@ -97,7 +97,7 @@ def _weighted_values(
 def _gather_values(
     values: Float[Tensor, "kv_head key d_head"], index: Int[Tensor, "head row 1"]
 ) -> Float[Tensor, "head row d_head"]:
-    """Return the value of the entry that each row's index names."""
+    """Return the values of the entries at the given index per row."""
     heads, rows, _ = index.shape
     component_index = index.view(len(values), -1, 1).expand(-1, -1, values.shape[-1])
     return values.to(WORK).gather(1, component_index).view(heads, rows, -1)
@@ -111,7 +111,7 @@ class Rotation:
     sine: Float[Tensor, "position rotary"]
 
     def unrotate(self, vectors: Float[Tensor, "head position d_head"]) -> Float[Tensor, "head position d_head"]:
-        """Return vectors at these positions before their rotation, in float32 or better."""
+        """Return the vectors at these positions with their rotation undone, in float32 or better."""
         work = torch.promote_types(vectors.dtype, torch.float32)
         cosine, sine = self.cosine.to(WORK), self.sine.to(WORK)
         stretched = cosine.square() + sine.square()
@@ -125,7 +125,7 @@ class Rotation:
         return result
 
     def mean(self, d_head: int) -> Float[Tensor, "d_head d_head"]:
-        """Return the mean of the rotation matrices over the positions (R̄), in `WORK` precision."""
+        """Return R̄, the mean rotation matrix over the positions, in `WORK` precision."""
         size = self.cosine.shape[-1]
         cosine, sine = (part.to(WORK).mean(dim=0) for part in (self.cosine, self.sine))
         pairs = torch.arange(size, device=cosine.device)
@@ -219,7 +219,7 @@ class LayerView:
 
     @cached_property
     def logits(self) -> Float[Tensor, "head query key"]:
-        """Logits of the window's queries, −inf after each query."""
+        """Attention logits of the window's queries, −inf on later entries."""
         rows = min(self.window, self.entries)
         grouped = self.queries[:, -rows:].view(self.kv_heads, self.group, rows, -1)
         return torch.cat(
@@ -231,23 +231,23 @@ class LayerView:
 
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
-        """Softmax weights of the window's queries on entries, and on each head's sink (0 without sinks)."""
+        """Softmax weights of the window's queries on the entries, and on each head's sink (0 without sinks)."""
         return softmax_with_sinks(self.logits, self.sinks)
 
     @cached_property
     def totals(self) -> Float[Tensor, "head query"]:
-        """Logarithm of the softmax denominators of the window's queries."""
+        """Logarithms of the softmax denominators of the window's queries."""
         total = self.logits.logsumexp(dim=-1)
         return total if self.sinks is None else torch.logaddexp(total, self.sinks.to(WORK).unsqueeze(-1))
 
     @property
     def attention(self) -> Float[Tensor, "head query key"]:
-        """Softmax weights of the window's queries on entries."""
+        """Softmax weights of the window's queries on the entries."""
         return self.weights[0]
 
     @cached_property
     def left_out(self) -> HeaviestLeftOut:
-        """The entry of the largest weight for each window query, and the sums over the other entries."""
+        """Heaviest entry of each window query, and the sums over all other entries."""
         return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
 
     def group_sinks(self, kv_head: int) -> Float[Tensor, " group"] | None:
@@ -256,12 +256,12 @@ class LayerView:
 
     @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
-        """Outputs of the window's queries before W_O."""
+        """Attention outputs of the window's queries, before W_O."""
         return self.left_out.whole
 
     @cached_property
     def distances(self) -> Float[Tensor, "head query key"]:
-        """Squared distances ‖v_j − o_i‖₂² of entries' values from the window's outputs, to about 1e-16 · ‖v_j‖².
+        """Squared distances ‖v_j − o_i‖₂² between entries' values and the window's outputs, to about 1e-16 · ‖v_j‖².
 
         The distance from each query's entry of the largest weight is exact.
         """
@@ -279,7 +279,7 @@ class LayerView:
 
     @cached_property
     def w_o(self) -> Float[Tensor, "head d_head d_model"]:
-        """Each head's slice W_O^h of the output projection."""
+        """Slices W_O^h of the output projection, one per head."""
         return theory.head_slices(self.projection, self.heads)
 
     @cached_property
@@ -289,7 +289,7 @@ class LayerView:
 
     @property
     def rotations(self) -> Callable[[range], Rotation]:
-        """The model's function from a range of positions to their rotation."""
+        """Model's function from a range of positions to their rotation."""
         return _require(self.rotary, "rotations")
 
     @property
@@ -298,15 +298,15 @@ class LayerView:
         return _require(self.attention_input, "hidden")
 
     def per_head(self, shared: Float[Tensor, kv_head * rest]) -> Float[Tensor, head * rest]:
-        """Return a tensor with each key/value head's row repeated for its query heads."""
+        """Return a tensor with one row per key/value head repeated for the query heads."""
         return shared.repeat_interleave(self.group, dim=0)
 
     def with_window(self, window: int) -> LayerView:
-        """Return the same layer with another window."""
+        """Return the same layer with a window of `window` entries."""
         return self if window == self.window else replace(self, window=window)
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
-        """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself where all do."""
+        """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself if all fit."""
         each = _ROW_BYTES * self.group * min(self.window, self.entries) * self.entries
         size = max(1, chunk_bytes // max(1, each))
         if size >= self.kv_heads:
@@ -316,7 +316,7 @@ class LayerView:
             yield self._take_heads(slice(start, min(start + size, self.kv_heads)))
 
     def _take_heads(self, kv_heads: slice) -> LayerView:
-        """Return the view of some key/value heads with their query heads."""
+        """Return the view restricted to a slice of key/value heads and their query heads."""
         heads = slice(kv_heads.start * self.group, kv_heads.stop * self.group)
         d_head = self.queries.shape[-1]
         return replace(
@@ -331,7 +331,7 @@ class LayerView:
 
 
 def _require(data: _Captured | None, name: str) -> _Captured:
-    """Return the captured data. Raises PluginError, with its name, where it was not captured."""
+    """Return the captured data. Raises PluginError, with the data's `name`, for None."""
     if data is None:
         msg = f"{name} of the layer were not captured: no score of the run needs them"
         raise PluginError(msg)

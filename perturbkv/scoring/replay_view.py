@@ -70,11 +70,11 @@ class ReplayView:
 
     @property
     def part(self) -> slice:
-        """Slice of the part's keys."""
+        """Slice of the repeated part within the keys."""
         return slice(self.sinks, self.sinks + self.chunk)
 
     def rows(self) -> Iterator[tuple[slice, slice, Float[Tensor, "group query chunk"]]]:
-        """Yield the attention weights on the part's entries in blocks: a slice of heads, one of queries, their weights.
+        """Yield (slice of heads, slice of queries, attention weights on the part's entries), block by block.
 
         The softmax is over all keys that the score sees.
         """

@@ -63,45 +63,45 @@ class Score(WithOptions):
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the unpooled scores of the entries before the window, a row per query head or per key/value head."""
+        """Return the unpooled scores of the entries before the window, one row per query head or key/value head."""
         raise NotImplementedError
 
     @property
     def display_name(self) -> str:
-        """The score's name; the class name for a class of a user's file."""
+        """Name of the score; the class name for a class in a user's file."""
         return getattr(self, "name", type(self).__name__)
 
     @property
     def replay(self) -> Replay | None:
-        """The replay on which `score_replay` scores entries; None for a score that needs none."""
+        """Replay options for `score_replay`; None for a score without a replay."""
         return None
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return the unpooled scores of the context entries that one pass of the replay repeats."""
+        """Return the unpooled scores of the context entries repeated in one pass of the replay."""
         raise NotImplementedError
 
     @property
     def first_entries(self) -> int:
-        """Number of first entries that always stay."""
+        """Number of first entries that are always kept."""
         return 0
 
     @classmethod
     def flaw(cls) -> str:
-        """Return a message about an error in the class definition; empty where there is none."""
+        """Return an error message about the class definition; empty if it is valid."""
         if isinstance(cls.needs, str) or not set(cls.needs) <= set(NEEDS):
             return f"expected needs to name some of {', '.join(NEEDS)}, got {cls.needs!r}"
         return "" if cls.score is not Score.score else "expected a method score(self, layer), got none"
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Return whether the score uses data of the prefill, so that it cannot compress a cache again in decoding."""
+        """Return whether the score uses prefill data, and so cannot recompress a cache during decoding."""
         return not set(cls.needs).isdisjoint(PROMPT_ALONE)
 
     def pooling(self, pooled: bool = True) -> tuple[str, int]:
-        """Return kind and width of the pooling after `score`; ("none", 1) where nothing is pooled or not `pooled`."""
+        """Return (kind, width) of the pooling after `score`; ("none", 1) without pooling or unless `pooled`."""
         outside = pooled and self.pool != "none" and not self.pools_inside
         return (self.pool, self.kernel) if outside else ("none", 1)
 
     def unpooled(self) -> Self:
-        """Return the score with its pooling after `score` removed; scores that differ only in pooling become equal."""
+        """Return the score without the pooling after `score`, so that scores differing only in pooling become equal."""
         return self if self.pools_inside else dataclasses.replace(self, pool="none", kernel=1)

@@ -19,7 +19,7 @@ OWN = "own"
 
 
 def _base() -> type[Score]:
-    """Return the base class of scores, imported on first use."""
+    """Return the class `Score`, imported on first use."""
     from perturbkv.scoring.score import Score as Base
 
     return Base
@@ -29,20 +29,20 @@ SCORES: Catalogue[Score] = Catalogue("score", "perturbkv.scoring.scores", _base,
 
 
 def build(choice: Choice | str) -> Score:
-    """Return a score object from its choice, with defaults for missing options. Raises as `complete`."""
+    """Return the score object of a choice, with defaults for missing options. Raises as `complete`."""
     named = as_choice(choice)
     return _build(cast("Any", SCORES.load(named.name)), named)
 
 
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
-    """Return the score object of class `kind` with a choice's options."""
+    """Return an object of the score class `kind` with a choice's options."""
     score: Score = kind(**complete(choice).options)
     return score
 
 
 def complete(choice: Choice) -> Choice:
-    """Return the choice of a score with all its options that have an effect.
+    """Return the choice of a score with all its effective options, defaults included.
 
     Raises UnknownNameError, PluginError, and ConfigError for an unknown option or one without effect.
     """

@@ -70,7 +70,7 @@ def euclidean_value_norms(
 
 
 def check_kernel(kernel: str, device: torch.device) -> None:
-    """Raise UnknownNameError for a name not in `NORM_KERNELS`, ConfigError where `triton` cannot run on `device`."""
+    """Raise UnknownNameError for a kernel not in `NORM_KERNELS`, ConfigError if `triton` cannot run on `device`."""
     if kernel not in NORM_KERNELS:
         raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
     if kernel == "triton" and (why := triton_unavailable_reason(device)):
@@ -79,7 +79,7 @@ def check_kernel(kernel: str, device: torch.device) -> None:
 
 
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Return why the Triton kernel cannot run on a device; empty where it can. `auto` uses it on CUDA only."""
+    """Return the reason why the Triton kernel cannot run on a device, empty if it can; `auto` uses it on CUDA only."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
@@ -92,7 +92,7 @@ def triton_unavailable_reason(device: torch.device) -> str:
 
 
 def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
-    """Return whether the Triton kernel is used. Raises ConfigError where it is requested for unsuitable tensors."""
+    """Return whether to use the Triton kernel. Raises ConfigError if it is requested for unsuitable tensors."""
     if kernel == "chunked" or (kernel == "auto" and (not value.is_cuda or triton_unavailable_reason(value.device))):
         return False
     from perturbkv.scoring.kernels import projected_norms
@@ -125,5 +125,5 @@ def _chunked(
 
 
 def _tile_entries(entry_bytes: int, keys: int, device: torch.device, chunk_bytes: int) -> int:
-    """Return the number of entries of `entry_bytes` working memory each that fit `chunk_bytes`, at least 1."""
+    """Return the number of entries, each of `entry_bytes` working memory, that fits `chunk_bytes`; at least 1."""
     return max(1, min(keys, working_bytes(device, chunk_bytes) // entry_bytes))

@@ -15,7 +15,7 @@ from perturbkv.theory import WORK, softmax_with_sinks
 def causal_logits(
     query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
 ) -> Float[Tensor, "group query key"]:
-    """Return the logits of one key/value head's queries at positions `first`, `first` + 1, …; −∞ for later keys."""
+    """Return the attention logits of one key/value head's queries, at positions from `first` on; −∞ on later keys."""
     position = torch.arange(first, first + query.shape[1], device=key.device)
     future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
     return (query @ key.T * scale).masked_fill_(future, -torch.inf)
@@ -28,7 +28,7 @@ def causal_rows(
     first: int,
     sinks: Float[Tensor, " group"] | None = None,
 ) -> Float[Tensor, "group query key"]:
-    """Return the attention weights of one key/value head's queries at positions `first`, …, in the query's dtype.
+    """Return the attention weights of one key/value head's queries, at positions from `first` on, in the query's dtype.
 
     `sinks` are logits that add to every softmax denominator.
     """
@@ -36,7 +36,7 @@ def causal_rows(
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:
-    """Return the scores pooled over `kernel` neighbouring positions; `average` counts zeros beyond both ends."""
+    """Return the scores pooled over `kernel` neighbouring positions; `average` pads both ends with zeros."""
     if kind == "none" or score.shape[-1] == 0:
         return score
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
@@ -46,7 +46,7 @@ def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[T
 def pool_signed(
     score: Float[Tensor, "head prefix"], kind: str, kernel: int, valid: Bool[Tensor, "head prefix"]
 ) -> Float[Tensor, "head prefix"]:
-    """Return pooled scores that may be below 0; positions beyond the ends, or where `valid` is False, do not count."""
+    """Return the pooled scores, negative ones allowed; positions beyond the ends or with `valid` False are ignored."""
     if kind != "average":
         return pool(score.masked_fill(~valid, -torch.inf), kind, kernel)
     counts = pool(valid.to(score.dtype), kind, kernel)
@@ -56,7 +56,7 @@ def pool_signed(
 def reduce_group(
     score: Float[Tensor, "rows prefix"], kept_heads: int, reduction: str = "mean"
 ) -> Float[Tensor, "kept_head prefix"]:
-    """Return scores per kept set: reduced by `reduction` (`mean` or `max`) over the rows that share a set, or repeated.
+    """Return scores per kept set, reduced by `reduction` (`mean` or `max`) over the rows that share a kept set.
 
     Rows are repeated where there are fewer of them than kept sets.
     """
@@ -67,7 +67,7 @@ def reduce_group(
 
 
 def seeded(heads: int, prefix: int, seed: int, sample: str, layer: int) -> Float[Tensor, "head prefix"]:
-    """Return uniform random numbers on the CPU that depend only on seed, sample and layer, not on the device."""
+    """Return uniform random numbers (head, prefix) on the CPU, determined by seed, sample and layer."""
     digest = hashlib.sha256(f"{seed}/{sample}/{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.rand((heads, prefix), generator=generator, dtype=WORK)

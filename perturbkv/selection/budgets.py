@@ -51,18 +51,18 @@ class Budgets:
 
     @property
     def kept_entries(self) -> Int[Tensor, "config kept_head"]:
-        """Numbers of all entries that stay."""
+        """Numbers of kept entries, the tail included."""
         return self.kept * self.blocks.size + self.blocks.tail
 
     @property
     def stage1_entries(self) -> Int[Tensor, "config kept_head"]:
-        """Numbers of entries before the window that stage 1 takes or that always stay."""
+        """Numbers of entries before the window that are in stage 1 or always kept."""
         return self.stage1 * self.blocks.size + self.blocks.tail - self.window
 
     def is_always_kept(
         self, index: Int[Tensor, "kept_head prefix"], begin: Int[Tensor, " #kept_head"], rows: Rows
     ) -> Bool[Tensor, "config kept_head prefix"]:
-        """Return a mask of the blocks of the prefix that always stay, by `index`, for some configurations.
+        """Return a mask over block indices, True for always-kept blocks of the prefix; `rows` selects configurations.
 
         `begin` is the index of each kept set's first block.
         """
@@ -71,7 +71,7 @@ class Budgets:
 
 
 def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_tokens: int) -> Budgets:
-    """Return the budgets of configurations with the same ranking; none exceeds the blocks that a kept set has."""
+    """Return the budgets of configurations with a common ranking, capped at the number of blocks of a kept set."""
     device, window = scores.statistics.norms.device, min(configs[0].window, prompt_tokens)
     blocks = configs[0].blocks(prompt_tokens)
     ends = [config.ends(prompt_tokens) for config in configs]
@@ -93,7 +93,7 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
 
 
 def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int) -> Int[Tensor, " kept_head"]:
-    """Return each kept set's number of blocks of the prefix: those that always stay, and those the policy allocates."""
+    """Return each kept set's number of prefix blocks: always-kept ones plus those allocated by the policy."""
     statistics, blocks = scores.statistics, config.blocks(prompt_tokens)
     ends, head_scores = config.ends(prompt_tokens), None
     if statistics.head_scores:
@@ -115,7 +115,7 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
 
 
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:
-    """Return α, the share of stage 1, per kept set."""
+    """Return α, the share of stage 1, per configuration and kept set."""
     layer, device = scores.statistics.layer, scores.statistics.norms.device
     return to_device([config.alphas(layer, scores.kept_heads(config)) for config in configs], device, WORK)
 
@@ -126,7 +126,7 @@ def _stage1_blocks(
     free: Int[Tensor, "config kept_head"],
     always: Int[Tensor, "config kept_head"],
 ) -> Int[Tensor, "config kept_head"]:
-    """Return the numbers of blocks that stage 1 takes of the `free` ones (METHOD: Select).
+    """Return the number of `free` blocks that stage 1 takes, per configuration and kept set (METHOD: Select).
 
     `always` are the numbers of blocks that stay whatever their scores.
     """

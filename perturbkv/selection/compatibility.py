@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def compatible_choices() -> list[tuple[str, str, str]]:
-    """Return rows of policies, selections and caches that combine, as `perturbkv list policies` prints them."""
+    """Return table rows (policies, selections, caches) of compatible choices, as `perturbkv list policies` prints."""
 
     def selections_and_caches(policy: type[Policy]) -> tuple[Any, ...]:
         return policy.selections, policy.caches()
@@ -31,12 +31,12 @@ def compatible_choices() -> list[tuple[str, str, str]]:
 
 
 def _describe_selections(selections: tuple[str, ...]) -> str:
-    """Return the names of a policy's selections as text, shortened where only `position` and `given` are missing."""
+    """Return the names of a policy's selections as text, abbreviated where only `position` and `given` are missing."""
     return "every selection but position" if len(selections) == len(SELECTIONS) - 2 else ", ".join(selections)
 
 
 def check(config: EvictionConfig, cache: str = "ragged") -> None:
-    """Raise ConfigError where policy, selection, granularity, correction and cache layout do not combine."""
+    """Raise ConfigError for incompatible choices of policy, selection, granularity, correction and cache layout."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
         msg = (
@@ -67,7 +67,7 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
 
 
 def _check_correction(config: ResolvedConfig) -> None:
-    """Raise ConfigError where the correction for evicted entries does not combine with precision or positions."""
+    """Raise ConfigError for a correction that is incompatible with the configuration's precision or positions."""
     if not config.corrected:
         return
     if config.quantised:
@@ -85,7 +85,7 @@ def _check_correction(config: ResolvedConfig) -> None:
 
 
 def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
-    """Raise BudgetError where the budget is no larger than the number of entries that the policy always keeps.
+    """Raise BudgetError for a budget that is no larger than the policy's number of always-kept entries.
 
     Policies that rank by position, and prompts that fit the budget, are not checked.
     """
@@ -103,13 +103,13 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
 
 
 def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
-    """Return the names of the scores that include value norms in configurations whose selection multiplies by ν."""
+    """Return the names of scores that include value norms, in configurations whose selection multiplies by ν again."""
     multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
     return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
 
 def _check_sign(config: ResolvedConfig) -> None:
-    """Raise ConfigError where scores below 0 would be multiplied or mixed (METHOD: Scores of later methods)."""
+    """Raise ConfigError for a signed score that would be multiplied or mixed (METHOD: Scores of later methods)."""
     policy = config.system
     selection = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
     multiplier = f"policy '{policy.name}'" if policy.mixes else selection
@@ -122,7 +122,7 @@ def _check_sign(config: ResolvedConfig) -> None:
 
 
 def check_compressible(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration cannot compress a cache again during decoding."""
+    """Raise ConfigError for a configuration that cannot recompress a cache during decoding."""
     if config.is_external:
         msg = (
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
@@ -160,18 +160,18 @@ def check_compressible(config: EvictionConfig) -> None:
 
 
 def _can_recompress(policy: Policy) -> bool:
-    """Return whether a policy needs neither data of the prefill nor other layers, and evicts something."""
+    """Return whether a policy evicts, and needs neither prefill data nor the other layers' scores."""
     return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
 
 
 def needs_all_layers(config: ResolvedConfig) -> bool:
-    """Return whether no layer can be evicted before the last one is computed."""
+    """Return whether eviction has to wait until all layers are computed."""
     policy = config.system
     return policy.whole_model or policy.score.replay is not None
 
 
 def check_generation(config: EvictionConfig) -> None:
-    """Raise ConfigError where a configuration selects kept entries by the next query, which generation does not have.
+    """Raise ConfigError for a selection that needs the next query, which is unknown in generation.
 
     Pages are selected once the query is known, so that configurations that read pages pass.
     """
@@ -184,7 +184,7 @@ def check_generation(config: EvictionConfig) -> None:
 
 
 def describe_compatible_choices() -> str:
-    """Return one line of the policies, selections and caches that combine, for error messages."""
+    """Return the compatible policies, selections and caches as one line, for error messages."""
     rows = [
         f"{policies} with {selections} in a {caches} cache" for policies, selections, caches in compatible_choices()
     ]

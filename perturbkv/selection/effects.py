@@ -27,7 +27,7 @@ _SCORES = "a selection by score"
 
 
 def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[OwnedOption, str]:
-    """Return a configuration's options without effect -> what each needs to have one; `policy` is its policy."""
+    """Return ineffective option -> what the option needs to take effect, for a configuration with this policy."""
     staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
     reduces = policy.score.reduces
     scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
@@ -72,12 +72,12 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
 
 
 def _width_has_no_effect(policy: Policy, name: str) -> bool:
-    """Return whether `name` is an option of the policy, the pooling width, and nothing is pooled."""
+    """Return whether `name` is the policy's option for the pooling width, while nothing is pooled."""
     return name in policy.score_options and policy.score.pool == "none"
 
 
 def _product_has_no_effect(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
-    """Return whether both products over a group of heads give the same mean: ν ≡ 1, and only means are taken."""
+    """Return whether both orders of product and mean over a head group agree: ν ≡ 1 and only means are taken."""
     raw = unpooled or config.selection.options.get("score") == "accumulated"
     means = not reduces and config.granularity.options.get("reduce", "mean") == "mean"
     return config.selection.name == "two-stage-uniform" and raw and means

@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 def known_options() -> dict[str, Option]:
-    """Return option name -> option, over all policies and choices; the first one where several have the name."""
+    """Return option name -> option, over all policies and choices; the first owner's for a shared name."""
     first: dict[str, Option] = {}
     for options in _options_by_owner().values():
         first = {**options, **first}
@@ -42,27 +42,27 @@ def known_options() -> dict[str, Option]:
 
 
 def option_owners(name: str) -> list[str]:
-    """Return the policies and choices with an option of this name, such as `policy adakv`."""
+    """Return the policies and choices that have the named option, as text such as `policy adakv`."""
     return [" ".join(owner) for owner in _owners_of(name)]
 
 
 def option_example(name: str) -> str:
-    """Return how the option is written in the first policy or choice that has it, such as `adakv(floor=…)`."""
+    """Return an example of writing the named option in its first owner, such as `adakv(floor=…)`."""
     return f"{_owners_of(name)[0][1]}({name}=…)"
 
 
 def _owners_of(name: str) -> list[tuple[str, str]]:
-    """Return (kind, name) of each policy or choice with an option of this name, such as ("policy", "adakv")."""
+    """Return (kind, name) pairs of the policies and choices with the named option, such as ("policy", "adakv")."""
     return [owner for owner, options in _options_by_owner().items() if name in options]
 
 
 def check_option_value(name: str, value: Any) -> None:
-    """Raise ConfigError or UnknownNameError for a value that the option of this name does not take."""
+    """Raise ConfigError or UnknownNameError for a value that is invalid for the named option."""
     known_options()[name].convert(value, name)
 
 
 def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
-    """Return (kind, name) of each policy and choice -> its options."""
+    """Return (kind, name) -> options, for every policy and choice."""
     return {
         **{("policy", policy.name): policy.options() for policy in registry.known()},
         **{(owner, name): options for owner, owners in _OPTIONS.items() for name, options in owners.items()},
@@ -70,7 +70,7 @@ def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
 
 
 def takes_option(choice: Choice, owner: str, name: str) -> bool:
-    """Return whether a choice has an option of this name; `owner` is its field, such as `policy` or `selection`."""
+    """Return whether a choice of the field `owner`, such as `policy` or `selection`, has the named option."""
     return name in _options(choice.name, owner)
 
 
@@ -88,7 +88,7 @@ class ParsedConfig:
 def _build_configuration(
     choices: Mapping[str, Choice], preset: Mapping[str, Any], separate: Mapping[str, Any], **fields: Any
 ) -> ParsedConfig:
-    """Return the configuration of choices per field, a preset's options and `separate` options.
+    """Return the configuration of choices per field, with a preset's options and `separate` options filled in.
 
     An option goes into each choice that has it and where it makes a difference. Options written in a choice come first,
     then separate ones, then the preset's.
@@ -120,7 +120,7 @@ def _build_configuration(
 def _eviction_config(
     choices: Mapping[str, Choice], added: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any]
 ) -> EvictionConfig:
-    """Return the configuration of choices per field with `added` options per field, and the other fields."""
+    """Return the configuration of choices per field, with the `added` options per field and the remaining fields."""
     complete: dict[str, Any] = {
         owner: Choice(choice.name, {**added[owner], **choice.options}) for owner, choice in choices.items()
     }
@@ -128,7 +128,7 @@ def _eviction_config(
 
 
 def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a choice takes and does not set itself."""
+    """Return the subset of `options` that a choice of the field `owner` takes and does not set itself."""
     return {
         name: value
         for name, value in options.items()
@@ -137,7 +137,7 @@ def _applicable_options(choice: Choice, owner: str, options: Mapping[str, Any]) 
 
 
 def _options(name: str, owner: str) -> Mapping[str, Option]:
-    """Return the options of the choice `name` for the field `owner`, such as `policy`. Raises UnknownNameError."""
+    """Return the options of the choice `name` in the field `owner`, such as `policy`. Raises UnknownNameError."""
     if owner == "policy":
         return registry.info(name).options()
     known = _OPTIONS[owner]
@@ -171,7 +171,7 @@ def grid(
     cache: str = "ragged",
     **choices: Any,
 ) -> tuple[EvictionConfig, ...]:
-    """Return every combination of the choices, each a value or any series of values, nested in the order of `ORDER`.
+    """Return a configuration per combination of the choices, each a value or a series, nested in the order of `ORDER`.
 
     Args:
         budget: tokens (128), a fraction (0.05), either as text, or a `Budget`.
@@ -209,7 +209,7 @@ def expand_grid(choices: Mapping[str, Any], cache: str = "ragged") -> tuple[Evic
 
 
 def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every combination of the choices' values, by name, the last name in `ORDER` varying fastest.
+    """Return every combination of the choices' values as a dict; the last name in `ORDER` varies fastest.
 
     Raises UnknownNameError for a name that is no choice, ConfigError for an empty list and for too many combinations.
     """
@@ -232,7 +232,7 @@ def configuration(
     selection: Choice | str = "two-stage",
     **choices: Any,
 ) -> EvictionConfig:
-    """Return the configuration of one combination of `grid`, without checking that policy and selection combine.
+    """Return a single configuration of `grid`, without checking that policy and selection are compatible.
 
     Raises ConfigError, BudgetError or UnknownNameError for a value out of its range, and an option without effect.
     """
@@ -242,7 +242,7 @@ def configuration(
 
 
 def check_written_options(parsed: Iterable[ParsedConfig]) -> None:
-    """Raise ConfigError for an option written in a choice that has no effect in any configuration of that choice."""
+    """Raise ConfigError for an option that is written in a choice and ineffective in all its configurations."""
     all_needs: dict[tuple[str, str, str], list[str]] = {}
     for each in parsed:
         for key, need in each.needs.items():
@@ -256,7 +256,7 @@ def check_written_options(parsed: Iterable[ParsedConfig]) -> None:
 def parse_configuration(
     budget: Any, preset: str = "paper", policy: Any = "snapkv", selection: Any = "two-stage", **choices: Any
 ) -> ParsedConfig:
-    """Return the configuration of one combination of `grid`, and what its written options need to have an effect."""
+    """Return a single configuration of `grid`, with what its written options need to take effect."""
     if preset not in PRESETS:
         raise UnknownNameError(preset, "preset", PRESETS)
     values = {name: value for name, value in choices.items() if value is not None}
@@ -281,7 +281,7 @@ def parse_configuration(
 
 
 def _external_selection(policy: Choice, selection: Choice, alone: bool) -> Choice:
-    """Return the selection `given` of an external policy. Raises ConfigError where the user chose another one.
+    """Return the selection `given` for an external policy. Raises ConfigError for any other selection of the user.
 
     `alone`: the policy was named without a selection.
     """
@@ -300,7 +300,7 @@ def _check_no_duplicate_options(owners: Mapping[str, Choice], separate: Mapping[
 
 
 def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
-    """Return what a separate option needs to have an effect; empty where it has one on some configuration."""
+    """Return what a separate option needs to take effect; empty if it is effective in any configuration."""
     reasons: dict[str, None] = {}
     for config in configs:
         needs = effects.options_without_effect(config, registry.build(config.policy))
@@ -313,27 +313,27 @@ def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
 
 
 def unique(configs: Iterable[EvictionConfig]) -> tuple[EvictionConfig, ...]:
-    """Return the configurations without duplicates, in their order."""
+    """Return the configurations without duplicates, in order of first appearance."""
     return tuple(dict.fromkeys(configs))
 
 
 def _sort_key(name: str) -> tuple[int, str]:
-    """Return the key by which a grid's choices are sorted: the place in `ORDER`, other names before the policy."""
+    """Return the sort key of a choice's name: its index in `ORDER`; names outside `ORDER` come before the policy."""
     return (ORDER.index(name), "") if name in ORDER else (ORDER.index("policy") - 1, name)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a series as a tuple, and a single value or a text as a tuple of one."""
+    """Return a series as a tuple, and a scalar or a text as a tuple of length one."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def names_policy(selection: str) -> bool:
-    """Return whether a selection, as `grid` takes it, names its policy too, as `adakv:two-stage` does."""
+    """Return whether a selection's text includes a policy, as in `adakv:two-stage`."""
     return _split_policy_and_selection(selection, "-")[0].name != "-"
 
 
 def _split_policy_and_selection(text: str | Choice, policy: str | Choice) -> tuple[Choice, Choice]:
-    """Return policy and selection; `text` is a selection of `policy`, both names (`adakv:two-stage`), or a policy."""
+    """Return (policy, selection); `text` is a selection of `policy`, a pair such as `adakv:two-stage`, or a policy."""
     if isinstance(text, str) and len(parts := split_policy_and_selection(text)) > 1:
         return parse(parts[0]), parse(parts[1])
     chosen = as_choice(text)

@@ -64,11 +64,11 @@ class RankingGroup:
 
     @property
     def kept_heads(self) -> int:
-        """Number of kept sets of each configuration."""
+        """Number of kept sets per configuration."""
         return len(self.first.ranks)
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the kept sets of some of the group's configurations, by default all."""
+        """Return the kept sets of the configurations in the slice `rows` of the group."""
         ranks = self.first.ranks
         stage1 = ranks < self.stage1_cut[rows].unsqueeze(-1)
         if self.has_protected:
@@ -81,7 +81,7 @@ class RankingGroup:
 def ranking_groups(
     configs: Sequence[ResolvedConfig], scores: Callable[[ResolvedConfig], Scores], prompt_tokens: int
 ) -> list[RankingGroup]:
-    """Return one layer's groups of configurations with the same ranking; `scores` is called per configuration.
+    """Return one layer's configurations, grouped by equal ranking; `scores` is called per configuration.
 
     The groups, and the configurations in each, come in the same order in all layers.
 
@@ -100,7 +100,7 @@ def ranking_groups(
 
 
 def select(config: ResolvedConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
-    """Return the kept sets of one configuration in one layer, masks (kept_head, n). Raises as `ranking_groups`."""
+    """Return a configuration's kept sets in one layer, as masks (kept_head, n). Raises as `ranking_groups`."""
     scores = Scores(statistics)
     (group,) = ranking_groups([config], lambda _: scores, prompt_tokens)
     sets = group.kept_sets()
@@ -115,7 +115,7 @@ def _make_ranking_group(
     second: Ranking,
     prompt_tokens: int,
 ) -> RankingGroup:
-    """Return the group of the configurations with the indices `indices` and these rankings."""
+    """Return the group of the configurations `indices`, with the rankings of stage 1 and of the rest."""
     budgets = compute_budgets(configs, scores, prompt_tokens)
     begin = scores.statistics.begin // budgets.blocks.size
     has_protected = any(config.ends(prompt_tokens).always for config in configs)
@@ -128,7 +128,7 @@ def _make_ranking_group(
 
 
 def _config_slices(configs: int, ranking: Ranking) -> Iterator[slice]:
-    """Return slices of `configs` configurations, each of as many as fit the working memory."""
+    """Yield slices of the range of `configs` configurations, each small enough for the working memory."""
     config_bytes = 6 * ranking.ranks.numel()
     size = max(1, working_bytes(ranking.ranks.device, _STEP_BYTES) // max(1, config_bytes))
     return (slice(start, start + size) for start in range(0, configs, size))
@@ -137,7 +137,7 @@ def _config_slices(configs: int, ranking: Ranking) -> Iterator[slice]:
 def _cutoffs(
     first: Ranking, second: Ranking, budgets: Budgets, begin: Tensor | None, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the ranks below which an entry stays in stage 1 and in stage 2, both (config, kept_head).
+    """Return the cutoff ranks (config, kept_head) of stage 1 and of stage 2; entries with lower ranks stay.
 
     Stage 1 passes over the entries that always stay, stage 2 over these and those of stage 1. `begin` is the index of
     each kept set's first block; None where no entry before the window always stays.
@@ -158,7 +158,7 @@ def _cutoffs(
 def _cutoff(
     taken: Bool[Tensor, "config kept_head rank"], count: Int[Tensor, "config kept_head"]
 ) -> Int[Tensor, "config kept_head"]:
-    """Return the rank below which there are `count` entries that are not taken yet; `taken` is by rank."""
+    """Return the rank below which exactly `count` entries are not yet `taken`, a mask ordered by rank."""
     free = (~taken).cumsum(dim=-1, dtype=torch.int32)
     length = torch.searchsorted(free, count.unsqueeze(-1).to(torch.int32)).squeeze(-1) + 1
     return torch.where(count > 0, length, 0)
@@ -186,17 +186,17 @@ class ExternalGroup:
 
     @property
     def kept_heads(self) -> int:
-        """Number of kept sets of each configuration."""
+        """Number of kept sets per configuration."""
         return self.kept.shape[1]
 
     @property
     def budgets(self) -> EntryCounts:
-        """Numbers of entries that stay; the same for stage 1, as there are no stages."""
+        """Numbers of kept entries; stage 1 has the same numbers, as there is no stage 2."""
         counts = self.kept.sum(dim=-1)
         return EntryCounts(counts, counts)
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the kept sets of some of the group's configurations, by default all."""
+        """Return the kept sets of the configurations in the slice `rows` of the group."""
         return KeptSets(self.kept[rows], self.kept[rows])
 
 
@@ -210,7 +210,7 @@ def kept_groups(
     prompt_tokens: int,
     external: Mapping[ResolvedConfig, Bool[Tensor, "kv_head key"]],
 ) -> list[Group]:
-    """Return one layer's groups: those of `ranking_groups`, and one of the configurations with `external` kept sets.
+    """Return one layer's groups of evicting configurations: `ranking_groups`, and one group of `external` kept sets.
 
     Groups come in the same order in all layers; configurations that evict nothing are left out.
     """

@@ -19,18 +19,18 @@ from perturbkv.errors import ConfigError
 
 
 def rows_by_score(scores: Float[Tensor, "row position"]) -> Int[Tensor, " entry"]:
-    """Return the row index of every entry, in the order of descending scores."""
+    """Return the row index of every entry of the score matrix, sorted by descending score."""
     return scores.T.flatten().sort(descending=True, stable=True).indices % len(scores)
 
 
 def count_rows(order: Int[Tensor, " entry"], rows: int) -> Float[Tensor, " row"]:
-    """Return how often each of the `rows` row indices occurs in `order`."""
+    """Return the number of occurrences of each row index 0 … `rows` − 1 in `order`."""
     counts = torch.zeros(rows, dtype=theory.WORK, device=order.device)
     return counts.scatter_add_(0, order, torch.ones_like(order, dtype=theory.WORK))
 
 
 def allocate_above_minimum(order: Int[Tensor, " entry"], rows: int, mean: int, least: int) -> Int[Tensor, " row"]:
-    """Return the number of entries per row: its `least` best ones, then the best of all up to `rows` · `mean` in all.
+    """Return the number of entries per row: at least `least`, the rest by global score order, `rows` · `mean` in total.
 
     `order` are the entries' rows by descending score; every row occurs equally often.
     """
@@ -80,11 +80,11 @@ class LayerBudget:
 
     @property
     def free(self) -> int:
-        """Mean number of entries per kept set that are allocated by score: `kept` − `always`."""
+        """Mean number of entries per kept set to allocate by score: `kept` − `always`."""
         return self.kept - self.always
 
     def compute_model_wide(self, key: Any, make: Callable[[Iterable[Tensor]], _Result]) -> _Result:
-        """Return the result of `make` for all layers' scores (kept_head, position), computed once per key.
+        """Return `make` applied to all layers' scores (kept_head, position), computed once per key.
 
         Raises ConfigError where these scores are not available.
         """
@@ -95,12 +95,12 @@ class LayerBudget:
         return result
 
     def counts_among_layer_top(self) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the layer's largest scores, as many as the budget has."""
+        """Return each kept set's number of entries among the layer's k highest scores, k the budget of the layer."""
         order = self.heads_by_score()[: self.kept_heads * self.free]
         return count_rows(order, self.kept_heads).to(torch.int64)
 
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the model's largest scores, as many as the budget has."""
+        """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
         order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(list(layers))))
         counts = self.compute_model_wide(
@@ -109,5 +109,5 @@ class LayerBudget:
         return counts.view(self.layers, -1)[self.layer]
 
     def uniform(self, entries: int) -> Int[Tensor, " kept_head"]:
-        """Return `entries` for every kept set."""
+        """Return the same number of entries, `entries`, for all kept sets."""
         return torch.full((self.kept_heads,), entries, dtype=torch.int64)

@@ -58,14 +58,14 @@ class LayerStatistics:
 
     @property
     def hindsight(self) -> Float[Tensor, "head prefix"]:
-        """Attention weights A of the first decoding query. Raises ConfigError where they are not known."""
+        """Attention weights A of the first decoding query on the prefix. Raises ConfigError where unknown."""
         if self.realised is None:
             msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
             raise ConfigError(msg)
         return self.realised
 
     def selected_norms(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
-        """Return the value norms ν in the norm of the selection, in float64. Raises ConfigError where it has none."""
+        """Return the value norms ν, in the norm that the selection uses, in float64. Raises ConfigError without any."""
         if not config.euclidean:
             return self.norms.to(WORK)
         if self.euclidean is None:
@@ -82,5 +82,5 @@ class LayerStatistics:
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:
-    """Return a mask of the indices among the `first` ones from `begin` on, or the `recent` ones before `end`."""
+    """Return a mask of the indices at both ends: `first` ones from `begin` on, and the last `recent` before `end`."""
     return ((index >= begin) & (index < begin + first)) | (index >= end - recent)

@@ -48,20 +48,20 @@ class PagedLayer:
     def from_keys(
         cls, statistics: LayerStatistics, keys: Float[Tensor, "kv_head key d_head"], scale: float, size: int
     ) -> PagedLayer:
-        """Return the layer with its pages of `size` entries: those that are full before the window."""
+        """Return the layer divided into full pages of `size` entries before the window."""
         count = statistics.prefix // size
         pages = keys[:, : count * size].reshape(len(keys), count, size, keys.shape[-1])
         return cls(statistics, keys, pages.amin(dim=2), pages.amax(dim=2), size, scale)
 
     def bounds(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head page"]:
-        """Return scale · Σ_c max(q_c min_c, q_c max_c), which no logit of the page exceeds (Quest, section 3.3)."""
+        """Return an upper bound of each page's logits: scale · Σ_c max(q_c min_c, q_c max_c) (Quest, section 3.3)."""
         grouped = query.to(WORK).view(len(self.low), -1, query.shape[-1])
         positive, negative = grouped.clamp(min=0), grouped.clamp(max=0)  # the sign decides which end gives the maximum
         bounds = positive @ self.high.to(WORK).transpose(1, 2) + negative @ self.low.to(WORK).transpose(1, 2)
         return (bounds * self.scale).flatten(0, 1)
 
     def realised(self, query: Float[Tensor, "head d_head"]) -> Float[Tensor, "head prefix"]:
-        """Return the query's attention weights A over the prompt, for the entries before the window."""
+        """Return the query's attention weights A on the entries before the window."""
         weights = theory.decode_attention(query, self.keys, self.scale)
         return weights[:, : self.statistics.prefix]
 
@@ -74,18 +74,18 @@ class PageScores(Scores):
         self.layer, self.query = layer, query
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of the pages by a score."""
+        """Return the ranking of the pages by descending score."""
         return self.once(("ranking", id(score)), lambda: rank(score))
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
-        """Return the softmax of the logit bounds over the pages, reduced over the group of query heads."""
+        """Return each page's softmax weight of the logit bounds, reduced over the group of query heads."""
         reduction = config.granularity.options.get("reduce", "mean")
         return self._compute_once(
             "bound", config, reduction, lambda: self.reduce(config, self._page_weights(), reduction)
         )
 
     def second_stage(self, config: ResolvedConfig, uniform: bool = False) -> Score:
-        """Return the score of stage 2: that of `attention` times the page's largest value norm ν."""
+        """Return the score of stage 2: `attention` times the page's largest value norm ν."""
         reduction, product = (config.granularity.options.get(name, "") for name in ("reduce", "product"))
 
         def make() -> Score:
@@ -103,12 +103,12 @@ class PageScores(Scores):
         )
 
     def random(self, config: ResolvedConfig) -> Score:
-        """Return seeded random numbers, the same at every step."""
+        """Return seeded random scores of the pages, the same at every step."""
         entries = super().random
         return self._compute_once("drawn", config, config.selection["seed"], lambda: self._page_sums(entries(config)))
 
     def hindsight(self, config: ResolvedConfig) -> Score:
-        """Return Σ A ν over each page's entries, with the query's real attention weights A."""
+        """Return Σ A ν over the entries of each page, with the query's true attention weights A."""
 
         def make() -> Score:
             added = self.layer.realised(self.query) * self.statistics.selected_norms(config)
@@ -117,7 +117,7 @@ class PageScores(Scores):
         return self._compute_once("given", config, config.euclidean, make)
 
     def hindsight_attention(self, config: ResolvedConfig) -> Score:
-        """Return Σ A over each page's entries, with the query's real attention weights A."""
+        """Return Σ A over the entries of each page, with the query's true attention weights A."""
 
         def make() -> Score:
             return self.reduce(config, self._page_sums(self.layer.realised(self.query)))
@@ -125,20 +125,20 @@ class PageScores(Scores):
         return self._compute_once("attended", config, "", make)
 
     def _compute_once(self, name: str, config: ResolvedConfig, options: object, make: Callable[[], Score]) -> Score:
-        """Return the result of `make`, called once per name, number of kept sets and `options`."""
+        """Return the result of `make`, cached by name, number of kept sets and `options`."""
         return self.once((name, self.kept_heads(config), options), make)
 
     def _page_weights(self) -> Float[Tensor, "head page"]:
-        """Return the softmax of the logit bounds over the pages."""
+        """Return each page's softmax weight of the logit bounds, per query head."""
         return self.once("expected", lambda: self.layer.bounds(self.query).softmax(dim=-1))
 
     def _largest_norms(self, config: ResolvedConfig) -> Float[Tensor, "head page"]:
-        """Return the largest value norm ν of each page."""
+        """Return the largest value norm ν of each page, per query head."""
         norms = self.statistics.selected_norms(config)
         return self.once(("largest", config.euclidean), lambda: block_scores(norms, self.layer.size, "max"))
 
     def _page_sums(self, score: Float[Tensor, "rows prefix"]) -> Float[Tensor, "rows page"]:
-        """Return the sum of a score over each page's entries."""
+        """Return the score summed over the entries of each page."""
         return block_scores(score, self.layer.size, "sum")
 
 
@@ -162,20 +162,20 @@ class PageGroup:
 
     @property
     def kept_heads(self) -> int:
-        """Number of kept sets of each configuration."""
+        """Number of kept sets per configuration."""
         return self.steps[0].kept_heads
 
     @property
     def budgets(self) -> Budgets:
-        """Numbers of pages that are read at each step."""
+        """Numbers of pages that a step reads."""
         return self.steps[0].budgets
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the entries that some of the group's configurations, by default all, read at the first step."""
+        """Return the masks of entries read at the first step, for the configurations in the slice `rows`."""
         return self.steps[0].kept_sets(rows)
 
     def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
-        """Return the entries that some of the group's configurations read, per step."""
+        """Return, per step, the masks of entries read by the configurations in the slice `rows`."""
         return [step.kept_sets(rows) for step in self.steps]
 
 
@@ -189,7 +189,7 @@ def page_groups(
     queries: Sequence[Float[Tensor, "head d_head"]],
     prompt_tokens: int,
 ) -> list[PageGroup]:
-    """Return the groups of the pages of one layer that configurations read, with one query per step.
+    """Return the groups of the page-reading configurations in one layer, with one query per step.
 
     `layer` is called per configuration; configurations that read no pages are left out.
     """
@@ -206,7 +206,7 @@ def page_groups(
 def _page_ranking_groups(
     configs: Sequence[ResolvedConfig], layer: PagesOfConfig, query: Tensor, tokens: int
 ) -> list[RankingGroup]:
-    """Return the groups of the pages that configurations read for one query."""
+    """Return the groups of the page-reading configurations with equal page rankings, for one query."""
 
     @functools.cache
     def page_scores(paged: PagedLayer) -> PageScores:
@@ -229,6 +229,6 @@ class PageReader:
         return torch.stack(sets, dim=1).repeat_interleave(len(query) // len(sets[0]), dim=0)
 
     def _kept_sets(self, query: Float[Tensor, "head d_head"]) -> Bool[Tensor, "kept_head key"]:
-        """Return the mask of the entries that one query reads."""
+        """Return the mask of the entries in the pages read for one query."""
         (group,) = _page_ranking_groups([self.config], lambda _: self.layer, query, self.prompt_tokens)
         return group.kept_sets().kept[0]

@@ -24,7 +24,7 @@ from perturbkv.theory import WORK
 
 
 def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
-    """Return the number of entries of a block, and how their scores are reduced to the block's: `sum` or `max`.
+    """Return the number of entries per block, and the reduction of their scores to the block's: `sum` or `max`.
 
     The selection `position` always takes the maximum, so that the block with a sink comes first.
     """
@@ -35,7 +35,7 @@ def block_scoring(config: ResolvedConfig) -> tuple[int, str]:
 def block_scores(
     score: Float[Tensor, "kept_head prefix"], size: int, reduction: str
 ) -> Float[Tensor, "kept_head block"]:
-    """Return the sum or maximum of the scores in each full block of `size` entries; the remainder is left out."""
+    """Return the sum or maximum of the scores in every full block of `size` entries; the remainder is left out."""
     if size == 1:
         return score
     heads, prefix = score.shape
@@ -45,7 +45,7 @@ def block_scores(
 
 
 def block_entries(kept: Bool[Tensor, "config kept_head block"], blocks: Blocks) -> Bool[Tensor, "config kept_head key"]:
-    """Return the mask of entries from that of blocks; the entries of the tail stay."""
+    """Return a mask of blocks expanded to entries; the entries of the tail stay."""
     entries = kept if blocks.size == 1 else kept.repeat_interleave(blocks.size, dim=-1)
     tail = entries.new_ones(*entries.shape[:-1], blocks.tail)
     return torch.cat([entries, tail], dim=-1)
@@ -66,7 +66,7 @@ class Ranking:
 
 
 def rank(score: Score) -> Ranking:
-    """Return the ranking by descending score; ties go to the earlier position."""
+    """Return the ranking by descending score; ties are broken by position, earliest first."""
     order = score.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(score.shape[-1], device=score.device).expand_as(order)
     return Ranking(order, torch.empty_like(order).scatter_(-1, order, ranks).to(torch.int32))
@@ -80,36 +80,36 @@ class Scores:
         self._results: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """Return the result of `make`, which is called once per `key`."""
+        """Return the result of `make`, cached by `key`."""
         if key not in self._results:
             self._results[key] = make()
         return self._results[key]  # type: ignore[return-value]
 
     def kept_heads(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets in a cache; with granularity `layer` every key/value head has the same one."""
+        """Return the number of kept sets in the cache; with granularity `layer`, one per key/value head, all equal."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
     def reduce(self, config: ResolvedConfig, score: Tensor, reduction: str = "mean") -> Score:
-        """Return scores per kept set from scores per query head, reduced over the heads that share a set."""
+        """Return scores per kept set, reduced from rows per query head over the heads that share a kept set."""
         return reduce_group(score, self._distinct_sets(config), reduction).expand(self.kept_heads(config), -1)
 
     def _distinct_sets(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets that can differ from each other."""
+        """Return the number of kept sets that may differ: 1 with granularity `layer`."""
         return 1 if config.granularity.name == "layer" else self.kept_heads(config)
 
     def first_ranking(self, config: ResolvedConfig) -> Ranking:
-        """Return the ranking that fills the kept set, or its stage 1 where there are two stages."""
+        """Return the ranking of stage 1, or of the whole kept set for a selection without stages."""
         score = self.first_stage(config) if config.has_own_stages else config.selector.first(self, config)
         return self.ranking(score, config)
 
     def second_ranking(self, config: ResolvedConfig) -> Ranking | None:
-        """Return the ranking that fills stage 2; None where there are no stages."""
+        """Return the ranking of stage 2; None for a selection without stages."""
         if config.has_own_stages:
             return self.ranking(self.attention(config), config)
         return config.selector.second and self.ranking(config.selector.second(self, config), config)
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of entries or blocks by a score; indices without an entry come last."""
+        """Return the ranking of entries or blocks by descending score; padding comes last."""
         size, reduction = block_scoring(config)
         return self.once(
             ("ranking", id(score), size, reduction),
@@ -117,7 +117,7 @@ class Scores:
         )
 
     def heads_by_score(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
-        """Return the kept set of every entry or block of the layer, in the order of descending competing scores.
+        """Return the kept-set index of every entry (or block) of the layer, sorted by descending competing score.
 
         Ties go to the earlier index, then to the earlier set. Entries at both ends, which always stay, and indices
         without an entry come last.
@@ -127,7 +127,7 @@ class Scores:
         return self.once(key, lambda: rows_by_score(self._mask_ends(score, ends, config.block)))
 
     def competing_scores(self, config: ResolvedConfig, ends: Ends) -> Score:
-        """Return the pooled scores by which kept sets compete for a budget.
+        """Return the pooled scores by which the layer's kept sets compete for the budget.
 
         Entries of a policy's own stage 1 get the layer's largest score.
         """
@@ -145,7 +145,7 @@ class Scores:
         return self.once(("competing", id(score), config.policy, ends), make)
 
     def first_stage(self, config: ResolvedConfig) -> Score:
-        """Return the score of the policy's own stage 1 per kept set. Raises ConfigError where it is missing."""
+        """Return the scores of the policy's own stage 1, per kept set. Raises ConfigError where missing."""
         score = self.statistics.first_stage
         if score is None:
             msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
@@ -153,7 +153,7 @@ class Scores:
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduce(config, score))
 
     def first_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
-        """Return the number of entries in the policy's own stage 1 per kept set, without those at both ends."""
+        """Return each kept set's number of entries in the policy's own stage 1, without always-kept ones."""
         score, policy = self.first_stage(config), config.system
         competing = ends.competing_slice(score.shape[-1])
         return self.once(
@@ -162,7 +162,7 @@ class Scores:
         )
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
-        """Return the accumulated score per kept set, reduced over its query heads and pooled over positions (Ā').
+        """Return the accumulated score per kept set, reduced over query heads and pooled over positions (Ā').
 
         A score with its own reduction is pooled before it. Without `pooled` nothing is pooled (Ā).
         """
@@ -176,7 +176,7 @@ class Scores:
         return self.once(("pooled", sets, reduction, kind, kernel), lambda: self._pool(config, reduced, pooled))
 
     def _pool(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
-        """Return a score pooled over positions as the policy does."""
+        """Return a score pooled over positions with the policy's kind and width; unchanged unless `pooled`."""
         kind, kernel = _pooling(config, pooled)
         if not config.system.score.signed:
             return pool(score, kind, kernel)
@@ -194,7 +194,7 @@ class Scores:
         return self.once((*key, uniform), lambda: self._product(config, pooled, uniform))
 
     def _product(self, config: ResolvedConfig, pooled: bool, uniform: bool) -> Score:
-        """Return the score of stage 2 from the pooled or unpooled score."""
+        """Return the score of stage 2, (accumulated score + ε) × ν, from the pooled or unpooled score."""
         norms = self.statistics.selected_norms(config)
         if uniform:
             norms = torch.ones_like(norms)
@@ -210,17 +210,17 @@ class Scores:
         return self.once(key, lambda: self.reduce(config, self.statistics.selected_norms(config)))
 
     def hindsight(self, config: ResolvedConfig) -> Score:
-        """Return A · ν with the attention weights A of the first decoding query."""
+        """Return A · ν per kept set, with the attention weights A of the first decoding query."""
         key, statistics = ("hindsight", self._distinct_sets(config), config.euclidean), self.statistics
         return self.once(key, lambda: self.reduce(config, statistics.hindsight * statistics.selected_norms(config)))
 
     def hindsight_attention(self, config: ResolvedConfig) -> Score:
-        """Return the attention weights A of the first decoding query."""
+        """Return the attention weights A of the first decoding query, per kept set."""
         sets = self._distinct_sets(config)
         return self.once(("hindsight attention", sets), lambda: self.reduce(config, self.statistics.hindsight))
 
     def random(self, config: ResolvedConfig) -> Score:
-        """Return uniform random numbers that depend on seed, sample and layer alone, not on the device."""
+        """Return uniform random scores determined by seed, sample and layer, the same on every device."""
         sets, statistics, seed = self._distinct_sets(config), self.statistics, config.selection["seed"]
 
         def make() -> Score:
@@ -230,7 +230,7 @@ class Scores:
         return self.once(("random", sets, seed), make)
 
     def position(self, config: ResolvedConfig) -> Score:
-        """Return the policy's score by position, the same for every kept set."""
+        """Return the policy's score by position, identical for all kept sets."""
         kept_heads, score_positions = self.kept_heads(config), config.system.position_score()
 
         def make() -> Score:
@@ -240,7 +240,7 @@ class Scores:
         return self.once(("position", kept_heads, score_positions), make)
 
     def _mask_ends(self, score: Score, ends: Ends, size: int) -> Score:
-        """Return a score with −∞ at both ends, whose entries always stay and do not compete."""
+        """Return the score with −∞ for the always-kept entries at both ends, which do not compete."""
         if not ends.always:
             return score
         prefix, begin = score.shape[-1], (self.statistics.begin // size).unsqueeze(-1)
@@ -248,16 +248,16 @@ class Scores:
         return score.masked_fill(is_at_ends(index, begin, prefix, ends.first, ends.recent), -torch.inf)
 
     def _mask_missing(self, score: Score) -> Score:
-        """Return a score with −∞ at indices without an entry."""
+        """Return the score with −∞ at padding, where a kept set has no entry."""
         valid = self.statistics.valid
         return score if valid is None else score.masked_fill(~valid, -torch.inf)
 
 
 def _pooling(config: ResolvedConfig, pooled: bool) -> tuple[str, int]:
-    """Return kind and width of the policy's pooling; ("none", 1) unless `pooled`."""
+    """Return (kind, width) of the pooling of the policy's score; ("none", 1) unless `pooled`."""
     return config.system.score.pooling(pooled)
 
 
 def _epsilon(config: ResolvedConfig) -> float:
-    """Return the selection's ε, 0 where it has none."""
+    """Return the ε of the selection; 0 for a selection without ε."""
     return float(config.selection.options.get("epsilon", 0.0))

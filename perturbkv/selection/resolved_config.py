@@ -34,7 +34,7 @@ class Selector:
 
 
 def _refuse_ranking(scores: object, config: EvictionConfig) -> NoReturn:
-    """Raise ConfigError, as external kept sets are not ranked."""
+    """Raise ConfigError for a configuration with external kept sets, which have no ranking."""
     msg = f"policy '{config.policy}' keeps what it was given; nothing ranks its entries"
     raise ConfigError(msg)
 
@@ -74,11 +74,11 @@ class Ends:
 
     @property
     def always(self) -> int:
-        """Number of entries (or blocks) at both ends."""
+        """Number of always-kept entries (or blocks) at both ends."""
         return self.first + self.recent
 
     def competing_slice(self, prefix: int) -> slice:
-        """Return the slice of a prefix of length `prefix` between both ends, whose entries compete by score."""
+        """Return the slice between both ends of a prefix, whose entries compete by score."""
         return slice(self.first, prefix - self.recent)
 
 
@@ -101,16 +101,16 @@ class ResolvedConfig(EvictionConfig):
 
     @property
     def in_cache(self) -> bool:
-        """True where decoding sees the kept keys at positions 0 … b − 1."""
+        """True if decoding sees the kept keys at positions 0 … b − 1."""
         return self.system.in_cache
 
     @property
     def has_own_stages(self) -> bool:
-        """True where the policy's own stage 1 comes before the selection's ranking."""
+        """True if a stage 1 of the policy itself precedes the selection's ranking."""
         return self.selection.name == "attention" and self.system.first_stage is not None
 
     def ends(self, prompt_tokens: int) -> Ends:
-        """Return the numbers of blocks before the tail that always stay, and of those left for allocation by score.
+        """Return the numbers of always-kept blocks at both ends before the tail, and of blocks to allocate by score.
 
         Blocks that always stay are no more than the budget pays for. Raises BudgetError where the budget is no larger
         than the window.
@@ -125,7 +125,7 @@ class ResolvedConfig(EvictionConfig):
         return Ends(first_blocks, recent_blocks, affordable - first_blocks - recent_blocks)
 
     def least_stage1_blocks(self, prompt_tokens: int) -> int:
-        """Return the smallest number of blocks that stage 1 takes, not counting those that always stay."""
+        """Return the minimum number of blocks in stage 1, without the always-kept blocks."""
         tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
         return self.system.least_stage1(self, tail + ends.always + ends.free, tail + ends.always)
 
@@ -145,11 +145,11 @@ class ResolvedRun(RunConfig):
 
     @classmethod
     def from_run(cls, run: RunConfig, configs: Sequence[EvictionConfig] = ()) -> ResolvedRun:
-        """Return the run with `configs`, by default its own, resolved. Raises as `resolve`."""
+        """Return the run with the resolved `configs`, by default the run's own. Raises as `resolve`."""
         fields = {each.name: getattr(run, each.name) for each in dataclasses.fields(run)}
         return cls(**{**fields, "configs": tuple(map(resolve, configs or run.configs))})
 
     def select_configs(self, configs: Iterable[EvictionConfig]) -> ResolvedRun:
-        """Return the run with only these of its configurations."""
+        """Return the run restricted to `configs`."""
         known: dict[EvictionConfig, ResolvedConfig] = {config: config for config in self.configs}
         return dataclasses.replace(self, configs=tuple(known[config] for config in configs))

@@ -41,7 +41,7 @@ class Lines:
     slash: Bool[Tensor, "kept_head key"]
 
     def attention_mask(self, positions: Int[Tensor, " query"]) -> Bool[Tensor, "kept_head query key"]:
-        """Return the mask of the entries to which the queries at these positions attend, never later ones."""
+        """Return the causal mask of the entries attended to by the queries at the given positions."""
         n = self.slash.shape[1]
         offsets = F.pad(self.slash.flip(-1), (0, n - 1))  # from n − 1 down to 0, then the negative ones
         on_slash = offsets.unfold(-1, n, 1)[:, n - 1 - positions]
@@ -77,12 +77,12 @@ class ChosenLines:
 
 
 def choose_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
-    """Return the lines of a configuration whose budget does not cover the prompt."""
+    """Return the chosen lines of a configuration, for a budget below the prompt's length."""
     policy = _policy(config)
     kept_heads, n = _kept_heads(config, queries), queries.attention.shape[-1]
     free = config.kept_entries(n) - config.window - policy.first
     verticals = int(round_down_entries(policy.vertical * free))
-    first, second = _weights(config, queries)
+    first, second = _line_weights(config, queries)
     alphas = to_device(config.alphas(queries.layer, kept_heads), queries.attention.device, WORK)
     random = _random_scores(config, queries, kept_heads, n) if config.selection.name == "random" else None
     choices = []
@@ -104,7 +104,7 @@ def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
 
 
 def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Return, per offset d = 0 … n − 1, the sum over the last queries of their weights on the entry d before them."""
+    """Return, per offset d = 0 … n − 1, the last queries' total weight on the entries d positions before them."""
     heads, queries, n = weights.shape
     sums = weights.new_zeros(heads, n)
     for row in range(queries):
@@ -114,12 +114,12 @@ def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "he
 
 
 def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Return, per entry, the sum of the last queries' weights on it."""
+    """Return the total weight of the last queries on each entry."""
     return weights.sum(dim=1)
 
 
-def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
-    """Return the weights (kept_head, query, key) to sum along lines: attention A for stage 1, A ν for stage 2.
+def _line_weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tensor | None]:
+    """Return the weights (kept_head, query, key) that lines are scored by: A in stage 1, A ν in stage 2.
 
     None in place of the latter where there are no stages.
     """
@@ -137,7 +137,7 @@ def _weights(config: ResolvedConfig, queries: LastQueries) -> tuple[Tensor, Tens
 def _summed_attention(
     config: ResolvedConfig, attention: Float[Tensor, "head query key"]
 ) -> Float[Tensor, "head query key"]:
-    """Return the attention that is summed: all of it, or with 0 on the first entries and the local band."""
+    """Return the attention to sum along lines, with 0 on the always-kept first entries and local band, if excluded."""
     policy = _policy(config)
     if policy.sums == "all":
         return attention
@@ -148,19 +148,19 @@ def _summed_attention(
 
 
 def _kept_heads(config: ResolvedConfig, queries: LastQueries) -> int:
-    """Return the number of kept sets of a layer."""
+    """Return the number of kept sets in a layer."""
     return len(queries.norms) if config.granularity.name == "query" else queries.kv_heads
 
 
 def _reduce_queries(
     weights: Float[Tensor, "head query key"], kept_heads: int, reduction: str
 ) -> Float[Tensor, "kept query key"]:
-    """Return weights per kept set, reduced by `reduction` over the query heads that share one."""
+    """Return weights per kept set, reduced by `reduction` over the query heads that share a kept set."""
     return reduce_group(weights.flatten(1), kept_heads, reduction).view(kept_heads, *weights.shape[1:])
 
 
 def _random_scores(config: ResolvedConfig, queries: LastQueries, kept_heads: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return seeded random numbers for entries and for offsets, both (kept_head, n)."""
+    """Return seeded random scores of the entries and of the offsets, both (kept_head, n)."""
     numbers = seeded(2 * kept_heads, n, config.selection["seed"], queries.sample, queries.layer)
     numbers = numbers.to(queries.attention.device)
     return numbers[:kept_heads], numbers[kept_heads:]
@@ -174,7 +174,7 @@ def _choose_lines_of_kind(
     always: int,
     end: int,
 ) -> tuple[Bool[Tensor, "kept_head key"], Bool[Tensor, "kept_head key"]]:
-    """Return masks of the chosen lines of one kind, verticals or slashes, and of those that stage 1 takes.
+    """Return the masks of all chosen lines of a kind (verticals or slashes) and of those in stage 1.
 
     Stage 1 takes the best ⌊α · `count`⌋ by `first`, stage 2 the rest of `count` by `second` (None: by `first`), both
     among the indices `always` … `end` − 1; ties go to the smaller index. Indices below `always` are in both masks.
@@ -194,12 +194,12 @@ _NO_LAYER = -1
 
 
 def last_positions(config: ResolvedConfig, prompt_tokens: int) -> Positions:
-    """Return the positions of the queries from whose attention lines are chosen."""
+    """Return the positions of the last queries, whose attention decides the lines."""
     return tuple(range(max(0, prompt_tokens - _policy(config).last), prompt_tokens))
 
 
 def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) -> Positions:
-    """Return the positions of the queries at which isolated quantities are measured, one in each 32nd of the prompt.
+    """Return the positions of the queries with measured isolated quantities, one in each 32nd of the prompt.
 
     They are drawn with a seed, and are the same for all budgets. None lies within the first entries and the band after
     them, where a query attends to everything whatever is chosen. A short prompt has fewer than 32.
@@ -213,7 +213,7 @@ def measured_positions(config: ResolvedConfig, prompt_tokens: int, sample: str) 
 
 
 def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, sample: str) -> set[Positions]:
-    """Return the tuples of positions whose queries the full prefill has to store for sparse prefills."""
+    """Return the sets of query positions, as tuples, that the full prefill must store for sparse prefills."""
     positions: set[Positions] = set()
     for config in configs:
         if config.has_sparse_prefill:
@@ -223,7 +223,7 @@ def remembered_positions(configs: Iterable[ResolvedConfig], prompt_tokens: int, 
 
 
 def _policy(config: ResolvedConfig) -> VerticalSlash:
-    """Return the policy of a configuration with a sparse prefill."""
+    """Return the policy object of a configuration with a sparse prefill."""
     return cast("VerticalSlash", config.system)
 
 
@@ -252,26 +252,26 @@ class SparsePrefillGroup:
     window: int
 
     def attention_masks(self, positions: Int[Tensor, " query"]) -> KeptSets:
-        """Return masks (config, kept_head, query, key) of the entries to which queries at these positions attend."""
+        """Return masks (config, kept_head, query, key) of the entries attended to by queries at these positions."""
         return KeptSets(
             torch.stack([each.lines.attention_mask(positions) for each in self.chosen]),
             torch.stack([each.stage1.attention_mask(positions) for each in self.chosen]),
         )
 
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
-        """Return the entries that the last query attends to, for some of the group's configurations, by default all."""
+        """Return the entries attended to by the last query, for the configurations in the slice `rows`."""
         slashes = self.chosen[0].lines.slash
         masks = self.attention_masks(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
         return KeptSets(masks.kept[rows].squeeze(2), masks.stage1[rows].squeeze(2))
 
     def decoding_mask(self, heads: int) -> Bool[Tensor, "config head key"]:
-        """Return a mask of the entries that decoding attends to, which are all."""
+        """Return an all-true mask: decoding attends to every entry."""
         slashes = self.chosen[0].lines.slash
         return slashes.new_ones(len(self.config_indices), heads, slashes.shape[1])
 
     @property
     def budgets(self) -> EntryCounts:
-        """Numbers of entries in the kept sets, and in their stage 1 without the window."""
+        """Numbers of entries in the kept sets, and in stage 1 without the window."""
         sets = self.kept_sets()
         return EntryCounts(sets.kept.sum(dim=-1), sets.stage1.sum(dim=-1) - self.window)
 
@@ -279,7 +279,7 @@ class SparsePrefillGroup:
 def sparse_prefill_groups(
     configs: Sequence[ResolvedConfig], layer: LastQueriesOfConfig, prompt_tokens: int, sample: str
 ) -> list[SparsePrefillGroup]:
-    """Return one layer's groups of the configurations with a sparse prefill; `layer` is called per configuration."""
+    """Return one layer's groups of the sparse-prefill configurations; `layer` is called per configuration."""
     groups: dict[tuple[int, int, Positions], dict[int, ChosenLines]] = {}
     for index, config in enumerate(configs):
         if config.has_sparse_prefill:
@@ -293,6 +293,6 @@ def sparse_prefill_groups(
 
 
 def lines_for_budget(config: ResolvedConfig, queries: LastQueries, prompt_tokens: int) -> ChosenLines:
-    """Return the lines of a configuration; all lines where its budget covers the prompt."""
+    """Return a configuration's chosen lines; all lines for a budget that covers the prompt."""
     covered = config.kept_entries(prompt_tokens) >= prompt_tokens
     return all_lines(config, queries) if covered else choose_lines(config, queries)

@@ -59,7 +59,7 @@ class Check:
 
 
 def run_check(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Check]:
-    """Return the checks of `work`; where it fails, one check that was not measured, so that later checks run."""
+    """Return the checks of `work`; if it fails, a single check with the reason, so that later checks still run."""
     try:
         return work()
     except (PerturbkvError, RuntimeError) as error:  # torch raises RuntimeErrors: no memory, no such kernel
@@ -75,7 +75,7 @@ _RULE = "relative error of every norm; sums are in float32, and half precision's
 
 
 def check_kernel(device: torch.device) -> list[Check]:
-    """Return a check of the Triton kernel's value norms for every head size and dtype, by their worst relative error.
+    """Return a check of the Triton kernel's value norms per head size and dtype, by the largest relative error.
 
     Raises ConfigError where the device does not run the kernel.
     """
@@ -94,7 +94,7 @@ def check_kernel(device: torch.device) -> list[Check]:
 def _worst_error(
     heads: int, kv_heads: int, entries: int, d_model: int, d_head: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the largest relative error of the Triton kernel's value norms of one shape."""
+    """Return the largest relative error of the Triton kernel's value norms for one shape and dtype."""
     generator = torch.Generator().manual_seed(d_head + entries)
     value = torch.randn(kv_heads, entries, d_head, generator=generator).to(device, dtype)
     w_o = torch.randn(d_model, heads * d_head, generator=generator).to(device, dtype)
@@ -117,7 +117,7 @@ _PLACEMENT_RULE = "largest difference over the largest value, in float32"
 
 
 def check_placement(model: str, device: torch.device, tokens: int) -> list[Check]:
-    """Return checks of a model spread by `--device-map auto` against one device; `model` is `random:<alias>`."""
+    """Return checks of a model spread by `--device-map auto` against the same model on one device."""
     distributed = load_model(model, "float32", device_map="auto")
     plain = load_model(model, "float32", "cpu")  # random weights with a device map are drawn on the CPU too
     single = Adapter(plain.model.to(device), plain.tokenizer, plain.name, plain.revision, True)
@@ -140,6 +140,6 @@ def _trace_random_prompt(adapter: Adapter, tokens: int) -> SampleTrace:
 
 
 def _relative_distance(measured: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference over the largest expected value."""
+    """Return the largest absolute difference over the largest absolute expected value."""
     first, second = measured.astype(np.float64), expected.astype(np.float64)
     return float(np.abs(first - second).max() / np.abs(second).max())

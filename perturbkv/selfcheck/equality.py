@@ -110,7 +110,7 @@ def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:
-    """Return the checks of one layout at one dtype: attention with the same queries, and the whole decoding."""
+    """Return the checks of one layout at one dtype: attention for the same queries, and complete decoding."""
     name = f"{layout}, {str(adapter.dtype).removeprefix('torch.')}, per {'query' if len(kept[0][0]) == HEADS else 'kv'}"
     masked, compact = decode_masked(adapter, kept, sizes, compact_cache(adapter, kept, sizes, layout))
     cache = compact_cache(adapter, kept, sizes, layout)
@@ -124,13 +124,13 @@ def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: 
 
 
 def _compare_to_floor(name: str, outputs: Tensor, expected: Tensor, dtype: torch.dtype, rule: str) -> Check:
-    """Return the check of all rows but the first, whose distance is the noise floor."""
+    """Return the check of all rows but row 0, with a bound from row 0's distance, the noise floor."""
     bound = max(FLOORS * worst_head_distance(outputs[:1], expected[:1]), float(torch.finfo(dtype).eps))
     return Check(name, worst_head_distance(outputs[1:], expected[1:]), bound, rule)
 
 
 def kept_sets(sets: int, entries: int, even: bool) -> Sets:
-    """Return random kept sets: everything in row 0, then 1 to all entries; with `even`, as many in every head."""
+    """Return random kept sets: row 0 keeps everything; `even` gives all heads of a row equally many entries."""
     generator = torch.Generator().manual_seed(sets)
     layers = []
     for _ in range(LAYERS):
@@ -144,7 +144,7 @@ def kept_sets(sets: int, entries: int, even: bool) -> Sets:
 
 
 def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> CompactCache:
-    """Return the compact cache of the random prompt with its kept entries alone, in a layout."""
+    """Return a compact cache, in one layout, of the kept entries of the random prompt."""
     full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
     with _without_kernel(layout):
@@ -155,12 +155,12 @@ def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> Co
 
 
 def _without_kernel(layout: str) -> AbstractContextManager[Any]:
-    """Return a context in which `padded` caches find no variable-length kernel, as on a device without it."""
+    """Return a context in which `padded` caches find no variable-length kernel; no effect for other layouts."""
     return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
 
 
 def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:
-    """Return the kept keys and values of one row; several sets of a layer may share a key/value head."""
+    """Return the kept keys and values of one row; several kept sets can share a key/value head."""
     sharing = len(sets) // len(keys)
     kept = [(head // sharing, positions.to(keys.device)) for head, positions in enumerate(sets)]
     return KeptEntries.of(
@@ -171,7 +171,7 @@ def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptE
 def decode_masked(
     adapter: Adapter, kept: Sets, sizes: Sizes, compact: CompactCache | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return head outputs (row, layer, head, step, d_head) of decoding from the masked full cache, twice.
+    """Return head outputs (row, layer, head, step, d_head) of decoding from the masked full cache, and a second tensor.
 
     The second tensor has the outputs of the `compact` cache for the same queries instead, where it is given.
     """
@@ -196,7 +196,7 @@ def decode_masked(
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return float32 softmax attention over the entries that each row's head keeps, and over all later ones."""
+    """Return float32 softmax attention over the entries that each row's head keeps and over all later entries."""
     group = query.shape[1] // key.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
     later = mask.new_ones(*mask.shape[:2], key.shape[2] - mask.shape[2])
@@ -206,7 +206,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
 
 def _kept_mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
-    """Return (row, head, key) True where a head keeps the entry."""
+    """Return (row, head, key): True for kept entries."""
     mask = torch.zeros(len(rows), heads, entries, dtype=torch.bool)
     for row, sets in enumerate(rows):
         for head in range(heads):
@@ -217,7 +217,7 @@ def _kept_mask(rows: list[list[Tensor]], heads: int, entries: int) -> Tensor:
 def _decode(
     adapter: Adapter, cache: Any, sizes: Sizes, attention: Callable[[], AbstractContextManager[None]]
 ) -> Tensor:
-    """Return the head outputs of decoding the same random tokens in every row, one by one, under `attention`."""
+    """Return the head outputs of decoding the same random tokens in every row, step by step, within `attention`."""
     outputs: list[Tensor] = []
 
     def record(layer: int, mixed: Tensor) -> None:
@@ -230,11 +230,11 @@ def _decode(
 
 
 def _stack_outputs(outputs: list[Tensor], sizes: Sizes) -> Tensor:
-    """Return outputs (row, head, d_head) per step and layer as one tensor (row, layer, head, step, d_head)."""
+    """Return the outputs (row, head, d_head) of every step and layer as a tensor (row, layer, head, step, d_head)."""
     return torch.stack(outputs).view(sizes.steps, LAYERS, _ROWS, HEADS, D_HEAD).permute(2, 1, 3, 0, 4)
 
 
 def worst_head_distance(outputs: Tensor, expected: Tensor) -> float:
-    """Return the root mean square difference of the worst head over the expected root mean square."""
+    """Return the maximum over heads of root mean square difference / root mean square expected output."""
     error, size = (part.square().mean(dim=(-2, -1)).sqrt() for part in (outputs - expected, expected))
     return float((error / size).max())

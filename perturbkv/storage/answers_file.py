@@ -53,7 +53,7 @@ class WrittenAnswers:
 
 
 def read_answers(path: str | Path) -> WrittenAnswers:
-    """Return the answers of a file.
+    """Return the generated answers stored in a file.
 
     Raises ConfigError, which names the file, where it is no such file or one of its lines is not a sample's answers.
 
@@ -84,21 +84,21 @@ def read_answers(path: str | Path) -> WrittenAnswers:
 
 
 def check_answers(answers: Any) -> None:
-    """Raise ConfigError for anything but the result of `read_answers`, such as a path."""
+    """Raise ConfigError for a value that is not a `WrittenAnswers`, such as a path."""
     if not isinstance(answers, WrittenAnswers):
         msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(answers).__name__}"
         raise ConfigError(msg)
 
 
 def is_row(document: Mapping[str, Any]) -> bool:
-    """Return whether the object of a line has every field of a sample's answers, each of its type."""
+    """Return whether a line's JSON object has all fields of a sample's answers, with the right types."""
     return _has_fields(document, _ROW_FIELDS) and all(
         _has_fields(answer, _ANSWER_FIELDS) for answer in (document["full"], *document["evicted"].values())
     )
 
 
 def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
-    """Return the run's configuration from a file's first line. Raises ConfigError where that line is invalid."""
+    """Return the run's configuration from a file's first line. Raises ConfigError for an invalid line."""
     limit = header.get("compress_every")
     if not isinstance(header.get("run"), dict):
         raise _KIND.refusal(path, "a first line without its run")
@@ -112,7 +112,7 @@ def _parse_run(path: Path, header: Mapping[str, Any]) -> RunConfig:
 
 
 def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample's line has no divergence, or one value for each token of the full cache's answer."""
+    """Return whether a sample's row has no divergence, or one number per token of the full cache's answer."""
     divergence = row.get("divergence")
     if divergence is None:
         return True
@@ -134,10 +134,10 @@ def _has_valid_divergence(row: Mapping[str, Any]) -> bool:
 
 
 def _is_divergence(value: Any) -> bool:
-    """Return whether a value can be a KL divergence: a finite number that is not negative."""
+    """Return whether a value is a possible KL divergence: a finite, nonnegative number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
 
 
 def _has_fields(document: Any, fields: Mapping[str, type]) -> bool:
-    """Return whether a value is a JSON object that has these fields, each of its type."""
+    """Return whether a value is a JSON object with the given fields, each of the given type."""
     return isinstance(document, dict) and all(isinstance(document.get(name), kind) for name, kind in fields.items())

@@ -20,14 +20,14 @@ from perturbkv.storage.output import (
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], folders: bool = True) -> None:
-    """Write a file atomically: `write` gets the open temporary file. Folders and errors are those of `atomic_path`."""
+    """Write a file atomically: `write` gets the open temporary file. Folders and errors as in `atomic_path`."""
     with atomic_path(path, folders) as temporary, temporary.open("wb") as stream:
         write(stream)
 
 
 @contextmanager
 def atomic_path(path: Path, folders: bool = True) -> Iterator[Path]:
-    """Yield the path of a temporary file beside `path`, and rename it to `path` when the block ends without an error.
+    """Yield the path of a temporary file beside `path`, which replaces `path` when the block ends without an error.
 
     The temporary file and its folders are made at once, so that a path that cannot be written fails before any work is
     done; an error removes them again. Without `folders` no folder is made: one that vanished, as a network share may,

@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 def read(path: Path, kind: FileKind) -> list[Document]:
-    """Return the JSON object of each line of a file; a last line that a killed process left unfinished is left out.
+    """Return the JSON object of each line of a file, without a last line left unfinished by a killed process.
 
     Raises the error of `kind` where another line is no JSON object.
     """
@@ -31,7 +31,7 @@ def read(path: Path, kind: FileKind) -> list[Document]:
 
 
 def parse(path: Path, text: str, kind: FileKind) -> list[Document]:
-    """Return the JSON object of each line of a file's text, as `read`; `path` is only for messages."""
+    """Return the JSON object of each line of `text`, as `read`; `path` names the file in error messages."""
     documents = [parse_line(line) for line in text.split("\n") if line.strip()]
     if len(documents) > 1 and documents[-1] is None:
         documents.pop()
@@ -48,7 +48,7 @@ def write(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
 
 
 def append(path: Path, document: Mapping[str, Any]) -> None:
-    """Append a JSON object as a line of a file; it is on the disk when this returns."""
+    """Append a JSON object as a line to a file, and flush it to the disk."""
     with path.open("a", encoding="utf-8") as stream:
         stream.write(format_line(document))
         stream.flush()
@@ -56,12 +56,12 @@ def append(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def format_line(document: Mapping[str, Any]) -> str:
-    """Format an object as a line of JSON, with its newline."""
+    """Return an object as a line of JSON, ending with a newline."""
     return escape_json(json.dumps(document, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def parse_line(text: str) -> Document | None:
-    """Return the JSON object of a line; None for any other line, such as one that a killed run left unfinished."""
+    """Return the JSON object of a line; None for an invalid line, such as one left unfinished by a killed run."""
     try:
         document = parse_json(text)
     except ValueError:
@@ -87,18 +87,18 @@ class SampleLines:
 
     @property
     def finished(self) -> set[str]:
-        """The ids of the samples that have a line."""
+        """Ids of the samples with a line."""
         return {row[SAMPLE] for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a sample's row; where there is a file, it is on the disk when this returns."""
+        """Append a sample's row, and flush it to the disk if there is a file."""
         if self._lock is not None:
             self._lock.check()
             append(self._lock.path, row)
         self.rows.append(row)
 
     def select(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows of the named samples, in that order; samples without a row are left out."""
+        """Return the rows of the samples with ids `names`, in that order; samples without a row are left out."""
         rows = {row[SAMPLE]: row for row in self.rows}
         return [rows[name] for name in names if name in rows]
 
@@ -107,7 +107,7 @@ class SampleLines:
 def open_sample_lines(
     path: Path | None, header: Mapping[str, Any], overwrite: bool = False, wait: bool = False
 ) -> Iterator[SampleLines]:
-    """Open a file of results, a line per sample, locked against other writers.
+    """Open a file of results with one line per sample, locked against other writers, and yield its lines.
 
     Without a path the results are kept in memory alone. `wait` waits for another writer.
 
@@ -124,7 +124,7 @@ def open_sample_lines(
 
 
 def _finished_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of finished samples; none where no file exists.
+    """Return the rows of finished samples in a file; an empty list without a file.
 
     Raises ConfigError where the first line is not `header`.
     """

@@ -41,32 +41,32 @@ class Question:
 
     @property
     def id(self) -> str:
-        """The key of the judge's reply: a digest of sample and configuration that reveals neither."""
+        """Key of the judge's reply: a digest of sample and configuration, which reveals neither of the two."""
         return _digest([self.sample, self.label, bool(self.full_is)])
 
     @property
     def content(self) -> str:
-        """A digest of everything that the judge reads: a judgement is valid for this text alone."""
+        """Digest of the full text that the judge reads; a judgement is valid only for this text."""
         return _digest(dict(self.fields))
 
     @property
     def is_tie(self) -> bool:
-        """Whether this is a pair of equal texts, which needs no judge."""
+        """Whether the question is a pair of equal texts, which needs no judge."""
         return bool(self.full_is) and self.fields["a"] == self.fields["b"]
 
     @property
     def description(self) -> str:
-        """The sample and the configuration, for error messages; the judge never reads it."""
+        """Sample and configuration as text for error messages, hidden from the judge."""
         cache = "full cache" if self.label is None else escape_line(self.label)
         return f"sample '{escape_line(self.sample)[:40]}' ({cache[:80]})"
 
     def line(self) -> str:
-        """Return the judge's input: a line of JSON in ASCII, so that its encoding does not matter."""
+        """Return the question as an input line for the judge: JSON in ASCII."""
         return json.dumps({"id": self.id, **self.fields}) + "\n"
 
 
 def single_questions(answers: WrittenAnswers) -> Iterator[Question]:
-    """Yield a question per answer, which shows the full cache's answer too.
+    """Yield one question per answer, for scoring; the full cache's answer is shown along with it.
 
     The first question of each sample is about the full cache's own answer.
     """
@@ -78,7 +78,7 @@ def single_questions(answers: WrittenAnswers) -> Iterator[Question]:
 
 
 def pair_questions(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
-    """Yield a question per answer from an evicted cache, which pairs it with the full cache's answer.
+    """Yield one question per answer from an evicted cache, for comparison with the full cache's answer.
 
     `seed` draws which of the two is `a`, for each pair independently of the other pairs.
     """
@@ -91,7 +91,7 @@ def pair_questions(answers: WrittenAnswers, seed: int) -> Iterator[Question]:
 
 
 def _prompt_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that every question of a sample has; prompt and question are None where they are not stored."""
+    """Return the fields shared by all questions of a sample; prompt and question are None if not stored."""
     fields = {"sample": row["sample"], "prompt": row.get("prompt"), "question": row.get("question")}
     return {**fields, "answers": row["answers"]}
 
@@ -122,7 +122,7 @@ class Judge:
     scale: tuple[float, float] | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object of the first line of this judge's file of judgements."""
+        """Return the JSON object that identifies the judge, the first line of its file of judgements."""
         return {"judge": json.loads(json.dumps(asdict(self)))}
 
 
@@ -149,12 +149,12 @@ class Judgement:
 
     @property
     def first(self) -> bool | None:
-        """Whether the answer that was shown first, as a, won against the other; None for a tie."""
+        """Whether the answer shown first (a) won; None for a tie."""
         return None if self.outcome == TIE else (self.outcome == "loss") == (self.full_is == "a")
 
 
 def parse_judgement(question: Question, reply: Mapping[str, Any], judge: Judge) -> Judgement:
-    """Return the judgement of a question from the judge's reply. Raises PluginError for an invalid reply."""
+    """Return the judgement in the judge's reply to a question. Raises PluginError for an invalid reply."""
     comment = reply.get("comment")
     if not isinstance(comment, str | None):
         raise refusal(question, "a `comment` that is text", comment)
@@ -169,12 +169,12 @@ def parse_judgement(question: Question, reply: Mapping[str, Any], judge: Judge) 
 
 
 def tie_judgement(question: Question) -> Judgement:
-    """Return the judgement of a pair of equal texts."""
+    """Return the judgement "tie" on a pair of equal texts."""
     return Judgement(question.sample, question.label, question.content, outcome=TIE, full_is=question.full_is)
 
 
 def _parse_score(question: Question, reply: Mapping[str, Any], judge: Judge) -> float:
-    """Return the score of a judge's reply. Raises PluginError for anything but a number on the judge's scale."""
+    """Return the score in a judge's reply. Raises PluginError for a value that is no number on the judge's scale."""
     score = reply.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not _is_finite(score):
         raise refusal(question, "a `score` that is a number", score)
@@ -184,7 +184,7 @@ def _parse_score(question: Question, reply: Mapping[str, Any], judge: Judge) -> 
 
 
 def _is_finite(score: float) -> bool:
-    """Return whether a number is finite as a float, which a large whole number is not."""
+    """Return whether a number is finite after conversion to float, unlike a very large integer."""
     try:
         return isfinite(score)
     except OverflowError:
@@ -192,7 +192,7 @@ def _is_finite(score: float) -> bool:
 
 
 def refusal(question: Question, wanted: str, got: object) -> PluginError:
-    """Return the PluginError for a judge's invalid reply to a question."""
+    """Return the PluginError that refuses a judge's invalid reply to a question."""
     return PluginError(
         f"expected from the judge, of {question.description}, {wanted}, got {escape_line(repr(got))[:100]}"
     )
@@ -218,13 +218,13 @@ class JudgementFile:
         json_lines.write(path, [header, *map(asdict, self.judgements.values())])
 
     def add(self, judgement: Judgement) -> None:
-        """Write a judgement to the file."""
+        """Append a judgement to the file."""
         self.judgements[judgement.sample, judgement.label] = judgement
         json_lines.append(self.path, asdict(judgement))
 
 
 def _parse_document(path: Path, document: Mapping[str, Any]) -> Judgement:
-    """Return the judgement that a line of the file holds. Raises ConfigError for any other line."""
+    """Return the judgement in a line of the file. Raises ConfigError for an invalid line."""
     invalid = _KIND.refusal(path, f"a line that is no judgement of ours, {str(document)[:40]}")
     try:
         result = Judgement(**document)

@@ -44,12 +44,12 @@ _DISK_ERRORS = (*_FULL_DISK_ERRORS, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def real_path(path: Path) -> Path:
-    """Return the path without symbolic links, so that two names of one file are equal."""
+    """Return the path with symbolic links resolved, equal for all names of a file."""
     return Path(os.path.realpath(path))
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError unless a file can be written at `path`; the attempt leaves nothing behind."""
+    """Raise OutputError if no file can be written at `path`; the check leaves nothing behind."""
     target = real_path(path)
     try:
         str(target).encode()
@@ -62,7 +62,7 @@ def check_writable(path: Path) -> None:
 
 
 def _write_probe(path: Path, target: Path) -> None:
-    """Create and remove a file beside `target`, the real path of `path`, and its folders. Raises OSError."""
+    """Create and remove a file, with its folders, beside `target`, the real path of `path`. Raises OSError."""
     new_folders = make_folders(target.parent)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # the kernel checks the path's length first
@@ -76,7 +76,7 @@ def _write_probe(path: Path, target: Path) -> None:
 
 
 def retry_missing_folder(work: Callable[[], _Result]) -> _Result:
-    """Return the result of `work`, repeated where a folder vanished, as processes that start together remove theirs."""
+    """Return the result of `work`, called again if a folder vanished because a concurrent process removed it."""
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):
             return work()
@@ -84,7 +84,7 @@ def retry_missing_folder(work: Callable[[], _Result]) -> _Result:
 
 
 def check_file_path(path: Path) -> None:
-    """Raise OutputError unless a file can be written or replaced at `path`: no folder, device or pipe is there."""
+    """Raise OutputError if `path` is a folder, device or pipe, where no file can be written or replaced."""
     target = real_path(path)
     if target.is_dir():
         msg = f"expected a file's path, got the folder {path}; name a file in it"
@@ -95,7 +95,7 @@ def check_file_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a folder with its parents; return the new ones, the innermost first."""
+    """Create a folder with its parents; return the newly created folders, innermost first."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove those folders that are empty; `folders` lists the innermost first."""
+    """Remove every empty folder in `folders`, which lists the innermost first."""
     for folder in folders:
         with suppress(OSError):  # another process may have put something there
             folder.rmdir()
@@ -114,7 +114,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def translate_os_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError about `path`, or about a file beside it, into an OutputError that says what to do.
+    """Turn an OSError about `path`, or about a file beside it, into an OutputError with advice.
 
     Errors about files elsewhere pass unchanged.
     """
@@ -132,7 +132,7 @@ def translate_os_errors(path: Path) -> Iterator[None]:
 
 
 def _concerns(error: OSError, path: Path) -> bool:
-    """Return whether an error is about a file in the folder of `path`, or about one of its parents."""
+    """Return whether an OSError is about a file in the folder of `path`, or about a parent folder."""
     if error.filename is None:
         return error.errno in _DISK_ERRORS
     file = Path(os.path.abspath(os.fsdecode(error.filename)))
@@ -165,13 +165,13 @@ class Holder:
 
     @classmethod
     def current(cls) -> Self:
-        """Return the holder of a lock that this process takes now."""
+        """Return this process as the holder of a lock taken now."""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         return cls(_host_id(), os.getpid(), _process_start(os.getpid()), since, uuid.uuid4().hex)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the holder that a lock's text describes; None for an empty text, as a killed process leaves it.
+        """Return the holder in the text of a lock; None for an empty text, left by a killed process.
 
         Raises ValueError for any other text.
         """
@@ -186,7 +186,7 @@ class Holder:
             raise ValueError(text) from error
 
     def is_gone(self, silence_s: float) -> bool:
-        """Return whether the process is dead, or on another machine and silent for too long."""
+        """Return whether the process is dead or, on another machine, silent for more than `silence_s` seconds."""
         if self.host != _host_id():
             return silence_s > SILENCE_S
         try:
@@ -203,7 +203,7 @@ class Holder:
 
 
 def _process_start(pid: int) -> float:
-    """Return when a process started: on Linux in ticks since boot, which setting the clock does not change."""
+    """Return the start time of a process: on Linux in ticks since boot, independent of the clock."""
     try:
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -211,7 +211,7 @@ def _process_start(pid: int) -> float:
 
 
 def _host_id() -> str:
-    """Return the machine's name, on Linux with its boot and the namespace of its process ids."""
+    """Return an identifier of the machine: its name, on Linux with boot id and process-id namespace."""
     try:
         return f"{platform.node() or '?'} {os.readlink('/proc/self/ns/pid')} {_BOOT.read_text().strip()}"
     except OSError:
@@ -257,7 +257,7 @@ class Lock:
         self._release()
 
     def check(self) -> None:
-        """Raise OutputError where another process took the lock over, as while this machine slept.
+        """Raise OutputError if another process took over the lock, for instance while this machine slept.
 
         A lock that vanished is made again. A folder that existed before the lock and vanished, as a network share may,
         is not: files written into another folder of its name would be lost when it comes back.
@@ -271,7 +271,7 @@ class Lock:
             raise LockedOutputError(_locked_message(self.path, other, self.advice))
 
     def _check_folder(self) -> None:
-        """Raise OutputError where the innermost folder that the lock did not make is gone."""
+        """Raise OutputError if the innermost folder not made by the lock has vanished."""
         new = self._new_folders
         folder = min(new, key=lambda path: len(path.parts)).parent if new else self._file.parent
         if not folder.is_dir():
@@ -279,7 +279,7 @@ class Lock:
             raise OutputError(msg)
 
     def _acquire(self) -> None:
-        """Take the lock, with `wait` as soon as its holder releases it. Raises LockedOutputError without `wait`."""
+        """Take the lock, if `wait` after its holder releases it. Raises LockedOutputError if held and not `wait`."""
         logged = False
         while (other := retry_missing_folder(self._try_to_take)) is not None:
             if not self.wait:
@@ -290,7 +290,7 @@ class Lock:
             time.sleep(_POLL_S)
 
     def _try_to_take(self) -> Holder | None:
-        """Take the lock and return None, or return the other process that holds it."""
+        """Take the lock and return None, or return its current holder."""
         self._new_folders += make_folders(self._file.parent)
         with _open_exclusively(self._file) as descriptor:
             other = _parse_holder(descriptor, self._file)
@@ -305,14 +305,14 @@ class Lock:
         return None
 
     def _release(self) -> None:
-        """Remove the lock where this process holds it, and the folders that were made for it where they are empty."""
+        """Remove the lock if this process holds it, and the empty folders that were made for it."""
         with suppress(OSError, OutputError), _open_exclusively(self._file) as descriptor:
             if _parse_holder(descriptor, self._file) in (None, self._holder):
                 self._file.unlink()
         remove_empty(self._new_folders)
 
     def _send_heartbeats(self) -> None:
-        """Touch the lock's file regularly until the lock is released, as a sign that this process lives."""
+        """Touch the lock's file at regular intervals until release, as a sign of life."""
         while not self._released.wait(HEARTBEAT_S):
             with suppress(OSError, OutputError):
                 if _read_holder(self._file) == self._holder:
@@ -320,7 +320,7 @@ class Lock:
 
 
 def remove_stale_lock(path: Path) -> None:
-    """Remove the lock of `path` where its holder is dead."""
+    """Remove the lock of `path` if its holder is dead."""
     file = lock_path(path)
     if file.exists():
         with suppress(OSError, OutputError), _open_exclusively(file) as descriptor:
@@ -330,13 +330,13 @@ def remove_stale_lock(path: Path) -> None:
 
 
 def lock_path(path: Path) -> Path:
-    """Return the path of the lock's file, beside the output."""
+    """Return the path of the lock file of an output, beside it."""
     target = real_path(path)
     return target.with_name(f".{target.name}.lock")
 
 
 def check_free(path: Path, advice: str = WAIT) -> None:
-    """Raise LockedOutputError where a living process writes `path`; the lock is not taken."""
+    """Raise LockedOutputError if a living process holds the lock of `path`; the lock is not taken."""
     file = lock_path(path)
     with translate_os_errors(path):
         holder = _read_holder(file)
@@ -345,7 +345,7 @@ def check_free(path: Path, advice: str = WAIT) -> None:
 
 
 def wait_until_free(path: Path, wait: bool) -> None:
-    """Wait until no living process writes `path`, or raise LockedOutputError without `wait`; the lock is not taken."""
+    """Wait until no living process locks `path`, or raise LockedOutputError unless `wait`; the lock is not taken."""
     logged = False
     while True:
         try:
@@ -374,7 +374,7 @@ class OutputFile:
     is_ours: Callable[[Path], bool] = lambda path: False
 
     def check_replaceable(self) -> None:
-        """Raise ConfigError where a file of another kind exists at the path."""
+        """Raise ConfigError if a file of another kind exists at the path."""
         if self.path.exists() and not self.is_ours(self.path):
             expected, got = (self.kind, "another file") if self.kind else ("no file", "one")
             msg = f"expected {expected} at {self.path}, got {got}; --overwrite replaces it"
@@ -382,7 +382,7 @@ class OutputFile:
 
 
 def resumable(path: Path) -> OutputFile:
-    """Return an output file that may exist, as the run resumes or refuses it itself."""
+    """Return an output file that may exist already, as the run itself resumes or refuses it."""
     return OutputFile(path, is_ours=lambda path: True)
 
 
@@ -399,7 +399,7 @@ class OutputFolder:
         self.path, self.overwrite, self.wait = path, overwrite, wait
 
     def claim(self, *files: OutputFile, writer: Path | None = None) -> Claim:
-        """Return a claim after checking that the files may be written; as a context manager it locks `writer`.
+        """Return a claim on `files` after checking that they can be written; its `with` block locks `writer`.
 
         `writer` stands for all of the files: one process at a time writes it. Raises OutputError where a file cannot
         be written or another process writes `writer`, ConfigError for a file that may not be replaced. The checks
@@ -425,7 +425,7 @@ class Claim:
         self._check_files()
 
     def _check_files(self) -> None:
-        """Raise OutputError where a file cannot be written, ConfigError where one exists that may not be replaced."""
+        """Raise OutputError for a file that cannot be written, ConfigError for one that may not be replaced."""
         for file in self.files:
             check_writable(file.path)
             if not self.folder.overwrite:
@@ -453,13 +453,13 @@ class Claim:
 
 
 def _locked_message(path: Path, holder: Holder, advice: str) -> str:
-    """Return the message of the error for a path that another process holds."""
+    """Return the error message for a path locked by another process."""
     return f"expected {path} for this command alone, got it held by {holder}; {advice}, or choose another place"
 
 
 @contextmanager
 def _open_exclusively(file: Path) -> Iterator[int]:
-    """Open or create a file and yield its descriptor, locked with flock where the file system supports that.
+    """Open or create a file, and yield its descriptor, locked with flock if the file system supports it.
 
     Where it does not, as on some clusters, two processes may both take a stale lock: `Lock.check` raises in one of them
     at its next sample.
@@ -477,7 +477,7 @@ def _open_exclusively(file: Path) -> Iterator[int]:
 
 
 def _is_same_file(descriptor: int, file: Path) -> bool:
-    """Return whether an open descriptor is that of the file which exists at a path now."""
+    """Return whether an open descriptor still refers to the file at the given path."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:
@@ -485,7 +485,7 @@ def _is_same_file(descriptor: int, file: Path) -> bool:
 
 
 def _read_holder(file: Path) -> Holder | None:
-    """Return the holder of a lock, read without locking the file; None where there is none."""
+    """Return the holder in a lock file, read without locking the file; None without a file."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -497,7 +497,7 @@ def _read_holder(file: Path) -> Holder | None:
 
 
 def _parse_holder(descriptor: int, file: Path) -> Holder | None:
-    """Return the holder that an open lock names. Raises OutputError for a file that is no lock of ours."""
+    """Return the holder in an open lock file. Raises OutputError for a file that is no lock of this program."""
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(ValueError):
             return Holder.parse(os.pread(descriptor, 2**16, 0).decode())
@@ -506,7 +506,7 @@ def _parse_holder(descriptor: int, file: Path) -> Holder | None:
 
 
 def _seconds_since_heartbeat(file: Path) -> float:
-    """Return the seconds since a lock's last heartbeat, by the file system's clock, which may be another machine's."""
+    """Return the seconds since a lock's last heartbeat, by the file system's own clock."""
     try:
         last = file.stat().st_mtime
     except FileNotFoundError:

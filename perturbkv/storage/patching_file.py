@@ -65,7 +65,7 @@ class PatchingBatch:
     head_norms: Heads | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the batch as the JSON object of a line: NaN becomes null, numbers are unrounded."""
+        """Return the batch as a line's JSON object, with null for NaN and unrounded numbers."""
         rows = [
             {"mixture": str(row.mixture), **_json_fields(row, "held", "values", "score", "heads")} for row in self.rows
         ]
@@ -77,7 +77,7 @@ class PatchingBatch:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], kept_heads: int) -> Self:
-        """Return the batch of an object that `PatchingBatch.record` returned.
+        """Return the batch in a JSON object written by `PatchingBatch.record`.
 
         Raises KeyError, TypeError or ValueError for any other object.
         """
@@ -95,18 +95,18 @@ class PatchingBatch:
 
 
 def _json_fields(instance: Any, *names: str) -> dict[str, Any]:
-    """Return the named attributes of an object for JSON, with None for NaN."""
+    """Return name -> value of the named attributes for JSON, with None for NaN."""
     values = {name: getattr(instance, name) for name in names}
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def _parse_score(value: Any) -> float:
-    """Return a score as a float, NaN for null."""
+    """Return a JSON score as a float, NaN for null."""
     return math.nan if value is None else float(value)
 
 
 def _parse_values(document: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Return each quantity of `PER_STEP` as a tuple of one number per step."""
+    """Return name -> tuple of one number per step, for the quantities `PER_STEP`."""
     return {name: tuple(map(float, document[name])) for name in PER_STEP}
 
 
@@ -147,17 +147,17 @@ class PatchingStore:
             self._open(path, overwrite)
 
     def add(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
-        """Add a batch and write it to the file; `same` (layer, kept_head): where both configurations keep the same."""
+        """Add a batch, and append it to the file; `same` (layer, kept_head): True for equal kept sets of both sides."""
         self._append({**batch.record(), "same": same.tolist()})
         self._add_batch(batch, same)
 
     def add_failure(self, sample: str, reason: str) -> None:
-        """Record, in the file too, that a prompt cannot be measured, and why."""
+        """Record, in the file too, the reason why a prompt cannot be measured."""
         self._append({"sample": sample, "failed": reason})
         self.failed[sample] = reason
 
     def missing(self, sample: str, mixtures: Sequence[Mixture], by_head: frozenset[Mixture]) -> list[Mixture]:
-        """Return the mixtures that are not measured yet for a prompt, each once, in order; none where it failed.
+        """Return the unmeasured mixtures of a prompt, without duplicates, in order; none for a failed prompt.
 
         Those in `by_head` also count as missing where they were measured without values per head.
         """
@@ -171,17 +171,17 @@ class PatchingStore:
         ]
 
     def head_floors(self, sample: str, name: str) -> Heads:
-        """Return the `head_floors` or the `head_norms` of a prompt, as `name` says: the maximum over its batches."""
+        """Return the maximum over a prompt's batches of the field `name`: `head_floors` or `head_norms`."""
         measured = [getattr(batch, name) for batch in self.batches[sample] if getattr(batch, name) is not None]
         largest: Heads = np.max(measured, axis=0).tolist()
         return largest
 
     def _header(self) -> dict[str, Any]:
-        """Return the part of the file's first line that identifies the run."""
+        """Return the fields of the file's first line that identify the run."""
         return {"swap": {"run": json.loads(self.run.to_json()), "kept_heads": self.kept_heads}}
 
     def _open(self, path: Path, overwrite: bool) -> None:
-        """Read the measurements of an existing file, and write the file anew without an unfinished last line."""
+        """Read the measurements in an existing file, and rewrite it without an unfinished last line."""
         lines = json_lines.read(path, _KIND) if os.path.lexists(path) and not overwrite else [self._header()]
         first, *documents = lines or [{}]
         if {"swap": first.get("swap")} != self._header():
@@ -192,7 +192,7 @@ class PatchingStore:
         json_lines.write(path, [{**self._header(), "made_with": self.made_with}, *documents])
 
     def _add_line(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Add the batch or the failure that a line of the file holds. Raises ConfigError for any other line."""
+        """Add the batch or failure in a line of the file. Raises ConfigError for an invalid line."""
         try:
             if "failed" in document:
                 self.failed[str(document["sample"])] = str(document["failed"])
@@ -204,13 +204,13 @@ class PatchingStore:
             raise _KIND.refusal(path, f"a line that is no measurement of ours, {str(document)[:40]}") from None
 
     def _add_batch(self, batch: PatchingBatch, same: NDArray[np.bool_]) -> None:
-        """Add a batch in memory; a mixture's row with values per head replaces one without."""
+        """Store a batch in memory; a mixture's row with values per head replaces a row without."""
         self.same[batch.sample] = same
         self.batches.setdefault(batch.sample, []).append(batch)
         rows = self.rows.setdefault(batch.sample, {})
         rows |= {row.mixture: row for row in batch.rows if row.heads is not None or row.mixture not in rows}
 
     def _append(self, document: Mapping[str, Any]) -> None:
-        """Append a line to the file, where there is one."""
+        """Append a line to the file, if there is one."""
         if self.path is not None:
             json_lines.append(self.path, document)

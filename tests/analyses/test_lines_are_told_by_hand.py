@@ -17,7 +17,7 @@ from tests.support.measured import config
 
 LINED = (config("attention", policy="vertical-slash"), config("two-stage", policy="vertical-slash"))
 SAID = (
-    "vertical-slash: nothing is evicted; held / full is the share of pairs of query and entry that its own prefill "
+    "vertical-slash: nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill "
     "looks at; isolated is a mean over 32 queries of the prompt."
 )
 TOOK = "Prefill, mean over samples, masks dense: attention 2.00 s, two-stage 3.50 s; the full one 1.00 s."

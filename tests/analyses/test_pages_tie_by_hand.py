@@ -15,7 +15,7 @@ from tests.support.measured import config, hand_made
 
 EVICTING = (config("attention"), config("two-stage"))
 READING = (config("attention", policy="quest"), config("two-stage", policy="quest"))
-SAID = "quest: nothing is evicted; held / full is what each head reads at a step, and all stays in memory."
+SAID = "quest: nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
 
 
 def made(configs: tuple[object, ...], evicted: int = 1) -> Trace:

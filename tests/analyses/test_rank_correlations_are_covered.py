@@ -20,7 +20,6 @@ from tests.analyses.test_stability_by_hand import noisy
 DRAWS, SAMPLES, HEADS = 80, 8, 40
 LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)
 """What 92 % shows in so many draws, but for one simulation in forty."""
-NOISES = pytest.mark.parametrize("noise", [0.5, 2.0])
 
 
 def profiles() -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +38,7 @@ def ends_of(interval: OptionalInterval) -> tuple[float, float]:
     return interval.low, interval.high
 
 
-@NOISES
+@pytest.mark.parametrize("noise", [0.5, pytest.param(2.0, marks=pytest.mark.chaos)])
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
     found = [reliability(RankedHeads.from_values(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
@@ -50,8 +49,15 @@ def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     assert np.mean([holds(one.split_half.interval, whole) for one in found]) >= LEAST
 
 
-@NOISES
-@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(
+    ("noise", "paired"),
+    [
+        (2.0, True),
+        (0.5, False),
+        pytest.param(0.5, True, marks=pytest.mark.chaos),
+        pytest.param(2.0, False, marks=pytest.mark.chaos),
+    ],
+)
 def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> None:
     source, sides = np.random.default_rng(2), profiles()
     found: list[RankAgreement] = []

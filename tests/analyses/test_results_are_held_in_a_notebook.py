@@ -113,7 +113,7 @@ def test_pairs_are_a_sequence_whose_slices_draw_themselves() -> None:
     single = result[1:2]
     assert single.identity.configs == (result[1].baseline, result[1].treatment)
     assert "isolated: " in words(single.plot())  # the scatter of one pair
-    assert "held / full" in words(result.plot(84))
+    assert "cache share" in words(result.plot(84))
     assert len(result.plot().axes) > len(single.plot().axes)
     with pytest.raises(ConfigError, match="at least one comparison"):
         _ = result[9:]

@@ -1,4 +1,4 @@
-"""held / full in captions: what it is, when it was counted, and why some of it exceeds 1."""
+"""cache share in captions: what it is, when it was counted, and why some of it exceeds 1."""
 
 from __future__ import annotations
 

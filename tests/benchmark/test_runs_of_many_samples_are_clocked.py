@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perturbkv.benchmark import many_samples, many_workers, rows
-from perturbkv.benchmark.subprocesses import without_network
+from perturbkv.benchmark.subprocesses import no_network_prefix
 from perturbkv.cli.main import app
 from perturbkv.engines.scheduler import Scheduler
 from perturbkv.engines.worker import Do, Reply, WorkerModel
@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     monkeypatch.setattr(many_samples, "in_process", answer)
     monkeypatch.setattr(many_samples, "find_spec", lambda name: name)
-    monkeypatch.setattr(many_samples, "without_network", lambda: ("alone",))
+    monkeypatch.setattr(many_samples, "no_network_prefix", lambda: ("alone",))
     return seen
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_line(words: list[str], told: str) -> None:
 
 def test_the_words_of_no_network_leave_the_loopback() -> None:
     names = "import socket; print(*(name for _, name in socket.if_nameindex()))"
-    words = without_network()
+    words = no_network_prefix()
     found = subprocess.run([*words, sys.executable, "-c", names], capture_output=True, text=True, check=True).stdout
     assert not words or found.split() == ["lo"]
 

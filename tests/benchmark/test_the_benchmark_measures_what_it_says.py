@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +17,12 @@ from typer.testing import CliRunner
 from perturbkv.benchmark import rows, suite, work
 from perturbkv.benchmark import work as norms
 from perturbkv.benchmark.rows import compare, setting_differences
-from perturbkv.benchmark.subprocesses import in_process
+from perturbkv.benchmark.subprocesses import _EXACT_PEAK, in_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.cli.main import app
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
 from tests.oracle import theory as naive
+from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter
 
 CPU = {"dtype": "float32", "device": "cpu"}
@@ -130,21 +134,32 @@ def test_norms_are_timed_beside_a_matrix_product() -> None:
 
 
 def test_memory_beside_inputs_is_told_apart() -> None:
-    """In a process of its own the loop holds at least one head's projections, ours far less."""
-    shapes = {"entries": 8192, "d_model": 1024, "heads": 8, "kv_heads": 2, **CPU}
-    ours, loop = (
-        in_process("norms_peak", which=which, exact_peak=True, **shapes)["extra"] for which in ("ours", "loop")
-    )
+    """The loop holds at least one head's projections, ours far less; in a process that gives memory back at once."""
+    asked = {"entries": 8192, "d_model": 1024, "heads": 8, "kv_heads": 2, **CPU}
+    code = f"from perturbkv.benchmark.work import norms_peak; print([norms_peak(w, **{asked})['extra'] for w in WHICH])"
+    command = [sys.executable, "-c", f"WHICH = 'ours', 'loop'; {code}"]
+    said = subprocess.run(command, env=os.environ | _EXACT_PEAK, capture_output=True, text=True, check=True).stdout
+    ours, loop = json.loads(said)
     assert loop >= 8192 * 1024 * 4
     assert ours < loop / 2
 
 
+def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> None:
+    """At 1,100 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
+    layers, kv_heads, d_head = 16, 4, 64
+    model = model_folder(tmp_path / "deep", layers=layers, kv_heads=kv_heads, d_head=d_head, positions=2048)
+    asked = {"model": str(model), "tokens": 1100, "exact_peak": True, "generated": 4, **CPU}
+    full, evicted = (in_process("generating", evicted=evicted, **asked) for evicted in (False, True))
+    assert full["cache"] == 2 * layers * kv_heads * 1100 * d_head * 4
+    assert evicted["cache"] < full["cache"] / 5
+    assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])
+
+
 def test_a_failing_process_is_one_line() -> None:
-    with pytest.raises(
-        PerturbkvError, match=r"the benchmark's process 'peaks' failed: .*unknown model 'nothing'"
-    ) as told:
-        in_process("peaks", model="nothing", tokens=10, count=0, **CPU)
-    assert "\n" not in str(told.value)
+    fails = ("sh", "-c", "printf 'Traceback:\\n\\nModelError: unknown model\\n' >&2; exit 1")
+    with pytest.raises(PerturbkvError) as told:
+        in_process("peaks", prefix=fails, model="nothing")
+    assert str(told.value) == "the benchmark's process 'peaks' failed: ModelError: unknown model"
 
 
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -12,7 +12,9 @@ from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.screens import Ran
 
 Run = Callable[..., Ran]
-LINED = "vertical-slash: nothing is evicted; held / full is the share of pairs of query and entry that its own prefill"
+LINED = (
+    "vertical-slash: nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill"
+)
 SLASH = "vertical-slash(last=20)"
 SIDES = f"{SLASH}:attention,{SLASH}:two-stage(alpha=0)"
 

@@ -11,7 +11,7 @@ from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.screens import Ran
 
 Run = Callable[..., Ran]
-READ = "quest: nothing is evicted; held / full is what each head reads at a step"
+READ = "quest: nothing is evicted; the cache share is what each head reads at a step"
 QUEST = "quest(page=4)"
 
 

@@ -17,7 +17,7 @@ from perturbkv.pipeline.run.plan import Plan
 
 @pytest.fixture
 def planned(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setattr(run_time, "_multiplications_per_second", lambda planned, rows: 1e6)
+    monkeypatch.setattr(run_time, "_operations_per_second", lambda planned, rows: 1e6)
     run = RunOptions(model=str(model), dataset=str(data), samples=2, budget=["24"], window=8)
     return plan(run, run.configs(["attention", "two-stage"]))
 

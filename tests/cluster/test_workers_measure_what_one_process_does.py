@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from perturbkv.schema import KEPT, PREFILLS
 from tests.support.alike import assert_close_where_rounded, differing
 from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
-from tests.support.pages import commands, shell
+from tests.support.pages import commands
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +89,31 @@ def test_configurations_are_shared_out_and_joined_again(
         np.testing.assert_array_equal(held.kept_masks(*place), alone.kept_masks(*place))
 
 
+@pytest.mark.parametrize(
+    "harms", [{180: "kill"}, pytest.param({120: "kill once", 210: "hang once"}, marks=pytest.mark.chaos)]
+)
 def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
-    model: Adapter, data: Path, two: Scheduler, mischief: Mischief, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Adapter,
+    data: Path,
+    two: Scheduler,
+    mischief: Mischief,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    harms: dict[int, str],
 ) -> None:
     plan = plan_of(model, data, pk.grid(24, policy=mischief.policy, window=8))
     alone = run_in_memory(plan, LocalEngine())
-    for tokens, harm in ((120, "kill once"), (180, "kill"), (210, "hang once")):
+    for tokens, harm in harms.items():
         mischief.on(tokens, harm)
     engine = WorkerEngine(Workers("workers", timeout_per_sample=4), [plan], two)
     harmed = pk.read_trace(run_to_file(plan, engine, tmp_path / "harmed.h5"))
-    assert harmed.failures == {"p180": "its worker ended twice (signal 9) on sample 'p180'"}
-    assert (len(mischief.met(120)), len(mischief.met(180)), len(mischief.met(210))) == (1, 2, 1)
-    assert sum("what it did is done again" in one.getMessage() for one in caplog.records) == 3
+    failed = {f"p{tokens}": "its worker ended twice (signal 9) on sample 'p180'" for tokens in harms if tokens == 180}
+    assert harmed.failures == failed
+    assert {tokens: len(mischief.met(tokens)) for tokens in harms} == {
+        tokens: 1 if "once" in harm else 2 for tokens, harm in harms.items()
+    }
+    again = sum("what it did is done again" in one.getMessage() for one in caplog.records)
+    assert again == len(harms)
     mischief.off()
     run_to_file(plan, engine, tmp_path / "harmed.h5")
     assert differing(alone, tmp_path / "harmed.h5") == [], "the failed sample alone was measured again"
@@ -133,10 +146,15 @@ def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
     assert differing(alone, spread) == []
 
 
-def test_the_page_has_commands_that_run(tmp_path: Path) -> None:
-    script = commands("## Worker processes on one machine")
-    ran = subprocess.run(["sh", "-e", "-c", script], cwd=tmp_path, env=shell(), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+def test_the_page_has_commands_that_run(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = f"--model {folder} --dataset {data} --window 8 --budget 40"
+    for line in commands("## Worker processes on one machine").splitlines():
+        words = shlex.split(line.replace("--length 200", tiny))[1:]
+        ran = CliRunner().invoke(app, words)
+        assert ran.exit_code == 0, (words, ran.output)
     assert (tmp_path / "run" / "heads.png").exists()
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -43,7 +44,7 @@ def edited(text: str, how: str, line: str | None, block: str) -> str:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package as it is installed, every step of the page taken."""
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "perturbkv", folder / "perturbkv", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "perturbkv", folder / "perturbkv")
     for step in STEP.finditer(PAGE):
         path = folder / ("perturbkv" if step["path"].startswith(OUTSIDE) else "") / step["path"]
         if step["new"]:
@@ -63,18 +64,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def perturbkv(copy: Path, *arguments: object) -> str:
-    """What the copy's command says, in a process of its own."""
-    code = "from perturbkv.cli.main import main; main()"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"},
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+SERVER = """
+import contextlib, io, json, sys
+from perturbkv.cli.main import main
+
+for line in sys.stdin:
+    sys.argv[1:], out, code = json.loads(line), io.StringIO(), 0
+    with contextlib.redirect_stdout(out):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, out.getvalue()]), flush=True)
+"""
+Perturbkv = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def perturbkv(copy: Path) -> Iterator[Perturbkv]:
+    """The copy's command, in one process of its own for all calls; returns what it says."""
+    env = {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"}
+    with (copy / "stderr").open("w") as errors, subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=copy, env=env, text=True, stdin=-1, stdout=-1, stderr=errors
+    ) as server:  # fmt: skip
+        sent, received = server.stdin, server.stdout
+        assert sent is not None and received is not None
+
+        def call(*arguments: object) -> str:
+            sent.write(json.dumps([*map(str, arguments)]) + "\n")
+            sent.flush()
+            code, said = json.loads(received.readline() or '["it ended", ""]')
+            assert code == 0, (copy / "stderr").read_text()
+            return str(said)
+
+        yield call
+        sent.close()
 
 
 def test_every_python_block_is_a_step() -> None:
@@ -89,10 +113,10 @@ def test_the_page_names_lines_that_stand_there_once() -> None:
     assert edited("a\nb\n", "as its last line", None, "d\n") == "a\nb\nd\n"
 
 
-def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Path) -> None:
+def test_policy_and_selection_are_measured(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
     wanted = ["--compare", "attention,recent-half(share=0.5):attention,snapkv:attention-by-age", "--json"]
-    said = json.loads(perturbkv(copy, "heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
+    said = json.loads(perturbkv("heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
     asked = [config["policy"] + ":" + config["selection"] for config in said["run"]["configs"]]
     assert asked == ["snapkv:attention", "recent-half:attention", "snapkv:attention-by-age"]
     assert all(one["isolated"]["tied"] < one["heads"] for one in said["comparisons"])
@@ -104,22 +128,24 @@ def test_policy_and_selection_are_measured(copy: Path, data: Path, tmp_path: Pat
     assert kept[0] < tokens - 24
 
 
-def test_a_score_of_ones_own_is_measured_under_any_budget_rule(copy: Path, data: Path, tmp_path: Path) -> None:
+def test_a_score_of_ones_own_is_measured_under_any_budget_rule(
+    perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path
+) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
     peak = "my_score.py:Peak(tau=2)"
     wanted = ["--compare", f"snapkv(pool=none):attention,{peak}:attention,adakv({peak}):two-stage", "--json"]
-    said = json.loads(perturbkv(copy, "heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
+    said = json.loads(perturbkv("heads", *shared, *wanted, "--output", tmp_path, "--format", "png"))
     asked = [config["policy"] for config in said["run"]["configs"]]
     assert asked == ["snapkv(pool=none)", peak.replace("tau=2", "tau=2.0"), f"adakv(by={peak.replace('2', '2.0')})"]
     assert said["comparisons"][0]["isolated"]["tied"] < said["comparisons"][0]["heads"]
     lines = (copy / "my_score.py").read_text().splitlines()
     assert len(lines) <= 15
-    assert "tau" in perturbkv(copy, "list", "policies", "my_score.py:Peak")
+    assert "tau" in perturbkv("list", "policies", "my_score.py:Peak")
 
 
-def test_a_family_and_a_command_run(copy: Path, data: Path, tmp_path: Path) -> None:
+def test_a_family_and_a_command_run(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny", "seed_oss"), "--dataset", data, "--window", 4, "--budget", 24]
-    perturbkv(copy, "kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
+    perturbkv("kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["analyses"]["kept-attention"]
     assert len(told["configs"]) == 2
     assert all(0 < mass <= 1 for config in told["configs"] for mass in [*config["by_layer"], config["mean"]])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import yaml
 
 from perturbkv.selection.policies import registry
 from tests.support.folders import model_folder
+from tests.support.scripts import perturbkv
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -140,29 +139,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `make demo` and `perturbkv export` leave, of a tiny model, and that model."""
     folder = tmp_path_factory.mktemp("demo")
     model_folder(folder / "tiny", positions=1100)
-    asked = "heads --model tiny --length 300 --samples 2 --budget 64 --output runs/demo --format png"
-    for arguments in (asked.split(), ["export", "runs/demo/trace.h5"]):
-        python(folder, "from perturbkv.cli.main import main; main()", *arguments)
+    with chdir(folder):
+        asked = ["--model", "tiny", "--length", 300, "--samples", 2, "--budget", 64, "--format", "png"]
+        perturbkv("heads", *asked, "--output", "runs/demo")
+        perturbkv("export", "runs/demo/trace.h5")
     return folder
 
 
-def python(folder: Path, code: str, *arguments: str) -> None:
-    """Run code in a folder, in a process of its own that asks no hub."""
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/trace.md", "docs/cluster.md"])
-def test_every_python_block_runs(name: str, demo: Path) -> None:
+def test_every_python_block_runs(name: str, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall((ROOT / name).read_text())
     assert blocks
-    python(demo, "\n".join(blocks).replace("smollm2-135m-q4_1", "tiny"))
+    monkeypatch.chdir(demo)
+    exec(compile("\n".join(blocks).replace("smollm2-135m-q4_1", "tiny"), name, "exec"), {"__name__": "__main__"})
 
 
 def test_hooks_before_a_commit_run_what_make_check_runs() -> None:

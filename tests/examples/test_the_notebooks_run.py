@@ -146,7 +146,7 @@ def test_noise_that_is_planted_is_found(planted: Any) -> None:
 def test_a_path_and_a_silent_cell_that_are_planted_are_found() -> None:
     assert OF_A_MACHINE.search("saved to /tmp/x/t.h5")
     assert OF_A_MACHINE.search("(/home/me/t.h5)")
-    assert not OF_A_MACHINE.search("held / full, </tmp/>, layer/head")
+    assert not OF_A_MACHINE.search("cache share, </tmp/>, layer/head")
     book = read("first_look")
     code(book)[-1].outputs = []
     assert silent(book) == [code(book)[-1].source]

@@ -215,7 +215,7 @@ def test_many_budgets_are_small_multiples_on_one_scale(width: int) -> None:
     for row in (above, below):
         assert len({axes.get_ylim() for axes in row}) == 1
     assert below[0].get_ylabel() == "% of attention's, log"
-    assert "held / full of b=128: 0.48, b=0.2: 0.60, b=0.4: 1.20" in " ".join(words(figure).split())
+    assert "cache share of b=128: 0.48, b=0.2: 0.60, b=0.4: 1.20" in " ".join(words(figure).split())
 
 
 @WIDTHS
@@ -230,7 +230,7 @@ def test_samples_are_pairs_of_drifts_on_one_scale_and_ties_are_crosses(width: in
         ties = artist(figure, panel, "ties").get_offsets()
         np.testing.assert_allclose(ties[:, 1], result.treatment_drift[tied])
         title = figure.axes[panel].get_title(loc="left")
-        assert "held / full " in title
+        assert "cache share " in title
         assert f"mean × {result.treatment_drift.sum() / result.baseline_drift.sum():.2f} (" in title
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     assert "tied" in [text.get_text() for text in figure.legends[0].get_texts()]
@@ -306,7 +306,7 @@ def test_sigma_is_on_colours_that_part_at_a_half_and_dots_cover_little(width: in
 DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     "assumption": (
         lambda: assumption_figure.draw_assumption(assumption.assumption(TRACE)),
-        ["layer", "head", "σ or S (attention mass), mean over samples", "S: all that is kept", "held /"],
+        ["layer", "head", "σ or S (attention mass), mean over samples", "S: all that is kept", "cache share"],
     ),
     "bounds": (
         lambda: bounds_figure.draw_bound_tightness(bound_tightness.bound_tightness(TRACE, "two-stage")),

@@ -117,7 +117,7 @@ def test_each_budget_shows_the_rank_correlations_of_its_measures(width: int) -> 
     told = {f"{one.measure} {one.outcome}": one.rho for one in (*link.correlations, *link.circular)}
     assert drawn == pytest.approx(told)
     said = words(figure)
-    assert "b=64, 3 methods; held / full 0.48 to 0.51\nn = 2 (number), 2 (digits)" in said
+    assert "b=64, 3 methods; cache share 0.48 to 0.51\nn = 2 (number), 2 (digits)" in said
     assert "circular: nearly the score" in said
     assert "deciding ones of the 3 prompts that the full cache answers" in " ".join(said.split())
 

@@ -163,7 +163,7 @@ def test_pairs_stand_side_by_side_in_order_of_what_they_hold(width: int) -> None
     results, figure = pairs(width)
     for panel, result in enumerate(reversed(results)):
         title, kinds = figure.axes[panel].get_title(loc="left"), (result.isolated, result.propagated)
-        assert title.startswith(f"b={['128', '0.2'][panel]}\nheld / full {result.cache_shares[0]:.2f}\n")
+        assert title.startswith(f"b={['128', '0.2'][panel]}\ncache share {result.cache_shares[0]:.2f}\n")
         assert all(f"{100 * kind.better_share:.0f} %" in title for kind in kinds)
         assert all(f"{kind.sum_ratio:.2f}" in title for kind in kinds)
         points = artist(figure, panel, "heads").get_offsets()

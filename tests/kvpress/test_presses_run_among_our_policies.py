@@ -196,7 +196,7 @@ def test_the_command_compares_a_press_and_goes_on(perturbkv: Run, tiny: list[obj
     side = f"snapkv:attention,{PRESS},kvpress:ChunkKVPress(KnormPress())"
     ran = perturbkv("heads", *tiny, "--granularity", "kv", "--compare", side, "-o", "out")
     assert ran.code == 0, ran.err
-    assert "held / full" in ran.out and "kvpress:CriticalKVPress" in ran.out
+    assert "kvpress:CriticalKVPress" in ran.out
     trace = read_trace(tmp_path / "out" / "trace.h5")
     assert trace.attrs["kvpress_version"] == "0.5.5"
     assert [config.policy.name for config in trace.run.configs][1:] == [

@@ -144,6 +144,8 @@ def test_a_damaged_entry_is_made_anew(tiny: Path, cache: Path, file: str, damage
 LOAD = "import sys; from perturbkv.models.loading import load_model; load_model(sys.argv[1], device='cpu')"
 
 
+@pytest.mark.chaos
+@pytest.mark.chaos
 def test_two_processes_at_once_make_one_entry(tiny: Path, cache: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", LOAD, str(tiny)], cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

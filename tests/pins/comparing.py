@@ -38,6 +38,9 @@ WORDS = re.compile(
     r"|^report/(bytes|words|document page/traces/\d+/(conclusions|sides|warnings|ablation/\d+/title))"
     r"|^(budget(-\w+)?/selections|layers/budgets/curves)/\d+/name$"
     r"|^quality/files/quality\.(md|tex)$"
+    r"|^report(-of-two)?/(scripts|bytes|document page/traces/\d+/conclusions)"
+    r"|^link/(settings/\d+/name|too_few/\d+)$"
+    r"|^alpha(-of-a-trace)?/.*/about/(made_by|note)$"
 )
 """Pins of words, which were rewritten on purpose: what configurations are called, sentences, and the room they take."""
 _SHOWN, _LONGEST = 20, 60

@@ -72,8 +72,8 @@ def test_weights_and_logits_are_the_same_bit_for_bit(direct: tuple[Any, Any]) ->
     state = theirs.state_dict()
     assert list(ours.state_dict()) == list(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
-    ids = torch.tensor([direct[1]("".join(TEXTS.values()))["input_ids"][:600]])
-    for rows, tokens in [(1, 600), (1, 1), (4, 1), (3, 20)]:
+    ids = torch.tensor([direct[1]("".join(TEXTS.values()))["input_ids"][:200]])
+    for rows, tokens in [(1, 200), (1, 1), (4, 1), (3, 20)]:
         batch = ids[:, :tokens].expand(rows, -1)
         with torch.inference_mode():
             assert torch.equal(ours(input_ids=batch).logits, theirs(input_ids=batch).logits)
@@ -83,6 +83,6 @@ def test_weights_and_logits_are_the_same_bit_for_bit(direct: tuple[Any, Any]) ->
 def test_a_decode_step_is_the_same_bit_for_bit(direct: tuple[Any, Any]) -> None:
     ours = load_model("smollm2-135m-q4_1", "float32", "cpu").model
     ids = torch.tensor([direct[1](TEXTS["English"])["input_ids"]])
-    made = [model.generate(ids, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    made = [model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
             for model in (ours, direct[0])]  # fmt: skip
     assert all(torch.equal(one, other) for one, other in zip(made[0].logits, made[1].logits, strict=True))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import pytest
 from perturbkv.storage.run import journal
 from perturbkv.storage.run.journal import journal_path
 from perturbkv.storage.trace.trace_file import read_run
-from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
+from tests.support import growing
+from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, measured, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = [
     (os, "mkdir"), (os, "open"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"),
     (journal, "_write_bytes"),
 ]  # fmt: skip
+fill = partial(growing.fill, optional=False)
+"""With those variables alone that every trace has."""
 
 
 class KilledError(BaseException):
@@ -58,23 +62,24 @@ def left_on_disk(folder: Path) -> tuple[tuple[str, bytes], ...]:
 
 
 def finished_trace(path: Path) -> None:
-    fill(opened(path, OLD, samples=2))
+    fill(opened(path, OLD, samples=1))
 
 
 def trace_and_journal(path: Path) -> None:
-    fill(opened(path, OLD[:1]))
-    opened(path, OLD).append(measured("s1", OLD[1:]), OLD[1:])
+    fill(opened(path, OLD[:1], samples=2))
+    opened(path, OLD, samples=2).append(measured("s1", OLD[1:], optional=False), OLD[1:])
 
 
-@pytest.mark.parametrize("start", [finished_trace, trace_and_journal])
+@pytest.mark.parametrize("start", [pytest.param(finished_trace, marks=pytest.mark.chaos), trace_and_journal])
 def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
     tmp_path: Path, start: Callable[[Path], None]
 ) -> None:
-    backwards = CONFIGS[::-1]
-    expected = fill(opened(tmp_path / "at-once.h5", backwards))
+    backwards = CONFIGS[3::-1]
+    grown = partial(opened, configs=backwards, samples=2)
+    expected = fill(grown(tmp_path / "at-once.h5"))
     (tmp_path / "start").mkdir()
     start(tmp_path / "start" / "t.h5")
-    missing = opened(tmp_path / "start" / "t.h5", backwards).missing()
+    missing = grown(tmp_path / "start" / "t.h5").missing()
     number, states = 0, set()
     while True:
         folder = tmp_path / str(number)
@@ -82,7 +87,7 @@ def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
         path, safe = folder / "t.h5", []
         with killed_at(number) as made:
             try:
-                fill(opened(path, backwards), safe.append)
+                fill(grown(path), safe.append)
                 break
             except KilledError:
                 pass
@@ -92,7 +97,7 @@ def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
             shutil.rmtree(folder)
             continue
         states.add(state)
-        again = opened(path, backwards)
+        again = grown(path)
         left = again.missing()
         assert left == {name: missing[name] for name in left}
         assert set(left).isdisjoint(safe)
@@ -107,28 +112,35 @@ def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
 
 
 def test_killed_at_any_operation_overwriting_leaves_one_whole_trace_and_goes_on(tmp_path: Path) -> None:
-    former = fill(opened(tmp_path / "former.h5", OLD)).read_bytes()
-    expected = fill(opened(tmp_path / "at-once.h5", NEW[:2]))
-    number = 0
+    new = partial(opened, configs=NEW[:1], samples=2)
+    former = fill(opened(tmp_path / "former.h5", OLD[:1], samples=1)).read_bytes()
+    expected = fill(new(tmp_path / "at-once.h5"))
+    number, states = 0, set()
     while True:
         path, safe = tmp_path / str(number) / "t.h5", list[str]()
         path.parent.mkdir()
         path.write_bytes(former)
         with killed_at(number):
             try:
-                fill(opened(path, NEW[:2], overwrite=True), safe.append)
+                fill(new(path, overwrite=True), safe.append)
                 break
             except KilledError:
                 pass
+        state = (len(safe), left_on_disk(path.parent))
         number += 1
+        if state in states:
+            shutil.rmtree(path.parent)
+            continue
+        states.add(state)
         if path.read_bytes() != former:
             assert_same_file(path, expected)
-        again = opened(path, NEW[:2], overwrite=True)
+        again = new(path, overwrite=True)
         assert again.missing().keys().isdisjoint(safe)
         assert_same_file(fill(again), expected)
         assert [file.name for file in path.parent.iterdir()] == ["t.h5"]
         shutil.rmtree(path.parent)
     assert number > 20
+    assert len(states) > 8
 
 
 SCRIPT = """
@@ -156,7 +168,7 @@ fill(opened(path, CONFIGS))
 def test_a_finished_trace_survives_a_real_kill_while_it_grows(
     tmp_path: Path, point: str, count: int, kept: int
 ) -> None:
-    path = fill(opened(tmp_path / "t.h5", OLD))
+    path = growing.fill(opened(tmp_path / "t.h5", OLD))
     content = path.read_bytes()
     command = [sys.executable, "-c", SCRIPT, str(path), point, str(count)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
@@ -164,5 +176,5 @@ def test_a_finished_trace_survives_a_real_kill_while_it_grows(
     assert journal_path(path).exists()
     writer = opened(path, CONFIGS)
     assert writer.missing() == dict.fromkeys(("s0", "s1", "s2")[kept:], NEW)
-    assert_same_file(fill(writer), fill(opened(tmp_path / "at-once.h5", CONFIGS)))
+    assert_same_file(growing.fill(writer), growing.fill(opened(tmp_path / "at-once.h5", CONFIGS)))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["at-once.h5", "t.h5"]

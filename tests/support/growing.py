@@ -27,18 +27,18 @@ def opened(path: Path, configs: Sequence[EvictionConfig], samples: int = 3, **ru
 
 
 @cache
-def measured(name: str, configs: tuple[EvictionConfig, ...]) -> SampleTrace:
+def measured(name: str, configs: tuple[EvictionConfig, ...], optional: bool = True) -> SampleTrace:
     """What the sample's whole measurement holds for these configurations."""
     seed = int(name[1:])
-    whole = ragged(sample_trace(name, configs=len(CONFIGS), heads=4, seed=seed, optional=True), seed, sharing=2)
+    whole = ragged(sample_trace(name, configs=len(CONFIGS), heads=4, seed=seed, optional=optional), seed, sharing=2)
     whole = replace(whole, arrays={**whole.arrays, "evicted": whole.arrays["evicted"] % 2})
     return cut(whole, [CONFIGS.index(config) for config in configs])
 
 
-def fill(writer: TraceWriter, kept: Callable[[str], None] = lambda name: None) -> Path:
+def fill(writer: TraceWriter, kept: Callable[[str], None] = lambda name: None, optional: bool = True) -> Path:
     """Measure what is missing; `kept` hears of each sample that is safe."""
     for name, configs in writer.missing().items():
-        writer.append(measured(name, configs), configs)
+        writer.append(measured(name, configs, optional), configs)
         kept(name)
     return writer.finish()
 

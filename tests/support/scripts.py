@@ -21,13 +21,13 @@ SCRIPTS = DOCS / "scripts"
 
 def quietly(work: Callable[[], object], *arguments: object) -> str:
     """What `work` writes to stdout with these arguments on its command line."""
-    out = io.StringIO()
-    screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=io.StringIO()))
+    out, err = io.StringIO(), io.StringIO()
+    screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=err))
     with contextlib.redirect_stdout(out), screens, mock.patch.object(sys, "argv", [*map(str, arguments)]):
         try:
             work()
         except SystemExit as left:
-            assert not left.code, out.getvalue()
+            assert not left.code, out.getvalue() + err.getvalue()
     return out.getvalue()
 
 

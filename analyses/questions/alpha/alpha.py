@@ -104,11 +104,11 @@ class Alpha(Result):
         return HEAD if HEAD in self.chosen else LAYER
 
     def row(self, level: str, chosen_on: str = OTHERS) -> Row:
-        """Return the row of the α chosen at a level, by default on other samples than it is judged on."""
+        """Return the row of the α chosen at a level; `chosen_on`: other samples than judged, or the same."""
         return next(row for row in self.rows if (row.name, row.chosen_on) == (NAMES[level], chosen_on))
 
     def conclusion(self) -> str:
-        """Return the gain of the finest choice over one α for all, of that over the paper's, and the effect on KL."""
+        """Return the finest choice's gain over one α for all heads, that α's gain over the paper's, and the KL."""
         finest, name = self.row(self.finest), f"α chosen {NAMES[self.finest]}"
         fixed = comparison("that one", f"α = {PAPER}", [self.row(GLOBAL).over_paper.case()])
         clauses = f"{comparison(name, 'one for all heads', [finest.over_fixed.case()])}, and {fixed}"
@@ -116,17 +116,17 @@ class Alpha(Result):
         return sentence(f"{clauses} ({note}){self._kl_clause()}", "α")
 
     def title(self) -> str:
-        """Return what is compared, and the choices that all configurations share."""
+        """Return the table's title: the compared choices of α, and the choices that all configurations share."""
         setting = common(self.sweep.configs, "policy", "selection", "alpha")
         return f"isolated L1 of all heads, {len(self.folds)} folds: {setting}"
 
     def lines(self) -> Sequence[Line]:
-        """Return a line per way to choose α: judged on other samples, then judged on the samples of the choice."""
+        """Return a line per way of choosing α: judged on other samples, then on the same samples."""
         judged, same = ([Line(row.name, (row,)) for row in self.rows if (row.chosen_on == SAME) == on] for on in (0, 1))
         return [*judged, Line("chosen on the same:", ()), *same]
 
     def caveats(self) -> Sequence[str]:
-        """Return that choices are judged on other samples, and how far the folds' choices differ."""
+        """Return notes on samples for choosing and for judging, and on differences between the folds' choices."""
         units = {LAYER: "of the layers", HEAD: "of the kept sets"}
         shares = " and ".join(
             f"{percent(self.unstable[level])} {unit}" for level, unit in units.items() if level in self.unstable
@@ -166,7 +166,7 @@ class Alpha(Result):
         ]  # fmt: skip
 
     def _kl_clause(self) -> str:
-        """Return in how many samples the finest choice has a lower KL than the paper's α; empty where not measured."""
+        """Return a clause on the share of samples in which the finest choice has a lower KL than the paper's α."""
         if self.measured is None:
             return ""
         (outcome,) = (one for one in self.measured.outcomes if one.name == NAMES[self.finest])
@@ -175,7 +175,7 @@ class Alpha(Result):
         return f"; the KL of {chosen} is lower than that of α = {PAPER} in {share} of the samples"
 
     def _outcome_table(self) -> list[Part]:
-        """Return the table of outcomes and the error of composed isolated L1; nothing where the folds were not run."""
+        """Return the table of the folds' outcomes and a note on composed L1; empty if the folds were not run."""
         if self.measured is None:
             return []
         lines = [Line(outcome.name, (outcome,)) for outcome in self.measured.outcomes]

@@ -119,7 +119,7 @@ def _swept_configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
 
 
 def _differs_in_alpha(config: EvictionConfig, paper: EvictionConfig) -> bool:
-    """Return whether a configuration differs from the paper's in nothing but α, the same for all heads."""
+    """Return whether a configuration differs from the paper's only in α, with one α for all heads."""
     if config.selection.name != SELECTION or isinstance(config.alpha, AlphaTable):
         return False
     chosen = replace(config.selection, options={**config.selection.options, "alpha": paper.alpha})
@@ -137,7 +137,7 @@ def _check_budgets(kept: Floats, config: EvictionConfig) -> None:
 
 
 def _heads_per_set(trace: Trace, config: EvictionConfig, heads: int) -> int:
-    """Return the number of query heads of each kept set."""
+    """Return the number of query heads that share a kept set."""
     if config.granularity.name == "query":
         return 1
     if config.granularity.name == "layer":
@@ -196,16 +196,16 @@ class Fold(Record):
 
     @property
     def distinct(self) -> tuple[EvictionConfig, ...]:
-        """The fold's configurations without duplicates: the choice for all heads may be the paper's α."""
+        """The fold's configurations without duplicates, such as a global choice equal to the paper's α."""
         return tuple(dict.fromkeys(self.configs.values()))
 
     def fits(self, trace: Trace) -> bool:
-        """Return whether a trace has exactly the fold's samples, and all of its configurations."""
+        """Return whether a trace has exactly the fold's samples, and at least its configurations."""
         return set(trace.sample_ids) == set(self.samples) and {*self.distinct} <= {*trace.run.configs}
 
 
 def choice_levels(sweep: Sweep) -> tuple[str, ...]:
-    """Return the levels of choice: one α for all, per layer, and per head where a layer has several kept sets."""
+    """Return the levels at which α is chosen: global, layer, and head if a layer has several kept sets."""
     one_set = sweep.heads_per_set == sweep.loss.shape[-1]
     return (GLOBAL, LAYER) if one_set else (GLOBAL, LAYER, HEAD)
 
@@ -224,7 +224,7 @@ def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
 
 
 def check_folds(count: int | None, samples: int) -> None:
-    """Raise ConfigError for fewer than four samples, and for a number of folds that so many samples do not allow."""
+    """Raise ConfigError for fewer than four samples, or for a number of folds outside 2 to `samples`."""
     if samples < LEAST_SAMPLES:
         msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 of them, got {samples}"
         raise ConfigError(msg)
@@ -234,7 +234,7 @@ def check_folds(count: int | None, samples: int) -> None:
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
-    """Return, per level, the α of least Σ isolated L1 over the `trained` samples; of ties the nearest the paper's."""
+    """Return level -> (layer, head) α indices of least Σ isolated L1 over `trained` samples; ties: near the paper's."""
     by_head = sweep.loss[trained].sum(axis=0)
     loss = by_head.reshape(*by_head.shape[:-1], -1, sweep.heads_per_set).sum(axis=-1)  # (α, layer, kept set)
     summed = {GLOBAL: loss.sum(axis=(1, 2), keepdims=True), LAYER: loss.sum(axis=2, keepdims=True), HEAD: loss}
@@ -249,7 +249,7 @@ def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:
 
 
 def _heads_per_choice(level: str, sweep: Sweep) -> int:
-    """Return the number of heads of a layer that share one choice of α: a kept set's at level `head`, else all."""
+    """Return the number of a layer's heads with a common α: those of a kept set at level `head`, else all."""
     return sweep.heads_per_set if level == HEAD else sweep.loss.shape[-1]
 
 
@@ -259,7 +259,7 @@ def compose(sweep: Sweep, indices: Indices) -> Floats:
 
 
 def judged_loss(sweep: Sweep, folds: tuple[Fold, ...], level: str) -> Floats:
-    """Return (sample, layer, head) isolated L1 of each sample at the α chosen, at this level, on other folds."""
+    """Return each sample's isolated L1, (sample, layer, head), at the α chosen on the other folds at `level`."""
     every = np.empty_like(sweep.baseline_loss)
     for fold in folds:
         every[fold.judged] = compose(sweep, fold.chosen[level])[fold.judged]
@@ -267,7 +267,7 @@ def judged_loss(sweep: Sweep, folds: tuple[Fold, ...], level: str) -> Floats:
 
 
 def tables(sweep: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, AlphaTable]:
-    """Return level -> the table of its chosen α, named `{stem}-{level}.json`, as files hold it."""
+    """Return level -> table of the chosen α; the tables are named `{stem}-{level}.json`."""
     result = {}
     for level, indices in chosen.items():
         shares = sweep.alphas[indices]
@@ -277,7 +277,7 @@ def tables(sweep: Sweep, chosen: Chosen, stem: str = "alpha") -> dict[str, Alpha
 
 
 def _fold(sweep: Sweep, index: int, judged: NDArray[np.bool_]) -> Fold:
-    """Return the fold of the `judged` samples, with the choices made on all others."""
+    """Return a fold: the `judged` samples, and the choices of α made on the other samples."""
     chosen, paper = choose(sweep, ~judged), sweep.configs[sweep.paper_index]
     shares = tables(sweep, chosen, f"alpha-fold-{index + 1}")
     return Fold(
@@ -303,6 +303,6 @@ def _with_alpha_table(config: EvictionConfig, alpha: AlphaTable) -> EvictionConf
 
 
 def unstable_share(sweep: Sweep, folds: tuple[Fold, ...], level: str) -> float:
-    """Return the share of layers, or of kept sets at level `head`, whose chosen α differs between folds."""
+    """Return the share of layers (at level `head`: of kept sets) with different chosen α in different folds."""
     chosen = np.stack([fold.chosen[level] for fold in folds])[..., :: _heads_per_choice(level, sweep)]
     return float((chosen != chosen[:1]).any(axis=0).mean())

@@ -88,7 +88,7 @@ class Row(Record):
 
 
 def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) -> Row:
-    """Return the row of one way to choose α from its comparisons with α = 0.25 and with one α for all heads."""
+    """Return the row of a way of choosing α, from its comparisons with α = 0.25 and with one α for all heads."""
     numbers: dict[str, Any] = {"over_paper": over_paper, "over_fixed": over_fixed}
     numbers |= {
         f"{against}_{number}{part}": getattr(kind, f"{number}{part}")
@@ -126,7 +126,7 @@ class Point(Record):
 
 
 def rows(sweep: Sweep, folds: tuple[Fold, ...], whole: Chosen) -> tuple[Row, ...]:
-    """Return the rows of attention, the paper's α, each choice made on other samples, and each choice made on all."""
+    """Return the rows: attention, the paper's α, choices made on other samples, and choices made on all samples."""
     paper, fixed = sweep.loss[:, sweep.paper_index], judged_loss(sweep, folds, GLOBAL)
     losses = [(BASELINE, "", sweep.baseline_loss), (f"α = {PAPER}", "", paper)]
     losses += [(NAMES[level], OTHERS, judged_loss(sweep, folds, level)) for level in whole]
@@ -154,7 +154,7 @@ def curve(sweep: Sweep, whole: Chosen) -> tuple[Point, ...]:
 
 
 def _compare_heads(sweep: Sweep, baseline: Floats, treatment: Floats) -> HeadKind:
-    """Return the comparison, head by head, of two (sample, layer, head) isolated L1 of a sweep."""
+    """Return the head-by-head comparison of two choices' isolated L1, (sample, layer, head)."""
     flagged = np.zeros(sweep.floor.shape[1:], dtype=bool)
     return compare_kind(baseline, treatment, sweep.floor, sweep.norm, flagged)
 
@@ -226,12 +226,12 @@ def summarise_folds(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[Trace]
 
 
 def _role_name(role: str) -> str:
-    """Return the name that a row of tables has for a configuration's role in a fold."""
+    """Return the row name of a configuration's role in a fold."""
     return f"α = {PAPER}" if role == PAPER_ROLE else NAMES.get(role, role)
 
 
 def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
-    """Return the measurements of a fold's trace. Raises TraceError where none of the traces fits, or several do."""
+    """Return the measurements of the trace that fits a fold. Raises TraceError for none, or for several."""
     fitting = [trace for trace in traces if fold.fits(trace)]
     if len(fitting) != 1:
         msg = (
@@ -243,13 +243,13 @@ def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
 
 
 def _fold_arrays(fold: Fold, measured: Measurements) -> dict[str, Floats]:
-    """Return variable -> (sample, role, …) values of a fold's samples."""
+    """Return variable -> values of a fold's samples at its configurations, (sample, role, …)."""
     indices = [measured.index(config) for config in fold.configs.values()]
     return {name: measured[name][:, indices] for name in _VARIABLES}
 
 
 def _composition_error(sweep: Sweep, fold: Fold, measured: Measurements) -> float:
-    """Return the largest difference of composed and measured isolated L1, over the head's largest L1."""
+    """Return the largest error of composed against measured isolated L1, relative to the head's largest L1."""
     rows = [sweep.samples.index(name) for name in measured.sample_ids]
     loss = measured["perturbation_isolated"]
     largest = np.maximum(sweep.loss.max(axis=(0, 1)), np.finfo(float).tiny)
@@ -261,7 +261,7 @@ def _composition_error(sweep: Sweep, fold: Fold, measured: Measurements) -> floa
 
 
 def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed: int) -> Outcome:
-    """Return the outcome of the role at `index`, compared with those at `paper` (α = 0.25) and `fixed` (one α)."""
+    """Return the outcome of the role at `index`, relative to those at `paper` (α = 0.25) and `fixed` (one α)."""
     kl, drift = arrays["logit_kl"], arrays["hidden_drift_l1"][:, :, -1]
     over_paper, over_fixed = (_ratio(kl[:, base], kl[:, index]) for base in (paper, fixed))
     drift_over_paper, lower = _ratio(drift[:, paper], drift[:, index]), kl[:, index] < kl[:, paper]
@@ -284,5 +284,5 @@ def _outcome(name: str, arrays: dict[str, Floats], index: int, paper: int, fixed
 
 
 def _ratio(baseline: Floats, treatment: Floats) -> tuple[float, OptionalInterval]:
-    """Return the mean of (sample,) treatment values over the mean of the baseline's, with its interval."""
+    """Return Σ treatment / Σ baseline over (sample,) values, with its interval."""
     return sum_ratio(baseline[:, None, None], treatment[:, None, None])

@@ -179,7 +179,7 @@ class Row(PairRecord, Record):
 
 
 def _kind_in_distance(kind: str, distance: str, heads: HeadKind) -> KindInDistance:
-    """Return the summary of one kind of perturbation in one distance."""
+    """Return the record of one kind of perturbation in one distance."""
     numbers = {name: getattr(heads, name) for name in _NUMBERS}
     return KindInDistance(
         kind=kind, distance=distance, **numbers, noise_floor_relative_median=heads.floor_relative_median
@@ -301,12 +301,12 @@ class Order(Record):
         ]
 
     def exchanges(self, distance: str) -> list[Exchange]:
-        """Return the pairs of methods that one distance ranks in the other order than L1."""
+        """Return the pairs of methods that `distance` ranks in the opposite order to L1."""
         return [swap for swap in self.swaps if swap.distance == distance]
 
 
 def head_sums(measured: Measurements) -> dict[Measure, Floats]:
-    """Return measure -> (sample, config) Σ over heads, equal for configurations whose kept sets are all equal.
+    """Return measure -> (sample, config) sums over heads; identical runs get equal values.
 
     Raises as `head_comparison.perturbation_and_floor`.
     """
@@ -318,7 +318,7 @@ def head_sums(measured: Measurements) -> dict[Measure, Floats]:
 
 
 def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Measure, Floats]:
-    """Return (kind, other distance) -> (sample,) Spearman's ρ with L1 between the configurations at `indices`.
+    """Return (kind, distance) -> (sample,) Spearman's ρ between the distance and L1, over configurations at `indices`.
 
     NaN where all of a prompt's configurations are equal.
     """
@@ -332,7 +332,7 @@ def agreement(sums: Mapping[Measure, Floats], indices: Sequence[int]) -> dict[Me
 def orders(
     sums: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[EvictionConfig]
 ) -> tuple[Order, ...]:
-    """Return an order per kind of perturbation of the methods `configs`, which are at `indices` of the sums."""
+    """Return the order of the methods `configs` per kind of perturbation; `indices`: their columns in `sums`."""
     rho = agreement(sums, indices)
     return tuple(
         Order(
@@ -348,7 +348,7 @@ def orders(
 
 
 def _exchanges(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) -> tuple[Exchange, ...]:
-    """Return the pairs of methods in another order than by L1, from distance -> (sample, config) sums."""
+    """Return the pairs of methods that a distance ranks opposite to L1; `sums`: distance -> (sample, config)."""
     swaps = []
     for pair in combinations(np.argsort(sums[FIRST].mean(axis=0), kind="stable").tolist(), 2):
         signs = {name: _order_signs(array, pair) for name, array in sums.items()}
@@ -360,7 +360,7 @@ def _exchanges(sums: Mapping[str, Floats], configs: Sequence[EvictionConfig]) ->
 
 
 def _order_signs(sums: Floats, pair: tuple[int, int]) -> tuple[int, int | None]:
-    """Return 1 where the second of a pair perturbs more, −1 less, 0 equal: by the sums, and by their ratio's interval.
+    """Return the sign of second − first of a pair (1, 0, −1): by the sums, and by the interval of their ratio.
 
     None for the interval where there are too few samples for one.
     """
@@ -418,7 +418,7 @@ def has_scores(trace: Trace) -> bool:
 def correlate_each_prompt(
     trace: Trace, measured: Measurements, sums: Mapping[Measure, Floats], indices: Sequence[int]
 ) -> EachPrompt:
-    """Return each prompt's correlation of every measure with every loss, between some configurations.
+    """Return each prompt's correlation of every measure with every loss, over the configurations at `indices`.
 
     Args:
         trace: with all complete samples, whose answers are compared with the first step.
@@ -434,7 +434,7 @@ def correlate_each_prompt(
 
 
 def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
-    """Return the correlations of the first step's measures with scores and lost answers.
+    """Return each answered prompt's correlations of first-step measures with scores and with lost answers.
 
     Only prompts that the full cache answers have one.
     """
@@ -453,12 +453,12 @@ def _answer_correlations(trace: Trace, indices: Sequence[int]) -> EachPrompt:
 
 
 def mean_over_settings(settings: Sequence[EachPrompt]) -> EachPrompt:
-    """Return each prompt's mean over several settings, in every one of which its configurations were compared."""
+    """Return each prompt's values, averaged over settings."""
     return {key: mean_where_known([setting[key] for setting in settings]) for key in settings[0]}
 
 
 def correlations(each: EachPrompt) -> tuple[LossCorrelation, ...]:
-    """Return the correlation of every measure with every loss that was correlated, mean over prompts."""
+    """Return the correlation of every measure with every loss, mean over prompts."""
     return tuple(
         _correlation(each, target, measure) for target in TARGETS for measure in MEASURES if (target, measure) in each
     )

@@ -96,16 +96,16 @@ class Setting(Record):
         return setting_object(self.configs)
 
     def config_name(self, config: EvictionConfig) -> str:
-        """Return the short name of a configuration, distinct among all of the setting."""
+        """Return a configuration's short name, distinct among the setting's configurations."""
         return _distinct_name(config, self.configs)
 
     def side(self, config: EvictionConfig) -> str:
-        """Return the short name of a side of a comparison, distinct among all sides of the setting."""
+        """Return the short name of a baseline or treatment, distinct among those of the setting."""
         sides = dict.fromkeys(side for row in (*self.rows, *self.norms) for side in (row.baseline, row.treatment))
         return _distinct_name(config, list(sides))
 
     def baseline_name(self) -> str:
-        """Return the short name of the rows' baseline; 'its baseline' where they have several."""
+        """Return the short name of the rows' baseline; 'its baseline' for several baselines."""
         names = list(dict.fromkeys(self.side(row.baseline) for row in self.rows))
         return names[0] if len(names) == 1 else "its baseline"
 
@@ -117,7 +117,7 @@ class Setting(Record):
 
 
 def _distinct_name(config: EvictionConfig, configs: Sequence[EvictionConfig]) -> str:
-    """Return the short name of a configuration among others; where it is alone, its selection."""
+    """Return a configuration's short name among `configs`; its selection if it is the only one."""
     return short_names(configs)[configs.index(config)] or config.selection.name
 
 
@@ -197,7 +197,7 @@ _LOST = {KL: "KL of the same step, which nearly is the same thing,", SCORE: "an 
 
 
 def compare_verdicts(first: HeadKind, second: HeadKind) -> str:
-    """Return whether sums over heads in two distances give the SAME verdict, OPPOSITE ones, or one ALONE decides."""
+    """Return SAME, OPPOSITE, or ALONE (decided in one distance only), for the verdicts of two distances."""
     verdicts = [verdict if verdict in (LESS, MORE) else "" for verdict in (first.case().verdict, second.case().verdict)]
     return SAME if verdicts[0] == verdicts[1] else OPPOSITE if all(verdicts) else ALONE
 
@@ -223,7 +223,7 @@ class Measures(SettingsResult):
         outcomes = {other: self.outcomes(other) for other in OTHERS}
         reversing = [SHORT[other] for other, counts in outcomes.items() if counts[OPPOSITE]]
         verdict = f"{' and '.join(reversing)} reverse{'s' * (len(reversing) == 1)} some" if reversing else ""
-        agreement = "; ".join(self._agreement(other, counts) for other, counts in outcomes.items())
+        agreement = "; ".join(self._agreement_clause(other, counts) for other, counts in outcomes.items())
         return sentence(f"{verdict or 'neither L2 nor cosine reverses any'} of {count} of L1: {agreement} ({note})")
 
     def setting_names(self) -> list[str]:
@@ -237,7 +237,7 @@ class Measures(SettingsResult):
         return f"propagated perturbation over that of {baselines}, sum over heads{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return why ratios of cosine distances lie further from 1."""
+        """Return the note on why ratios of cosine distances lie further from 1."""
         return ["1 − cos grows with the square of an angle: its ratios lie further from 1."]
 
     def details(self) -> Sequence[Part]:
@@ -261,14 +261,14 @@ class Measures(SettingsResult):
         ]
 
     def outcomes(self, distance: str) -> Counter[str]:
-        """Return how many comparisons have a verdict in a distance that is SAME as in L1, OPPOSITE or ALONE."""
+        """Return the number of comparisons per outcome: SAME as in L1, OPPOSITE or ALONE."""
         rows = [row for setting in self.settings for row in setting.rows]
         return Counter(
             compare_verdicts(row.kind(kind, FIRST), row.kind(kind, distance)) for row in rows for kind in KINDS
         )
 
     def reversed_comparisons(self, distance: str) -> list[str]:
-        """Return the kind and treatment of every comparison with the opposite verdict in a distance, each once."""
+        """Return 'kind treatment' of each comparison whose verdict in a distance is opposite to L1's."""
         names = [
             f"{kind} {setting.side(row.treatment)}"
             for setting in self.settings
@@ -279,7 +279,7 @@ class Measures(SettingsResult):
         return list(dict.fromkeys(names))
 
     def norm_cases(self) -> dict[str, list[Case]]:
-        """Return selection -> its propagated L1 with L2 norms over that with L1 norms, per setting."""
+        """Return selection -> cases: propagated L1 when it uses L2 norms, over that with L1 norms, per setting."""
         cases: dict[str, list[Case]] = {}
         for setting in self.settings:
             for row in setting.norms:
@@ -302,15 +302,15 @@ class Measures(SettingsResult):
             for head in head_rows(row.heads[distance], setting=setting.name, part=part, distance=distance)
         ]
 
-    def _agreement(self, other: str, counts: Counter[str]) -> str:
-        """Return 'cosine agrees in 18, is opposite in 2 (isolated value), is decided alone or not at all in 4'."""
+    def _agreement_clause(self, other: str, counts: Counter[str]) -> str:
+        """Return a clause on comparisons in `other`: 'cosine agrees in 18, is opposite in 2 (isolated value), …'."""
         names = ", ".join(self.reversed_comparisons(other))
         opposite = f", is opposite in {counts[OPPOSITE]} ({names})" if counts[OPPOSITE] else ""
         alone = f", in {counts[ALONE]} one of both alone is decided" if counts[ALONE] else ""
         return f"{SHORT[other]} agrees in {counts[SAME]}{opposite}{alone}"
 
     def _order_note(self) -> list[str]:
-        """Return how well the methods' order in L2 and cosine agrees with that in L1; nothing without orders."""
+        """Return the note on the rank agreement of L2 and cosine with L1; empty without orders."""
         every = [order for setting in self.settings for order in setting.orders]
         if not every:
             return []
@@ -320,7 +320,7 @@ class Measures(SettingsResult):
         return [f"The methods of a prompt stand as in L1 with {rho}; by their sums, of {count} {swaps}."]
 
     def _correlation_notes(self) -> list[str]:
-        """Return a sentence per loss: the correlation of propagated L1 with it, and how L2 and cosine differ."""
+        """Return a sentence per loss on its correlation with propagated L1, and the differences of L2 and cosine."""
         each = [setting.each for setting in self.settings if setting.links]
         links = correlations(mean_over_settings(each)) if each else ()
         return [line for target, words in _LOST.items() for line in _correlation_note(links, target, words)]
@@ -336,19 +336,19 @@ class Measures(SettingsResult):
 
 
 def _mean_rho(orders: Sequence[Order], other: str) -> str:
-    """Return the mean over prompts of ρ between the orders in L1 and in another distance, with its interval."""
+    """Return, as text, the mean ρ between the orders in L1 and in another distance, with its interval."""
     return format_estimate(estimate_mean(mean_where_known([order.each[other] for order in orders]), CORRELATION))
 
 
 def _exchange_note(orders: Sequence[Order], other: str) -> str:
-    """Return how many pairs of methods a distance puts in another order: 'L2 exchanges 3 (1 decided)'."""
+    """Return the number of pairs of methods in opposite order in a distance: 'L2 exchanges 3 (1 decided)'."""
     swaps = [swap for order in orders for swap in order.exchanges(other)]
     certain = sum(swap.decided for swap in swaps) or "none"
     return f"{SHORT[other]} exchanges {f'{len(swaps)} ({certain} decided)' if swaps else 'none'}"
 
 
 def _correlation_note(links: Sequence[LossCorrelation], target: str, words: str) -> list[str]:
-    """Return 'With KL … propagated L1 has ρ = 0.90 … (8 prompts); L2's less that 0.01 …, cosine's less …'."""
+    """Return a sentence with the correlation of propagated L1 with `target`, and the other distances' differences."""
     by_distance = {link.distance: link for link in links if link.target == target and link.kind == "propagated"}
     if not by_distance or not by_distance[FIRST].value.prompts:
         return []

@@ -113,7 +113,7 @@ class Patching(Result):
         return list(map(str, self.game.players))
 
     def conclusion(self) -> str:
-        """Return the layers or heads that change the outcome most, and the change with all of them switched."""
+        """Return the layers or heads that change the outcome most, and the change with all players switched."""
         baseline, treatment = side_names(self.baseline, self.treatment)
         step = f", step {self.step}" if self.step else ""
         where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
@@ -124,7 +124,7 @@ class Patching(Result):
                 f"{one.name} {text.decimal(one.heads.sum_ratio, one.heads.sum_ratio_interval)}" for one in self.named
             )
             return f"The propagated sum over {baseline}'s: {ratios} {where}."
-        return sentence(f"{self._largest_values(self.shapley, baseline, treatment)} {where}", treatment)
+        return sentence(f"{self._largest_values_clause(self.shapley, baseline, treatment)} {where}", treatment)
 
     def title(self) -> str:
         """Return the quantity that the table shows, and both sides."""
@@ -134,7 +134,7 @@ class Patching(Result):
         return f"{number}: {treatment} instead of {baseline}, {common(self.identity.configs)}"
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the columns of players, or of mixtures where there are no Shapley values."""
+        """Return the columns of players or, without Shapley values, of mixtures."""
         return _MIXTURES if self.shapley is None else _PLAYERS
 
     def lines(self) -> Sequence[Line]:
@@ -149,7 +149,7 @@ class Patching(Result):
         return text.intervals_note(self.samples, medians=self.shapley is None)
 
     def caveats(self) -> Sequence[str]:
-        """Return which sign is better, and that the error of drawn orders leaves out interaction in pairs."""
+        """Return the sign that means better, and a note on the error of drawn orders."""
         if self.shapley is None:
             return ["Below 1 the treatment is better."]
         side = "Above" if sign_of_better(self.outcome) > 0 else "Below"
@@ -184,8 +184,8 @@ class Patching(Result):
             for number, sample in enumerate(self.sample_ids)
         ]
 
-    def _largest_values(self, values: Shapley, baseline: str, treatment: str) -> str:
-        """Return the three largest values beyond rounding, and the change with all players switched."""
+    def _largest_values_clause(self, values: Shapley, baseline: str, treatment: str) -> str:
+        """Return a clause with the three largest Shapley values and the change with all players switched."""
         outcome, players = WORDS[self.outcome], values.players
         whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
         if self.samples < MIN_SAMPLES:
@@ -203,12 +203,12 @@ class Patching(Result):
         )
 
     def _mixture_lines(self) -> list[Line]:
-        """Return a line for the baseline everywhere, then one per mixture."""
+        """Return a line for the baseline's kept sets everywhere, then a line per named mixture."""
         baseline, _ = side_names(self.baseline, self.treatment)
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
     def _sum_note(self) -> list[Part]:
-        """Return the note that compares the sum of values with the change of all players; nothing without values."""
+        """Return the note with the values' sum and the change with all players switched; empty without values."""
         if self.shapley is None:
             return []
         values = self.shapley

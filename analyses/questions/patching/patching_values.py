@@ -58,17 +58,17 @@ class MixtureOutcomes:
             raise ConfigError(msg)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
-        """Return the outcomes in the samples at some indices."""
+        """Return the outcomes restricted to the samples at `indices`."""
         selected = copy.copy(self)
         selected.samples = [self.samples[index] for index in indices]
         return selected
 
     def rows(self, mixture: Mixture) -> list[PatchingRow]:
-        """Return each sample's measurement of a mixture."""
+        """Return the measurements of a mixture, one per sample."""
         return [self.store.rows[name][mixture] for name in self.samples]
 
     def outcome(self, mixture: Mixture, name: str) -> Floats:
-        """Return (sample,) values of an outcome: one of `PER_STEP`, or `score`."""
+        """Return a mixture's outcome, (sample,): a name in `PER_STEP`, or `score`."""
         rows = self.rows(mixture)
         return np.array([row.score if name == "score" else row.values[name][self.step] for row in rows])
 
@@ -81,11 +81,11 @@ class MixtureOutcomes:
         return float(np.mean([row.held for row in self.rows(mixture)]))
 
     def heads(self, mixture: Mixture) -> Floats:
-        """Return (sample, layer, head) propagated L1 of a mixture, over the samples in which it was stored by head."""
+        """Return a mixture's propagated L1, (sample, layer, head), over samples in which it was stored by head."""
         return np.array([row.heads[self.step] for row in self.rows(mixture) if row.heads is not None])
 
     def head_values(self, name: str) -> Floats:
-        """Return (sample, layer, head) noise floors (`head_floors`) or output norms (`head_norms`)."""
+        """Return `head_floors` (noise floors) or `head_norms` (output norms), (sample, layer, head)."""
         return np.array([self.store.head_floors(sample, name)[self.step] for sample in self.samples])
 
 
@@ -115,12 +115,12 @@ def change(differences: Floats, baseline: Floats, outcome: str) -> tuple[Floats,
 
 
 def change_divisor(baseline: Floats, outcome: str) -> float:
-    """Return the divisor that turns a sum of differences over samples into the unit of `change`."""
+    """Return the divisor that turns Σ differences over samples into a `change`."""
     return float(len(baseline) if outcome == "score" else baseline.sum())
 
 
 def sign_of_better(outcome: str) -> int:
-    """Return 1 for an outcome of which more is better (the score), −1 where less is."""
+    """Return 1 for an outcome that is better when larger (the score), −1 for drift and KL."""
     return 1 if outcome == "score" else -1
 
 
@@ -187,7 +187,7 @@ class Shift:
 
     @classmethod
     def from_differences(cls, per_sample: Floats, baseline: Floats, outcome: str) -> Self:
-        """Return the shift from (player, sample) differences to the (sample,) baseline."""
+        """Return the shift from (player, sample) differences and the baseline's (sample,) outcomes."""
         return cls(*change(per_sample, baseline, outcome), per_sample)
 
 
@@ -230,7 +230,7 @@ class Shapley(Record):
         return float(self.value.sum())
 
     def _player(self, index: int, name: str) -> PlayerValue:
-        """Return the values of the player at an index."""
+        """Return the record of the player at an index."""
         return PlayerValue(
             player=name,
             value=float(self.value[index]),
@@ -355,7 +355,7 @@ def greedy(measured: MixtureOutcomes, outcome: str, paths: Sequence[GreedyPath])
 
 
 def sampling_error(contributions: Floats, unit: float) -> Floats:
-    """Return (player,) half a 95 % interval of the mean of (order, player, sample) contributions over drawn orders.
+    """Return half the 95 % interval of mean contributions over drawn orders, (player,).
 
     By Student's t of the means of pairs of orders, whose sums over samples are divided by `unit`.
     """
@@ -432,7 +432,7 @@ def median_kl(measured: MixtureOutcomes, mixture: Mixture) -> tuple[float, Optio
 
 
 def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -> tuple[float, OptionalInterval]:
-    """Return the `change` of an outcome from the baseline everywhere to a mixture; NaN where it was not measured."""
+    """Return the `change` of an outcome from the baseline's kept sets to a mixture; NaN where not measured."""
     baseline = measured.outcome(measured.game.baseline_everywhere, outcome)
     if np.isnan(baseline).any():
         return float("nan"), None
@@ -441,12 +441,12 @@ def _mixture_change(measured: MixtureOutcomes, mixture: Mixture, outcome: str) -
 
 
 def _ratio_interval(interval: OptionalInterval) -> OptionalInterval:
-    """Return the interval of a ratio from that of a change."""
+    """Return the interval of a ratio, from the interval of the change (ratio − 1)."""
     return None if interval is None else Interval(interval.low + 1, interval.high + 1, interval.kind)
 
 
 def _equal_sets(measured: MixtureOutcomes, mixture: Mixture, heads: int) -> NDArray[np.bool_]:
-    """Return (sample, layer, head) True where the head's kept set and all of earlier layers equal the baseline's."""
+    """Return (sample, layer, head) True where kept sets equal the baseline's in this head and all earlier layers."""
     treated = np.array(mixture.layers)
     equal = np.array([~treated | measured.store.same[sample] for sample in measured.samples])
     equal = np.repeat(equal, heads // equal.shape[-1], axis=-1)

@@ -101,7 +101,7 @@ class Heads:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], methods: int) -> Heads:
-        """Return the heads in the rows of a search, without those whose best known L is rounding."""
+        """Return the heads in a search's rows, except heads whose best known L is rounding."""
         values = np.array([row["perturbation"] for row in rows], dtype=np.float64).reshape(-1, methods).T
         best = np.array([row["best"] for row in rows], dtype=np.float64)
         lossy = best > _ROUNDING * values.max(axis=0, initial=0)
@@ -109,7 +109,7 @@ class Heads:
 
 
 def optimality_gaps(configs: Sequence[EvictionConfig], samples: Sequence[Heads]) -> tuple[OptimalityGap, ...]:
-    """Return every method's optimality gap over the samples that have a head; nothing without such a sample."""
+    """Return every method's optimality gap, over samples with heads; empty if no sample has a head."""
     known = [sample for sample in samples if sample.best.size]
     return tuple(_optimality_gap(configs, index, known) for index in range(len(configs))) if known else ()
 
@@ -118,7 +118,7 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
     """Return the optimality gap of the method at an index, over samples that each have a head."""
     sums = np.array([(one.methods[index].sum(), one.best.sum()) for one in samples])
     medians = np.array([np.median(one.methods[index] / one.best) for one in samples])
-    methods = _chain(configs, index)
+    methods = _chain_indices(configs, index)
     logs = [_log_factors(sample, methods) for sample in samples]
     return OptimalityGap(
         config=configs[index],
@@ -138,14 +138,14 @@ def _optimality_gap(configs: Sequence[EvictionConfig], index: int, samples: Sequ
     )
 
 
-def _chain(configs: Sequence[EvictionConfig], index: int) -> list[int] | None:
-    """Return the indices of a method, its plain form and its form that knows the query; None where one is missing."""
+def _chain_indices(configs: Sequence[EvictionConfig], index: int) -> list[int] | None:
+    """Return the indices of a method, of its unpooled form and of its known-query form; None if any is missing."""
     links = [configs[index], chain.without_pooling(configs[index]), chain.with_known_query(configs[index])]
     return [configs.index(link) for link in links if link is not None] if set(links) <= set(configs) else None
 
 
 def _log_factors(sample: Heads, methods: Sequence[int] | None) -> list[float]:
-    """Return the mean over a sample's heads of the logarithm of each of the three factors; NaN without a chain."""
+    """Return a sample's three log factors along a chain of methods, means over heads; NaN for no chain."""
     if methods is None:
         return [float("nan")] * 3
     values = [*(sample.methods[index] for index in methods), sample.best]
@@ -158,7 +158,7 @@ def _mean_log_ratio(above: Floats, below: Floats) -> float:
 
 
 def _factor(logs: Sequence[float], kind: StatisticKind = RATIO) -> Factor:
-    """Return the geometric mean over samples from each sample's logarithm, with its interval; NaN where one is NaN."""
+    """Return the geometric mean factor over samples from their logarithms, with its interval; NaN if any is NaN."""
     each = np.array(logs)
     if np.isnan(each).any():
         return Factor(float("nan"), None)
@@ -206,7 +206,7 @@ class SearchedPart(Record):
         return [name or str(config.selection) for name, config in zip(names, self.configs, strict=True)]
 
     def principal(self) -> list[int]:
-        """Return the indices of the methods to conclude on: those with a known decomposition that are not plain forms.
+        """Return the indices of the methods for the conclusion: decomposed methods that are not plain forms.
 
         Without any, those of all methods that do not know the query.
         """
@@ -219,7 +219,7 @@ class SearchedPart(Record):
         return decomposed or realisable
 
     def summary(self) -> str:
-        """Return how many heads were searched, and how sure their best sets are."""
+        """Return the number of searched heads, and how certain their best known sets are."""
         clauses = [f"{self.name}: {plural(self.heads, 'head')} searched, no swap helps any more in {self.settled}"]
         if self.tried:
             unproven = self.tried - self.closed
@@ -233,7 +233,7 @@ class SearchedPart(Record):
 
     @staticmethod
     def _is_decomposed(method: OptimalityGap) -> bool:
-        """Return whether a method's factor is decomposed, and the method differs from its own plain form."""
+        """Return whether a method has a known decomposition and differs from its form without pooling."""
         return method.decomposed and chain.without_pooling(method.config) != method.config
 
 
@@ -245,7 +245,7 @@ def searched_parts(sets: SearchResults) -> tuple[SearchedPart, ...]:
 
 
 def _by_budget(configs: tuple[EvictionConfig, ...]) -> list[tuple[EvictionConfig, ...]]:
-    """Return the configurations in groups of one budget."""
+    """Return the configurations grouped by budget."""
     budgets = dict.fromkeys(config.budget for config in configs)
     return [tuple(config for config in configs if config.budget == budget) for budget in budgets]
 
@@ -257,7 +257,7 @@ def _prefix_configs(sets: SearchResults) -> tuple[EvictionConfig, ...]:
 
 
 def _searched_part(sets: SearchResults, part: str, configs: tuple[EvictionConfig, ...]) -> SearchedPart:
-    """Return the searches of one kind, on whole prompts or prefixes, at the budget of these configurations."""
+    """Return the searches on whole prompts or on prefixes (`part`), at the budget of `configs`."""
     rows = tuple(
         tuple(row for row in sample["heads"] if row["part"] == part and row["budget"] == str(configs[0].budget))
         for sample in sets.rows

@@ -54,7 +54,7 @@ class Regret(Result):
     searches: SearchSettings = column("how heads were searched")
 
     def conclusion(self) -> str:
-        """Return each method's loss over the best known set's, and how much of that is not knowing the query."""
+        """Return each method's loss over the best known set's, and the part due to not knowing the query."""
         part = self.parts[0] if self.parts else None
         methods = [] if part is None else [part.methods[index] for index in part.principal() if part.methods]
         if part is None or not methods:
@@ -65,7 +65,9 @@ class Regret(Result):
             f"{name}{verb} {factor(method.factor.value, method.factor.interval)}"
             for name, verb, method in zip(names, verbs, methods, strict=True)
         )
-        clause = f"{missed} what the best known set of the same size does{_decomposition(names[-1], methods[-1])}"
+        clause = (
+            f"{missed} what the best known set of the same size does{_decomposition_clause(names[-1], methods[-1])}"
+        )
         return sentence(f"{clause} (isolated, geometric means; {sample_note(self.identity.samples)})", *names)
 
     def title(self) -> str:
@@ -91,7 +93,7 @@ class Regret(Result):
         return [f"The best set is proven in {closed:,} of {heads:,} heads, elsewhere the best known one."]
 
     def explain(self) -> list[Part]:
-        """Return what every column means and the further tables; nothing where no head loses anything."""
+        """Return the meaning of every column and the further tables; empty where no head loses anything."""
         return super().explain() if any(part.methods for part in self.parts) else []
 
     def details(self) -> Sequence[Part]:
@@ -128,7 +130,7 @@ class Regret(Result):
         return [*ratios, *self._layer_table(part), part.summary()]
 
     def _layer_table(self, part: SearchedPart) -> list[Part]:
-        """Return the table of the first layer's and of other layers' heads; nothing where not both were drawn."""
+        """Return the table of the first layer's heads and of other layers' heads; empty unless both were searched."""
         if part.part != PROMPT or not (part.first_layer and part.other_layers):
             return []
         layer = self.identity.layer(0)
@@ -152,13 +154,13 @@ def regret_of(sets: SearchResults) -> Regret:
 
 
 def _method_lines(name: str, part: SearchedPart, chosen: Sequence[int], methods: Sequence[OptimalityGap]) -> list[Line]:
-    """Return a heading with the number of heads, then a line per method; none without methods."""
+    """Return a heading with the number of heads, then a line per chosen method; no heading without methods."""
     heads = [Line(f"{name}: {plural(methods[0].heads, 'head')}", ())] if methods else []
     return [*heads, *(Line(part.names[index], (methods[index],)) for index in chosen)]
 
 
-def _decomposition(name: str, method: OptimalityGap) -> str:
-    """Return the clause on the three parts of a method's factor; empty where they are not known."""
+def _decomposition_clause(name: str, method: OptimalityGap) -> str:
+    """Return the clause on the three parts of a method's factor; empty if unknown."""
     if not method.decomposed:
         return ""
     parts = (method.form, method.query, method.criterion)

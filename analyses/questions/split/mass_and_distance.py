@@ -64,7 +64,7 @@ class LogFactors:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """(sample, layer, head) True where the head has a number and not NaN."""
+        """(sample, layer, head) True where log L is known (not NaN)."""
         return ~np.isnan(self.loss)
 
 
@@ -191,7 +191,7 @@ def contest(measured: Measurements, baseline: EvictionConfig, treatment: Evictio
 
 
 def _sample_means(values: Floats) -> Floats:
-    """Return (sample,) means of (sample, layer, head) values over the heads that are not NaN.
+    """Return (sample,) means over heads of (sample, layer, head) values, without NaN.
 
     Samples whose heads are all NaN are left out.
     """
@@ -210,7 +210,7 @@ def _geometric_mean(logs: Floats) -> tuple[float, OptionalInterval]:
 
 
 def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, OptionalInterval]:
-    """Return the share of the known heads whose logarithm is negative, mean over samples, with its interval."""
+    """Return the share of `known` heads with a ratio below 1 (log < 0), mean over samples, with its interval."""
     each = _sample_means(np.where(known, logs < -_EQUAL, np.nan))
     if not len(each):
         return float("nan"), None
@@ -275,26 +275,26 @@ class Setting(OutcomeSetting):
         return common((self.baseline,))
 
     def lines(self) -> Sequence[Line]:
-        """Return the line without correction, then one per correction with what predicting the mass costs."""
+        """Return the uncorrected line, then a line per correction with the cost of predicting the mass."""
         rows = [Line(row.name, (row, *([row.prediction] if row.prediction else []))) for row in self.rows]
         return [Line("none (= 1)", (self,)), *rows]
 
 
 def settings(measured: Measurements, shown: Sequence[EvictionConfig], step: int) -> tuple[Setting, ...]:
-    """Return a setting per uncorrected configuration in `shown` that the trace also holds corrected."""
+    """Return a setting per uncorrected configuration in `shown` of which the trace has corrected forms."""
     groups = ((config, _corrections(measured.trace, config)) for config in shown)
     return tuple(_setting(measured, config, corrected, step) for config, corrected in groups if corrected)
 
 
 def _corrections(trace: Trace, config: EvictionConfig) -> list[EvictionConfig]:
-    """Return the configurations of a trace that correct an uncorrected one, the oracle last."""
+    """Return the trace's corrected forms of an uncorrected configuration, the oracle last."""
     uncorrected = ((one, replace(one, correction=Choice(NONE))) for one in trace.run.configs if one.corrected)
     same = [corrected for corrected, plain in uncorrected if plain == config]
     return sorted(same, key=lambda one: one.correction.name == ORACLE)
 
 
 def _setting(measured: Measurements, config: EvictionConfig, corrected: Sequence[EvictionConfig], step: int) -> Setting:
-    """Return the setting of an uncorrected configuration and of all that correct it."""
+    """Return the setting of an uncorrected configuration and its corrected forms."""
     return Setting(
         baseline=config,
         **next_token_kl(measured.trace, ANALYSIS, config, step),
@@ -310,7 +310,7 @@ def _row(
     corrected: Sequence[EvictionConfig],
     step: int,
 ) -> Row:
-    """Return one correction compared with the uncorrected configuration, and with the oracle among all `corrected`."""
+    """Return a corrected configuration compared with the uncorrected `config`, and with the oracle in `corrected`."""
     trace = measured.trace
     oracles = [other for other in corrected if other.correction.name == ORACLE and other != treatment]
     prediction = _prediction(trace, oracles[0], treatment, step) if oracles else None
@@ -320,7 +320,7 @@ def _row(
 
 
 def _prediction(trace: Trace, oracle: EvictionConfig, treatment: EvictionConfig, step: int) -> Prediction:
-    """Return the ratios of a correction's isolated and propagated L1 to the oracle's."""
+    """Return the ratios of a correction's isolated and propagated L1 to those of the oracle correction."""
     compared = head_comparison.summarise(trace, oracle, treatment, step)
     return Prediction(
         isolated_cost=compared.isolated.sum_ratio,

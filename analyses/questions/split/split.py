@@ -78,7 +78,7 @@ class Split(Result):
     identity: RunIdentity
 
     def conclusion(self) -> str:
-        """Return what makes heads differ, and the effect of the first correction, or else of the only treatment."""
+        """Return the variance share of 1 − S over heads, and the effect of a correction or of the only treatment."""
         note = sample_note(self.identity.samples)
         if not any(spread.heads for spread in self.spreads):
             return sentence(f"no configuration loses anything in any head: nothing goes, or too little ({note})")
@@ -96,7 +96,7 @@ class Split(Result):
         return [Line(name, (spread,)) for name, spread in zip(self._config_names(), self.spreads, strict=True)]
 
     def caveats(self) -> Sequence[str]:
-        """Return the meaning of S and D, and the number of heads that are left out."""
+        """Return the definitions of S and D, and the number of heads left out."""
         left = sum(spread.left_out for spread in self.spreads)
         every = left + sum(spread.heads for spread in self.spreads)
         return [
@@ -105,7 +105,7 @@ class Split(Result):
         ]
 
     def details(self) -> Sequence[Part]:
-        """Return the tables of contests and of corrections, with a sentence on each and notes on how to read them."""
+        """Return the tables of contests and of corrections, each with a sentence, and notes on reading them."""
         shown: list[Part] = [*self.contest_texts(), *self.correction_texts()]
         names = ("loss", "mass", "difference", "mass_falls", "difference_falls")
         for (baseline, treatment), contests in self.contests_by_sides().items():
@@ -119,7 +119,7 @@ class Split(Result):
         return [*shown, *([_CORRECTIONS_NOTE, text.TIES_NOTE] if self.corrections else [])]
 
     def interval_note(self) -> str:
-        """Return the line on n and intervals, those of shares and medians included."""
+        """Return the note on n and intervals, including those of shares and medians."""
         corrected = bool(self.corrections)
         return text.intervals_note(self.identity.samples, exact=corrected, medians=corrected)
 
@@ -144,7 +144,7 @@ class Split(Result):
         return [FEW if verdict is None else (UNDECIDED, MORE, LESS)[verdict] for verdict in verdicts]
 
     def contests_by_sides(self) -> dict[tuple[str, str], list[Contest]]:
-        """Return (baseline's name, treatment's name) -> the contests of these two sides, one per budget."""
+        """Return (baseline's name, treatment's name) -> contests, one per budget."""
         contests: dict[tuple[str, str], list[Contest]] = {}
         for one in self.contests:
             contests.setdefault(side_names(one.baseline, one.treatment), []).append(one)
@@ -173,7 +173,7 @@ class Split(Result):
         return [comparison(name, "no correction", cases) for name, cases in self.correction_cases().items()]
 
     def _spread_clause(self) -> str:
-        """Return 'how much goes explains 81 % … to 84 % … of what makes heads differ, 44 % … with random (control)'.
+        """Return the clause on the variance share of 1 − S: 'how much goes explains 81 % … of what makes heads differ'.
 
         Where it is decided whether 1 − S or D explains more, the clause begins with that.
         """
@@ -187,7 +187,7 @@ class Split(Result):
         return f"{whole}, {_mass_shares(controls)} with {_CONTROL} (control)" if methods and controls else whole
 
     def _known_spreads(self) -> list[tuple[str, Spread]]:
-        """Return the spreads that are not NaN, with the names of their configurations."""
+        """Return (configuration's name, spread) for the spreads that are not NaN."""
         named = zip(self._config_names(), self.spreads, strict=True)
         return [(name, spread) for name, spread in named if not isnan(spread.by_mass)]
 
@@ -217,7 +217,7 @@ def _mass_shares(spreads: Sequence[tuple[str, Spread]]) -> str:
 
 
 def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) -> str:
-    """Return the clause on the ratios of L, 1 − S and D, over the budgets at which both sides lose something."""
+    """Return the clause on the ratios of L, 1 − S and D, over the budgets at which both sides have a loss."""
     contests = [one for one in contests if one.heads]
     if not contests:
         return f"no head loses anything under both {treatment} and {baseline}"
@@ -230,12 +230,12 @@ def _contest_text(baseline: str, treatment: str, contests: Sequence[Contest]) ->
 
 
 def _factor_range(ratios: Sequence[float]) -> str:
-    """Return '0.77 × to 0.82 ×', or '0.77 ×' where both ends are printed alike."""
+    """Return the range of ratios as text: '0.77 × to 0.82 ×', or '0.77 ×' if both ends print alike."""
     return " to ".join(dict.fromkeys(factor(end) for end in (min(ratios), max(ratios))))
 
 
 def _lower_kl_shares(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return the least and the largest share of prompts whose KL is lower, over the configurations."""
+    """Return the least and largest share of prompts with lower KL, over the corrected configurations."""
     return extremes(
         [(name, row.kl_falls, f"{text.percent(row.kl_falls, row.kl_falls_interval)} of prompts") for name, row in rows]
     )
@@ -301,7 +301,7 @@ def split(trace: Trace, compare: str | Sequence[str] | None = None, step: int = 
 
 
 def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
-    """Return the uncorrected configurations, for which the split is exact. Raises TraceError where there is none."""
+    """Return a run's uncorrected configurations. Raises TraceError for none."""
     alone = [config for config in run.configs if config.only_evicts]
     if not alone:
         msg = (
@@ -340,7 +340,7 @@ def _configs_of_sides(run: RunConfig, sides: Sequence[str]) -> list[EvictionConf
 
 
 def _pairs(run: RunConfig, sides: Sequence[str]) -> list[Pair]:
-    """Return the uncorrected pairs of the first side, as baseline, with each later side; none for a single side."""
+    """Return the uncorrected pairs of the first side (baseline) with each later side; empty for a single side."""
     baseline, *treatments = sides
     chosen = [pair for side in treatments for pair in pairs(run, baseline, side)]
     return [pair for pair in chosen if all(one.only_evicts for one in pair)]

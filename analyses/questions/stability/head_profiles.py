@@ -41,7 +41,7 @@ _BY = "by"
 
 
 def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | None:
-    """Return the only configuration, or the only plain one of several, that a side means; None where there is none.
+    """Return the configuration that a side means: the only match or the only plain match; None if ambiguous.
 
     A plain configuration only evicts, uncorrected and in full precision, and has no option off its default that the
     side does not name: of `two-stage` and `two-stage(norm=l2)` the side `two-stage` means the first.
@@ -51,7 +51,7 @@ def resolve(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig | N
 
 
 def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig:
-    """Return the configuration that a side means.
+    """Return the configuration that a side means. Raises ConfigError where `resolve` returns None.
 
     Raises ConfigError where `resolve` finds none; the message lists names that would each mean one, if any.
     """
@@ -69,20 +69,20 @@ def resolve_one(matching: Sequence[EvictionConfig], side: str) -> EvictionConfig
 
 
 def _quote_names(names: Sequence[str]) -> str:
-    """Return the names as a shell takes them: 'a', 'b' or 'c'."""
+    """Return names quoted for a shell: 'a', 'b' or 'c'."""
     *others, last = [f"'{name}'" for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _is_plain(config: EvictionConfig, side: str) -> bool:
-    """Return whether a configuration only evicts, with no option off its default that the side does not name."""
+    """Return whether a configuration only evicts, without non-default options that the side does not name."""
     named = [parse(part) for part in split_policy_and_selection(side)]
     choices = (config.policy, config.selection, config.granularity)
     return config.only_evicts and not any(_has_other_options(choice, named) for choice in choices)
 
 
 def _has_other_options(choice: Choice, named: Sequence[Choice]) -> bool:
-    """Return whether a choice has an option off its default that the named choices do not give."""
+    """Return whether a choice has a non-default option that is not given in `named`."""
     given = {name for each in named if each.name == choice.name for name in each.options}
     if UNNAMED in given:  # the score that a policy ranks by, or its only option
         given |= {_BY} if _BY in choice.options else choice.options.keys()
@@ -129,7 +129,7 @@ def check_distinct(traces: Sequence[Trace]) -> None:
 
 
 def choose_configs(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
-    """Return the configuration of each trace that a side means at one budget; they may differ in the budget alone.
+    """Return, per trace, the configuration that a side means at one budget; only budgets may differ.
 
     Raises TraceError where a trace has none, or they differ in more than the budget; ConfigError where a trace has
     several budgets, or the side means none of several configurations.
@@ -142,7 +142,7 @@ def choose_configs(traces: Sequence[Trace], side: str, budget: str | None) -> li
 
 
 def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | None) -> Budget | None:
-    """Return the requested budget, or the only one that all traces have; None where each trace has another single one.
+    """Return the requested budget, else the only common budget; None if each trace has a single, different budget.
 
     Raises ConfigError where several budgets are possible.
     """
@@ -158,7 +158,7 @@ def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | N
 
 
 def _resolve_at_budget(matching: Sequence[EvictionConfig], side: str, budget: Budget | None) -> EvictionConfig:
-    """Return the configuration that a side means among those of a budget. Raises TraceError where there are none."""
+    """Return the configuration that a side means at a budget. Raises TraceError for no match."""
     fitting = [config for config in matching if budget is None or config.budget == budget]
     if not fitting:
         got = ", ".join(dict.fromkeys(str(config.budget) for config in matching))
@@ -421,7 +421,7 @@ def compare_pair(first: RankedTrace, second: RankedTrace) -> TracePair:
 
 
 def _same_heads(first: Trace, second: Trace) -> bool:
-    """Return whether two traces have measured the same heads: one model, and the same layers of it."""
+    """Return whether two traces measure the same heads: same model, same layers."""
     shapes = {trace.arrays["output_norm"].shape[2:] for trace in (first, second)}
     models = {(trace.run.model, trace.run.revision) for trace in (first, second)}
     layers = {identity(trace, ()).measured_layers for trace in (first, second)}
@@ -429,6 +429,6 @@ def _same_heads(first: Trace, second: Trace) -> bool:
 
 
 def _may_share_prompts(first: Trace, second: Trace) -> bool:
-    """Return whether the samples of two traces may be the same prompts: of one data set and seed."""
+    """Return whether two traces may have the same prompts: same data set, seed and complete samples."""
     sources = {(trace.run.dataset, trace.run.seed) for trace in (first, second)}
     return len(sources) == 1 and np.array_equal(first.ok, second.ok)

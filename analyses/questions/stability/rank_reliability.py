@@ -151,7 +151,7 @@ def _mean_rho(matrix: Floats) -> float:
 
 
 def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalInterval:
-    """Return the jackknife interval of a value, from the values with each sample left out.
+    """Return a value's jackknife interval from `left`, its values with each sample left out.
 
     For fewer than five samples, the range of the values of `single` splits or pairs; None for one sample.
     """
@@ -163,23 +163,23 @@ def _interval_or_range(value: float, left: Floats, single: Floats) -> OptionalIn
 
 
 def split_half(ranks: Floats) -> float:
-    """Return the split-half reliability of (sample, head) ranks, brought to all samples; NaN of one sample."""
+    """Return the split-half reliability of (sample, head) ranks, scaled to all samples; NaN for one sample."""
     each = [_split_rho(ranks, half) for half in halves(len(ranks))]
     return spearman_brown(float(np.mean(each))) if each else float("nan")
 
 
 def _split_rho(ranks: Floats, half: NDArray[np.bool_]) -> float:
-    """Return Spearman's ρ between the mean ranks of one half of the samples and of the other half."""
+    """Return Spearman's ρ between the mean ranks of both halves of the samples; `half`: mask of the first half."""
     return float(spearman(ranks[half].mean(axis=0), ranks[~half].mean(axis=0)))
 
 
 def spearman_brown(half: float) -> float:
-    """Return the reliability of twice as many samples (Spearman and Brown), with the sign of `half`."""
+    """Return the reliability at twice the number of samples (Spearman–Brown), with the sign of `half`."""
     return 2 * half / (1 + abs(half))
 
 
 def halves(samples: int) -> list[NDArray[np.bool_]]:
-    """Return splits into halves, each (sample,) True for the smaller half: all splits, or 200 drawn ones."""
+    """Return splits of the samples into halves, as (sample,) masks of the smaller half: all, or 200 drawn at random."""
     size, even = samples // 2, samples % 2 == 0
     if comb(samples, size) // (2 if even else 1) <= MOST_SPLITS:
         splits = [split for split in combinations(range(samples), size) if size and (not even or 0 in split)]
@@ -226,7 +226,7 @@ def rho_estimate(first: Floats, second: Floats, paired: bool) -> RankEstimate:
 
 
 def _leave_one_out_rho(first: Floats, second: Floats, paired: bool) -> list[Floats]:
-    """Return `rho` with one sample left out: (sample,) for both arrays at once where paired, else for each array."""
+    """Return `rho` with each sample left out: (sample,) of pairs of samples if `paired`, else for either array."""
     if paired:
         return [np.array([rho(*one) for one in zip(leave_one_out(first), leave_one_out(second), strict=True)])]
     return [np.array([rho(one, second) for one in leave_one_out(first)]),
@@ -234,7 +234,7 @@ def _leave_one_out_rho(first: Floats, second: Floats, paired: bool) -> list[Floa
 
 
 def _corrected_estimate(measured: float, first: RankedHeads, second: RankedHeads, paired: bool) -> RankEstimate:
-    """Return ρ over the root of both reliabilities, with its interval.
+    """Return ρ corrected for both traces' reliabilities, with its interval.
 
     NaN where one reliability is not positive; no interval for fewer than five samples.
     """
@@ -249,13 +249,13 @@ def _corrected_estimate(measured: float, first: RankedHeads, second: RankedHeads
 
 
 def _disattenuate(measured: Floats | float, first: Floats | float, second: Floats | float) -> Floats:
-    """Return a correlation over the root of both reliabilities; NaN where one of these is not positive."""
+    """Return a correlation over √(first × second) of two reliabilities; NaN unless both are positive."""
     usable = (np.asarray(first) > 0) & (np.asarray(second) > 0)
     return np.where(usable, measured / np.sqrt(np.where(usable, np.multiply(first, second), 1.0)), np.nan)
 
 
 def leave_one_out(values: Floats) -> list[Floats]:
-    """Return (sample, …) values with one sample left out, for each of the samples."""
+    """Return copies of (sample, …) values, each without a different sample."""
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
@@ -268,7 +268,7 @@ def _jackknife_interval(value: float, left: Floats, kind: StatisticKind) -> Opti
 
 
 def _independent_interval(value: float, left: Sequence[Floats], kind: StatisticKind) -> OptionalInterval:
-    """Return the interval of a value that depends on independent groups of samples; `left` has an array per group.
+    """Return the interval of a value over independent groups of samples; `left`: leave-one-out values per group.
 
     Squared distances from the value to the ends of each group's interval add up.
     """
@@ -319,7 +319,7 @@ def depth_profile(relative: Floats, depths: Floats) -> DepthProfile:
 
 
 def profiles(relative: Floats, depths: Floats) -> Floats:
-    """Return (sample, point) each sample's layer means over its mean, interpolated at 20 points of relative depth.
+    """Return each sample's layer means over its overall mean, at 20 points of relative depth, (sample, point).
 
     `relative` is (sample, layer, head) perturbation, `depths` (layer,); NaN beyond the layers measured.
     """
@@ -328,7 +328,7 @@ def profiles(relative: Floats, depths: Floats) -> Floats:
 
 
 def profile_correlation(first: Floats, second: Floats) -> RankEstimate:
-    """Return Spearman's ρ between the means of two traces' (sample, point) profiles, over the points that both have.
+    """Return Spearman's ρ between two traces' mean (sample, point) profiles, over common points.
 
     Neighbouring points are alike, so that it says less than so many points would.
     """

@@ -90,13 +90,13 @@ class Stability(Result):
         """Return a line per trace with its reliability, then a line per pair of traces with its correlation."""
         models = [pair for pair in self.pairs if pair.depth]
         return [
-            *_group("reliability within", self.traces),
-            *_group("ρ between", self._one_model_pairs()),
-            *_group("ρ over depth between", models),
+            *_group_lines("reliability within", self.traces),
+            *_group_lines("ρ between", self._one_model_pairs()),
+            *_group_lines("ρ over depth between", models),
         ]
 
     def shown_columns(self) -> Sequence[str]:
-        """Return the columns of the table; without two traces of one model only both kinds of perturbation."""
+        """Return the table's columns; only both kinds of perturbation unless two traces are of one model."""
         return self.SHOWN if self._one_model_pairs() else _KINDS
 
     def interval_note(self) -> str:
@@ -111,7 +111,7 @@ class Stability(Result):
         )
 
     def caveats(self) -> Sequence[str]:
-        """Return the overlap of heads by chance, and that the prompts of starred pairs may be the same."""
+        """Return notes on the overlap expected by chance, and on starred pairs, whose prompts may be the same."""
         known = [pair.perturbation["propagated"] for pair in self._one_model_pairs()]
         chance = [
             f"Worst 10 %: random orders share {text.percent(one.chance)}, at most {text.percent(one.chance_most)}."
@@ -219,7 +219,7 @@ def stability(
 
 
 def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side: str) -> list[EvictionConfig]:
-    """Return the baseline of each trace at its configuration's budget.
+    """Return each trace's baseline at the budget of its configuration.
 
     Empty where a trace has none, or its baseline is the configuration itself.
     """
@@ -235,16 +235,16 @@ def _baselines(traces: Sequence[Trace], configs: Sequence[EvictionConfig], side:
     return known if len(known) == len(traces) else []
 
 
-def _group(name: str, members: Sequence[StableTrace] | Sequence[TracePair]) -> list[Line]:
-    """Return a line with the name of a group, then a line per member; nothing without members."""
+def _group_lines(name: str, members: Sequence[StableTrace] | Sequence[TracePair]) -> list[Line]:
+    """Return a heading line, then a line per member; empty without members."""
     return [Line(name, ()), *(Line(one.name, (one,)) for one in members)] if members else []
 
 
 def _named_kinds(name: str) -> list[tuple[str, str]]:
-    """Return (name of a table's line, kind) for isolated and propagated perturbation."""
+    """Return (line's name, kind) for isolated and propagated perturbation."""
     return [(f"{name}, {kind}", kind) for kind in _KINDS]
 
 
 def _named_estimate(name: str, estimate: RankEstimate) -> tuple[str, float, str]:
-    """Return name, value and text of an estimate, as `text.extremes` takes them."""
+    """Return (name, value, text) of an estimate, the input of `text.extremes`."""
     return name, estimate.value, format_estimate(estimate)

@@ -63,7 +63,7 @@ class TaskData:
         return {"text": self._read[repo]}
 
     def get(self, address: str, **more: Any) -> Any:
-        """Return a response with the JSON file of a web address, in place of `requests.get`. Raises DatasetError."""
+        """Return a response with the JSON file at a web address, in place of `requests.get`. Raises DatasetError."""
         if address not in self._read:
             name = address.rpartition("/")[2]
             ruler_name = NAMES.get(name, name)
@@ -73,7 +73,7 @@ class TaskData:
         return SimpleNamespace(raise_for_status=lambda: None, json=lambda: self._read[address])
 
     def _read_local_essays(self, path: Path) -> list[str]:
-        """Return all essays as a single text, from a file as RULER's own script writes it. Raises DatasetError."""
+        """Return all essays as a single text, from a file in the format of RULER's script. Raises DatasetError."""
         document = FILE.read_json(self._record_source(path, "file"))
         text = document.get("text") if isinstance(document, dict) else None
         if not isinstance(text, str) or not text.strip():
@@ -81,7 +81,7 @@ class TaskData:
         return [text]
 
     def _download_essays(self, repo: str) -> list[str]:
-        """Return the text of each essay, from the hub's own conversion of a dataset to parquet."""
+        """Return every essay's text, from the hub's parquet conversion of a dataset."""
         import pyarrow.parquet as parquet
 
         path = hub_file(self.task, ESSAYS, repo, "default/train/0000.parquet", "refs/convert/parquet")
@@ -89,7 +89,7 @@ class TaskData:
         return [str(text) for text in texts]
 
     def _download(self, address: str, local: str) -> Path:
-        """Return the path of a file of the hub by its web address; `local` is its name in --data-dir.
+        """Return the path of a hub file, given its web address; `local` is its name in --data-dir.
 
         Raises DatasetError for an address elsewhere.
         """
@@ -103,7 +103,7 @@ class TaskData:
         raise DatasetError(msg)
 
     def _record_source(self, path: Path, source: str) -> Path:
-        """Store a file's path, source and checksum, and return its path."""
+        """Record a file's path, source and checksum as the file last read, and return its path."""
         digest = hashlib.sha256(FILE.read_bytes(path)).hexdigest()
         self.path, self.record = path, {"source": source, "file_sha256": digest}
         return path
@@ -146,7 +146,7 @@ class WordPairs(Sequence[str]):
         return heads[0] + self._seconds[within] if len(heads) == 1 else self._sorted(heads)[within]
 
     def _sorted(self, heads: Sequence[str]) -> list[str]:
-        """Return the sorted pairs of a group of first words, each with its hyphen."""
+        """Return the sorted pairs of the first words `heads`, which end in a hyphen, with all second words."""
         return sorted({head + second for head in heads for second in self._seconds})
 
 
@@ -189,7 +189,7 @@ class RowMaker:
     data: TaskData
 
     def make(self, maker: tuple[str, str], length: int, tried: int) -> Sequence[Mapping[str, Any]]:
-        """Return those of the first `tried` rows whose prompt and answer fit `length` tokens.
+        """Return the rows, among the first `tried`, whose prompt and answer fit `length` tokens.
 
         `maker` is the file and function of lm-eval that makes the rows. Raises NoEnd or ValueError where none
         fits, DatasetError for missing data, and anything for lm-eval files of an unknown version.
@@ -206,14 +206,14 @@ class _BoundedRandom(random.Random):
     Random = random.Random
 
     def sample(self, population: Any, k: int, *, counts: Iterable[int] | None = None) -> list[Any]:
-        """Return `random.sample`'s result. Raises NoEnd for too large a k, which lm-eval would retry forever."""
+        """Return `random.sample`'s result. Raises NoEnd if `k` is too large, which lm-eval would retry forever."""
         if k > len(population):
             raise NoEnd
         return super().sample(population, k, counts=counts)
 
 
 class _RowCounter:
-    """The substitute for progress bar and tokenizer, which ends a loop after so many rows or after too many tries."""
+    """The substitute for progress bar and tokenizer, which ends a loop at a limit of rows or of tries."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self._tokenizer, self._rows = tokenizer, rows
@@ -229,7 +229,7 @@ class _RowCounter:
         self._in_row = False
 
     def tokenize(self, text: str) -> Any:
-        """Return a text's encoding. Raises NoEnd after `MOST_TRIES` prompts of a row none of which is shorter."""
+        """Return a text's encoding. Raises NoEnd after `MOST_TRIES` tries of one row without a shorter prompt."""
         ids = self._tokenizer(text)["input_ids"]
         self._tries = 0 if len(ids) < self._shortest else self._tries + 1
         self._shortest = min(self._shortest, len(ids))
@@ -259,7 +259,7 @@ class _Files:
         }
 
     def execute(self, file: str) -> dict[str, Any]:
-        """Execute an lm-eval file and return name -> value of what it defines, words and tokenizer replaced."""
+        """Execute an lm-eval file and return its global names -> values, with substitutes for words and tokenizer."""
         has_keys = file == _KEYS
         names = run_file(self._folder / f"{file}.py", self._without_words if has_keys else self._substitute)
         if has_keys:
@@ -269,13 +269,13 @@ class _Files:
         return names
 
     def _substitute(self, name: str) -> Any:
-        """Return a module's substitute, for lm-eval's own modules the executed file; None: the module itself."""
+        """Return the substitute for a module; None: the real module is imported."""
         if name.startswith(_PACKAGE):
             return SimpleNamespace(**self.execute(name.removeprefix(_PACKAGE)))
         return self._substitutes.get(name)
 
     def _without_words(self, name: str) -> Any:
-        """Return `_substitute`'s result, but for `wonderwords` a module without words.
+        """Return the substitute for a module, which for `wonderwords` is a module without words.
 
         lm-eval would list all pairs of its words, six million (20 s and 900 MB), which `WordPairs` replaces.
         """
@@ -287,7 +287,7 @@ class _Files:
 
 @functools.cache
 def _needle_keys() -> WordPairs:
-    """Return the keys of RULER's needles, such as `quick-fox`: every adjective with every noun."""
+    """Return the keys of RULER's needles, such as `quick-fox`: all combinations of an adjective and a noun."""
     import wonderwords
 
     words = wonderwords.RandomWord()._categories

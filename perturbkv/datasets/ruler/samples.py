@@ -25,7 +25,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
-    """Return the samples of a RULER task, which cycle through the lengths; sample i is the same for any number of them.
+    """Return a RULER task's samples, which cycle through the lengths; sample i is independent of the number of samples.
 
     Raises DatasetError where lm-eval, a package or data is missing, and for a length that is too short.
     """
@@ -44,7 +44,7 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 
 def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
-    """Return `count` rows of a task at one length; fewer where lm-eval has no more that fit, at least one.
+    """Return `count` rows of a task at one length, or at least one if lm-eval has fewer that fit.
 
     Raises DatasetError for a length that no row fits.
     """
@@ -61,7 +61,7 @@ def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
 
 
 def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
-    """Return those of lm-eval's first `tried` rows that fit the length; none where one is too short for a question."""
+    """Return the rows, among lm-eval's first `tried`, that fit the length; none if a row lacks an answer."""
     with tasks.explain_errors(task.name, lambda: row_maker.data.path):
         try:
             rows = row_maker.make(task.maker, length, tried)
@@ -75,7 +75,7 @@ def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:
 
 
 def _sample(index: int, row: Mapping[str, Any], task: Task) -> Sample:
-    """Return the sample of a row of lm-eval; its question begins with the template's text after the context."""
+    """Return a row's sample; its question starts with the template's text after the context."""
     text = str(row["input"])
     question_begin = text.rfind(task.question_start)
     return Sample(

@@ -62,7 +62,7 @@ class Task:
 
     @property
     def question_start(self) -> str:
-        """The template's text after the context, up to the end of the first word: the beginning of the question."""
+        """The beginning of the question: the template's text after the context, through its first word."""
         match = re.match(r"\s*\S+", self.template.partition(CONTEXT)[2])
         return match[0] if match else ""
 
@@ -79,12 +79,12 @@ class Task:
 
 
 def folder() -> Path:
-    """Return lm-eval's folder of RULER without importing lm-eval. Raises DatasetError where it is missing."""
+    """Return lm-eval's folder of RULER, found without importing lm-eval. Raises DatasetError if it is missing."""
     return wording.lm_eval_folder("RULER's tasks come from lm-eval", "ruler", INSTALL)
 
 
 def read(name: str) -> Task:
-    """Return a RULER task from lm-eval's files. Raises DatasetError where these or a package are missing or unknown."""
+    """Return a RULER task from lm-eval's files. Raises DatasetError if files or packages are missing or unknown."""
     files = folder()
     with explain_errors(name):
         document = _read_merged(files / f"{name.removeprefix(RULER_PREFIX)}.yaml")
@@ -106,7 +106,7 @@ def read(name: str) -> Task:
 
 @contextmanager
 def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
-    """Turn whatever lm-eval's files raise inside the block into a DatasetError about the task `name`.
+    """Turn any exception of lm-eval's files in the block into a DatasetError about the task `name`.
 
     `source` returns the path of the data file that they have read; None: none.
     """
@@ -133,7 +133,7 @@ def _check_task(task: Task) -> None:
 
 
 def _template(path: Path) -> str:
-    """Return the prompt template of an lm-eval file, executed without the rest of lm-eval and without downloads."""
+    """Return the prompt template defined by an lm-eval file, which is executed without its downloading modules."""
     return str(run_file(path, lambda name: _EmptyModule() if name.split(".")[0] in _DOWNLOADING else None)["TEMPLATE"])
 
 
@@ -145,7 +145,7 @@ class _EmptyModule:
 
 
 def _read_merged(path: Path) -> dict[str, Any]:
-    """Return the document of a YAML file, merged over that of the file that it includes."""
+    """Return a YAML file's document, merged over the document of the file that it includes."""
     document = dict(wording.read_yaml(path))
     included = document.pop("include", None)
     return {**_read_merged(path.parent / str(included)), **document} if included else document
@@ -156,7 +156,7 @@ _LENGTH = 4096
 
 
 def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
-    """Return a task's metric: its name, and a function of an answer's text and the accepted answers, from 0 to 1.
+    """Return a task's metric name, and its function from answer text and accepted answers to a score in [0, 1].
 
     Raises DatasetError where lm-eval is missing or of an unknown version.
     """
@@ -173,6 +173,6 @@ def grader(task: str) -> tuple[str, Callable[[str, Sequence[str]], float]]:
 
 @functools.cache
 def _grading_functions() -> dict[str, Any]:
-    """Return name -> function of lm-eval's RULER file that grades answers, without importing transformers."""
+    """Return name -> grading function of lm-eval's RULER file, without importing transformers."""
     unused = SimpleNamespace(AutoTokenizer=None)
     return run_file(folder() / "common_utils.py", lambda name: unused if name == "transformers" else None)

@@ -55,7 +55,7 @@ class HeadScores:
 def head_scores(
     adapter: Adapter, prompts: Iterable[Evidence], finished: Callable[[], None] = lambda: None
 ) -> HeadScores:
-    """Return every head's mean score over the prompts that the model answers right; `finished` is called per prompt.
+    """Return every head's mean retrieval score over the correctly answered prompts; `finished` is called per prompt.
 
     Raises DatasetError for a prompt without its sentence, and where no answer is right; ActivationError for NaN or Inf.
     """
@@ -77,7 +77,7 @@ def head_scores(
 
 @torch.inference_mode()
 def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "layer head"], str]:
-    """Return every head's score on one prompt, and the text of the model's answer. Raises DatasetError."""
+    """Return the retrieval score of every head on one prompt, and the model's answer as text. Raises DatasetError."""
     span = locate_sentence(evidence, adapter.tokenizer)
     most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
     scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
@@ -94,7 +94,7 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
 
 
 def _generate_answer(adapter: Adapter, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[int]:
-    """Return at most `most` greedy tokens after a prompt, up to an end token in `ends` or a new line, included."""
+    """Return the greedy answer of at most `most` tokens, up to and including an end token in `ends` or a new line."""
     cache, tokens, answer = full_cache(adapter), list(prompt), list[int]()
     while len(answer) < most:
         ids = torch.tensor([tokens], device=adapter.device)
@@ -113,7 +113,7 @@ def attention_inside(
     span: range,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Return the mean attention of the last queries to those entries of `span` that are among the |span| largest."""
+    """Return each head's attention mass on entries of `span` that rank in its top |span|, averaged over the queries."""
     heads, queries, d_head = query.shape
     kv_heads, keys, _ = key.shape
     masses = []
@@ -127,7 +127,7 @@ def attention_inside(
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
-    """Return whether the F1 score of the text's words and some answer's words exceeds 0.5."""
+    """Return whether the F1 score between the text and any accepted answer, as bags of words, exceeds 0.5."""
     return any(_word_f1(_count_words(text), _count_words(answer)) > 0.5 for answer in answers)
 
 
@@ -137,7 +137,7 @@ def _word_f1(words: Counter[str], answer: Counter[str]) -> float:
 
 
 def _count_words(text: str) -> Counter[str]:
-    """Return the counts of a text's words, in lower case, without punctuation and articles."""
+    """Return word -> count in a text, in lower case, without punctuation and articles."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation)).split()
     return Counter(word for word in bare if word not in ("a", "an", "the"))
 

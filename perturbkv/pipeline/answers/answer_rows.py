@@ -24,7 +24,7 @@ _FULL = "full cache"
 def answer_row(
     prompt: Prompt, answers: Answers, labels: Sequence[str], decode: Decode, graded: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """Return the JSON object of a prompt: every cache's answer, its score (None without a metric), and its cache share.
+    """Return a prompt's JSON object: the answer from each cache, its score (None without a metric), its cache share.
 
     `labels` are those of the configurations, `graded` the metrics by `Prompt.grading`.
     """
@@ -55,7 +55,7 @@ def answer_row(
 
 
 def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | None:
-    """Return the JSON object of every cache's divergence per step; None where it was not measured."""
+    """Return the divergence of every cache per decode step, as a JSON object; None where it was not measured."""
     divergence = answers.divergence
     if divergence is None:
         return None
@@ -67,12 +67,12 @@ def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _byte_shares(answers: Answers) -> list[dict[str, float]]:
-    """Return, per configuration, an object with its `bytes_share`; empty objects where all caches store 16 bits."""
+    """Return a dict {`bytes_share`: share} per configuration; empty dicts where all caches store 16 bits."""
     return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
 
 def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects of a prompt's compressions during decoding."""
+    """Return the compressions during decoding of one prompt's caches, as JSON objects."""
     return [
         {
             "config": labels[compression.config],
@@ -148,65 +148,69 @@ class Generation(Sequence[Answers]):
 
     def _repr_html_(self) -> str:
         """Return the tables of all prompts as HTML, for notebooks."""
-        return as_html(list(map(_table, self.rows)))
+        return as_html(list(map(_answers_table, self.rows)))
 
 
 def _caches(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return cache name -> the object of its answer, the full cache first, from a prompt's object."""
+    """Return cache name -> JSON object of its answer in a prompt's row, the full cache first."""
     return {_FULL: {"held_share": 1.0, **row["full"]}, **row["evicted"]}
 
 
 def _byte_share(row: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
-    """Return an object with a cache's `bytes_share`; empty where the prompt's caches have none."""
-    return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_bytes(row) else {}
+    """Return {`bytes_share`: share} of a cache; empty where the prompt's row has no such shares."""
+    return {"bytes_share": cache.get("bytes_share", 1.0)} if _has_byte_shares(row) else {}
 
 
-def _has_bytes(row: Mapping[str, Any]) -> bool:
-    """Return whether a prompt's object has shares of bytes."""
+def _has_byte_shares(row: Mapping[str, Any]) -> bool:
+    """Return whether a prompt's row reports the cache size as a share of the full cache's bytes."""
     return any("bytes_share" in cache for cache in row["evicted"].values())
 
 
 def _describe_cache(cache: Mapping[str, Any]) -> str:
-    """Return a cache's shares as text, such as "held / full 0.25"."""
+    """Return the size of a cache relative to the full cache as text, such as "cache share 0.25"."""
     byte_share = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
-    return f"held / full {cache['held_share']:.2f}{byte_share}"
+    return f"cache share {cache['held_share']:.2f}{byte_share}"
 
 
-def _title(row: Mapping[str, Any]) -> str:
-    """Return a prompt's id and length as a heading."""
+def _heading(row: Mapping[str, Any]) -> str:
+    """Return the id and length of a prompt as a heading."""
     return f"{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens"
 
 
 def _one_line(text: str) -> str:
-    """Return a text in one line, with control characters escaped; "(nothing)" where it is empty."""
+    """Return a text on one line, with control characters escaped; "(nothing)" for an empty text."""
     return escape_line(" ".join(text.split())) or "(nothing)"
 
 
 def _text_lines(row: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a prompt's answers for a terminal, each answer below the name of its cache."""
-    lines = [_title(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
+    """Return the answers to a prompt as lines for a terminal, with the name of the cache above each answer."""
+    lines = [_heading(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, cache in _caches(row).items():
         score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
         lines += [f"  {escape_line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
     return lines
 
 
-def _table(row: Mapping[str, Any]) -> Table:
-    """Return a table of a prompt's answers for a notebook, the expected ones first, with scores where there are any."""
+def _answers_table(row: Mapping[str, Any]) -> Table:
+    """Return a notebook table of the answers to a prompt, the accepted ones first, with scores where graded."""
     graded = row["metric"] is not None
-    lines = [("expected", "", *[""] * (_has_bytes(row) + graded), " | ".join(row["answers"]))] if row["answers"] else []
+    lines = (
+        [("expected", "", *[""] * (_has_byte_shares(row) + graded), " | ".join(row["answers"]))]
+        if row["answers"]
+        else []
+    )
     for name, cache in _caches(row).items():
         score = [f"{cache['score']:.3f}"] if graded else []
         byte_share = [f"{share:.2f}" for share in _byte_share(row, cache).values()]
         lines.append((name, f"{cache['held_share']:.2f}", *byte_share, *score, _one_line(cache["text"])))
     columns = (
         "cache",
-        "#held / full",
-        *(["#bytes / full"] if _has_bytes(row) else []),
+        "#cache share",
+        *(["#bytes / full"] if _has_byte_shares(row) else []),
         *([f"#{row['metric']}, 0 to 1"] if graded else []),
         "answer",
     )
-    return Table(_title(row), columns, lines)
+    return Table(_heading(row), columns, lines)
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ class AnsweredPrompt:
 def answer_prompt(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources
 ) -> AnsweredPrompt:
-    """Return the answers to a prompt from the full cache and every configuration's. Raises what `answer` raises."""
+    """Return the answers to a prompt from the full cache and from every configuration's. Raises as `answer`."""
     answers = answer(adapter, prompt, run, options, resources)
     row = answer_row(prompt, answers, run.labels(), adapter.tokenizer.decode, metrics_of([prompt]))
     return AnsweredPrompt(_move_to_cpu(answers), row)

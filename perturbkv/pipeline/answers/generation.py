@@ -53,7 +53,7 @@ def read_evicting(
     with_full: bool = False,
     above: int = 0,
 ) -> EvictedPrompt:
-    """Prefill a prompt, evict each layer as soon as it is done, and return the evicted cache.
+    """Prefill a prompt, evict each layer as soon as it is computed, and return the evicted cache.
 
     No more than one layer's full cache is in memory, unless a configuration needs all layers or a replay: then layers
     are evicted after the prefill, one after the other. `with_full` adds a first row that keeps everything. A context of
@@ -96,20 +96,20 @@ class _RowBuilder:
         self.stored = FiniteCheck()
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
-        """Keep a layer's last queries, and evict it unless all layers are needed first: a `Visitor`."""
+        """Store the last queries of a layer, and evict it unless all layers must be read first: a `Visitor`."""
         self.queries.append(view.queries[:, -self._window :].clone())
         if not self.whole:
             self._evict(FullLayer(self._adapter, statistics, view.layer, view.keys, view.values))
 
     def evict_all(self, prefilled: Prefill) -> None:
-        """Evict all layers after the prefill, and free each layer's full cache."""
+        """Evict every layer after the prefill, freeing the full cache layer by layer."""
         for index in range(len(self._adapter.layers)):
             self._evict(FullLayer.from_prefill(self._adapter, prefilled, index))
             cached = self._adapter.cache_layer(prefilled.cache, index)
             cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
     def _evict(self, layer: FullLayer) -> None:
-        """Add a layer with the kept entries of all rows."""
+        """Append the compact layer with the kept entries of all rows."""
         kept, stand_ins = (self._all_entries(layer), {}) if self._keep_all else self._kept_entries(layer)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
@@ -120,12 +120,12 @@ class _RowBuilder:
         self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=by_row))
 
     def _all_entries(self, layer: FullLayer) -> list[KeptEntries]:
-        """Return all entries for each configuration, quantised where it is."""
+        """Return every entry of the layer per configuration, quantised for quantised configurations."""
         row = borrow(layer.keys, layer.values)
         return [quantisation.quantise_entries(row, config) if config.quantised else row for config in self._configs]
 
     def _kept_entries(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
-        """Return the kept entries of each configuration, and index -> correction of the corrected ones."""
+        """Return the kept entries of each configuration, and index -> correction for corrected configurations."""
         configs = self._configs
         page_rows = page_reading.cache_rows(layer, dict(enumerate(configs)))
         if len(page_rows) == len(configs):
@@ -142,7 +142,7 @@ class _RowBuilder:
 
 
 def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
-    """Raise ConfigError where configurations or options do not allow generation.
+    """Raise ConfigError for configurations or options that generation does not support.
 
     `most` is the largest number of tokens of an answer, None for the data's own.
     """
@@ -156,7 +156,7 @@ def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, co
 
 
 def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
-    """Raise ConfigError where a configuration cannot compress its cache to its budget during decoding."""
+    """Raise ConfigError for a configuration that cannot recompress its cache to its budget during decoding."""
     compatibility.check_compressible(config)
     budget = config.budget.value
     if not isinstance(budget, int) or budget >= compress_every:
@@ -168,7 +168,7 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
 
 
 def check_memory(planned: Plan) -> None:
-    """Raise ConfigError where the bound on memory is too small for all configurations' caches in one batch."""
+    """Raise ConfigError where the caches of all configurations exceed the memory bound for one batch."""
     bound, configs = planned.resources.max_bytes, len(planned.run.configs)
     if bound is not None and len(planned.batches.indices) > 1:
         msg = (
@@ -187,7 +187,7 @@ def generate(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> list[list[int]]:
-    """Return the greedy answers of all rows of a prompt's cache: at most `most` tokens, up to the first end token.
+    """Return the greedy answer of every cache row: at most `most` tokens, up to the first end token.
 
     Without a question, the first tokens come from the prompt's logits; `check` records all later ones. Without a
     compressor, finished rows leave the cache once they are half of it.
@@ -224,7 +224,7 @@ def generate(
 
 
 def _next_tokens(adapter: Adapter, cache: CompactCache, ids: Tensor, check: FiniteCheck) -> Tensor:
-    """Read tokens (row, token) into the cache, and return the greedy next token of each row."""
+    """Read tokens (row, token) into the cache, and return the greedy next token per row."""
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     check.check(LOGITS, logits)
     return logits[:, -1].argmax(dim=-1)
@@ -269,7 +269,7 @@ class AnswerOptions:
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
-    """Read a prompt, and return its answers from the full cache and from every configuration's, in one batch.
+    """Read a prompt, and return the answers from the full cache and every configuration's cache, decoded in one batch.
 
     Raises ActivationError for NaN or Inf, NoMemoryError.
     """
@@ -295,7 +295,7 @@ def answer(
 
 
 def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
-    """Return each configuration's number of cached entries over the first row's (METHOD: a budget is not a share).
+    """Return each configuration's number of cached entries over the full cache's (METHOD: a budget is not a share).
 
     The first row keeps everything. For a configuration that reads pages, the entries that it reads are counted.
     """
@@ -306,7 +306,7 @@ def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> lis
 
 
 def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
-    """Return the number of entries that a row of one layer attends to; the first row keeps everything."""
+    """Return the number of entries that one row attends to in one layer; row 0 keeps everything."""
     lengths = layer.lengths(row)
     if not row or not configs[row - 1].reads_pages:
         return sum(lengths)
@@ -316,7 +316,7 @@ def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedC
 
 
 def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
-    """Return each configuration's bytes, corrections included, over those of the first row in 16 bits, before decoding.
+    """Return each configuration's cache bytes, corrections included, over the full cache's in 16 bits, before decoding.
 
     Empty where no configuration is quantised or corrected.
     """

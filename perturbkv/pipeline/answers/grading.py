@@ -16,7 +16,7 @@ Decode = Callable[..., str]
 
 
 def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
-    """Return name -> metric for the metrics that prompts with accepted answers name in `Prompt.grading`.
+    """Return name -> metric, for the metrics in `Prompt.grading` of prompts with accepted answers.
 
     Raises DatasetError where a metric is not installed or cannot read a prompt's accepted answers.
     """
@@ -29,7 +29,7 @@ def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
 
 
 def check_answers(prompts: Prompts) -> None:
-    """Raise DatasetError where a prompt has no accepted answers to grade a generated one by."""
+    """Raise DatasetError for a prompt without accepted answers, as its generated answer cannot be graded."""
     without = [prompt.sample_id for prompt in prompts if not prompt.grading]
     if without:
         msg = (
@@ -41,11 +41,11 @@ def check_answers(prompts: Prompts) -> None:
 
 
 def decode_answer(tokens: Sequence[int], decode: Decode) -> str:
-    """Return an answer's text for grading, without special tokens."""
+    """Return the text of an answer's tokens for grading, without special tokens."""
     return decode(list(tokens), skip_special_tokens=True)
 
 
 def grade(text: str, prompt: Prompt, graded: Mapping[str, Metric]) -> float:
-    """Return the score of an answer to a prompt, 0 to 1; NaN where `graded`, metrics by name, lacks its metric."""
+    """Return the score of an answer to a prompt, 0 to 1; NaN where `graded` (name -> metric) lacks its metric."""
     metric = graded.get(prompt.grading)
     return metric.grade(text, prompt.answers, prompt.classes) if metric else math.nan

@@ -43,7 +43,7 @@ _SHOWN = 300
 
 
 def split_command(command: str) -> list[str]:
-    """Return a command's program and arguments, split as by a shell. Raises ConfigError without such a program."""
+    """Return the program and arguments of a command, split as by a shell. Raises ConfigError for a missing program."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -60,14 +60,14 @@ def split_command(command: str) -> list[str]:
 
 
 def read_answers(command: Sequence[str], questions: Sequence[str], limit: float) -> Generator[bytes, None, None]:
-    """Run a judge on the questions, and yield every line that it writes as soon as it arrives.
+    """Run a judge on the questions, and yield every output line as soon as it arrives.
 
     Raises PluginError where it cannot be started, is silent for more than `limit` seconds, writes a line without end,
     or ends with another code than 0.
     """
     with tempfile.TemporaryFile() as stderr, _start_process(command, stderr) as process:
         lines: queue.Queue[bytes] = queue.Queue()
-        for work in (lambda: _write(process, questions), lambda: _read(process, lines)):
+        for work in (lambda: _write_questions(process, questions), lambda: _read_lines(process, lines)):
             threading.Thread(target=work, daemon=True).start()
         while answer := _next_line(lines, limit):
             if len(answer) > _LONGEST:
@@ -95,15 +95,15 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
         process.wait()
 
 
-def _write(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
-    """Write all questions to a judge's input; one that stops reading is reported by its exit code."""
+def _write_questions(process: subprocess.Popen[bytes], questions: Sequence[str]) -> None:
+    """Write all questions to a judge's input; a judge that stops reading is reported later, by its exit code."""
     with suppress(OSError), cast("IO[bytes]", process.stdin) as stream:
         for question in questions:
             stream.write(question.encode())
 
 
-def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
-    """Put each line of a judge's output into the queue, and an empty one at the end."""
+def _read_lines(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
+    """Put every line of a judge's output into the queue, then an empty line at the end of the output."""
     with cast("IO[bytes]", process.stdout) as stream:
         while answer := stream.readline(_LONGEST + 1):
             lines.put(answer)
@@ -111,7 +111,7 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
 
 
 def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
-    """Return a judge's next line, empty at the end. Raises PluginError after `limit` seconds."""
+    """Return the next output line of a judge, empty at the end. Raises PluginError after `limit` seconds."""
     try:
         return lines.get(timeout=limit)
     except queue.Empty:
@@ -142,7 +142,7 @@ _LARGEST_LIMIT = 10**7
 
 
 def check(judge: Judge, limit: float) -> None:
-    """Raise ConfigError for an invalid seed, time limit or scale of a judge."""
+    """Raise ConfigError for a judge with an invalid seed or scale, or an invalid time limit."""
     option.check_number("seed (--seed)", judge.seed)
     option.check_number("time_limit (--time-limit)", limit, _LARGEST_LIMIT)
     if limit <= 0:
@@ -164,7 +164,7 @@ def ask_judge(
     limit: float = LIMIT,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Judgement, ...]:
-    """Return a judgement of every answer, or of every pair of answers, in the order of samples and configurations.
+    """Return a judgement per answer, or per pair of answers, in the order of samples and configurations.
 
     Judgements in the file `path` are not asked for again; each new one is stored there at once, so that a call that
     fails loses none. Without a path they are not stored.
@@ -186,7 +186,7 @@ def ask_judge(
 def _ask_missing(
     judge: Judge, questions: Sequence[Question], file: JudgementFile, limit: float, progress: Callable[[int, int], None]
 ) -> None:
-    """Ask the questions without a judgement, and store the judgements.
+    """Ask the judge all questions that `file` has no judgement of, and store the judgements.
 
     Raises PluginError for an answer to an unknown question, and for a question without an answer.
     """
@@ -218,7 +218,7 @@ def _ask_missing(
 
 
 def _parse_answer(answer: bytes) -> dict[str, object]:
-    """Return the JSON object in a judge's line. Raises PluginError for anything else."""
+    """Return the JSON object in one output line of a judge. Raises PluginError for any other content."""
     try:
         parsed = parse_json(answer.decode())
     except ValueError:

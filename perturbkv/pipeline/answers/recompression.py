@@ -96,11 +96,11 @@ class Compressor:
         self.compressions: list[Compression] = []
 
     def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
+        """Store the newest queries (row, head, query, d_head) of a layer: an `Observer.attention`."""
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
     def compress(self, generated: int) -> None:
-        """Compress every row that exceeds the limit, after `generated` tokens."""
+        """Compress every row above the limit; `generated` is the number of tokens decoded so far."""
         for index, config in enumerate(self.configs):
             row = self.first + index
             before = mean_entries(self.cache, row)
@@ -114,14 +114,14 @@ class Compressor:
             self.compressions.append(Compression(index, generated, before, after, *stacked))
 
     def tokens_until_limit(self) -> int:
-        """Return the number of tokens, at least 1, that can be read before a row exceeds the limit."""
+        """Return the number of tokens, at least 1, that can be decoded before any row exceeds the limit."""
         fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
 
     def _compress_layer(
         self, layer: int, row: int, config: ResolvedConfig, generated: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compress a row in one layer, and return perturbation, output norm and retained mass, each (head,)."""
+        """Compress one row in one layer, and return its perturbation, output norm and retained mass, each (head,)."""
         cached_layer: CompactLayer = self.cache.evicted[layer]
         sets = cached_layer.entries(row).sets()
         if config.granularity.name == "query":
@@ -170,7 +170,7 @@ class _RowView:
         self.norms = _align_ends(norms, self.longest)
 
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
-        """Return the layer's data for the selection of a configuration."""
+        """Return the layer's scores and norms with which a configuration selects its kept sets."""
         window = min(config.window, self.longest)
         score = config.system.score.unpooled()
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
@@ -190,13 +190,13 @@ class _RowView:
         )
 
     def kept_indices(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
-        """Return, per kept set, the indices of the entries that stay, without counting its padding."""
+        """Return, per kept set, the indices of the kept entries in the unpadded set."""
         return [
             row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
         ]
 
     def take(self, indices: Sequence[Tensor]) -> KeptEntries:
-        """Return copies of the entries at these indices of each kept set."""
+        """Return copies of the entries at the given indices, one index tensor per kept set."""
         keys, values = (
             [vectors[rows] for vectors, rows in zip(sets, indices, strict=True)] for sets in (self.keys, self.values)
         )
@@ -218,11 +218,11 @@ class _RowView:
         return moved.l1[0], output.abs().sum(dim=-1), stays.mass[0]
 
     def _head_slice(self, part: slice) -> slice:
-        """Return the slice of the query heads that read some kept sets."""
+        """Return the slice of the query heads that share the kept sets in the slice `part`."""
         return slice(part.start * self.group, part.stop * self.group)
 
     def _view_part(self, part: slice, name: str) -> LayerView:
-        """Return the data for scores of some kept sets of one length; `name` is added to the sample's id."""
+        """Return the layer view of the kept sets in the slice `part`, of one length; `name` extends the sample's id."""
         heads, sinks = self._head_slice(part), self.adapter.sinks(self.layer)
         keys, values = torch.stack(self.keys[part]), torch.stack(self.values[part])
         return LayerView(
@@ -240,12 +240,12 @@ class _RowView:
         )
 
     def _projection(self, part: slice) -> Tensor:
-        """Return the columns of the output projection for the query heads of some kept sets."""
+        """Return the columns of the output projection for the query heads of the kept sets in the slice `part`."""
         heads, d_head = self._head_slice(part), self.adapter.d_head
         return self.adapter.output_projection(self.layer)[:, heads.start * d_head : heads.stop * d_head]
 
     def _euclidean(self) -> Tensor:
-        """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest)."""
+        """Return the projected value norms ‖V_i W_O^h‖₂ (head, longest), padded by zeros at the start."""
         norms = [
             euclidean_value_norms(torch.stack(self.values[part]), self._projection(part), self.resources.chunk_bytes)
             for part in self.parts
@@ -254,7 +254,7 @@ class _RowView:
 
 
 def _align_ends(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """Return tensors (…, length) padded by zeros at the start to length `longest`, and concatenated."""
+    """Return the tensors (…, length) concatenated after padding with zeros at the start to length `longest`."""
     return torch.cat([torch.nn.functional.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors])
 
 

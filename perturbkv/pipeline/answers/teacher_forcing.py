@@ -50,7 +50,7 @@ def teacher_force(
     compressor: Compressor | None = None,
     check: FiniteCheck | None = None,
 ) -> Divergence:
-    """Read the question and then `tokens` with every row of `cache`, and return the divergence from the plain model.
+    """Read the question, then `tokens`, with every row of `cache`, and return the divergence from the plain model.
 
     The first row keeps everything, and the plain model's cache has its entries. `compressor` is the cache's; `check`
     records all logits.
@@ -80,7 +80,7 @@ def teacher_force(
 
 
 def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
-    """Return a cache of the model's own kind with the entries of row 0, which keeps everything."""
+    """Return a plain transformers cache of the model with copies of row 0's entries, which are all entries."""
     layers = [list(zip(*layer.entries(0).sets(), strict=True)) for layer in cache.evicted]
     entries = [(torch.stack(keys), torch.stack(values)) for keys, values in layers]
     windows = {index: layer.window for index, layer in enumerate(cache.layers) if layer.is_sliding}
@@ -88,14 +88,14 @@ def _full_cache_of_first_row(adapter: Adapter, cache: CompactCache) -> Cache:
 
 
 def _logits(adapter: Adapter, cache: Cache, ids: Tensor, check: FiniteCheck) -> Float[Tensor, "row token vocab"]:
-    """Read tokens (row, token) into the cache, and return the logits after each of them."""
+    """Read tokens (row, token) into the cache, and return the logits after every token."""
     logits: Tensor = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     check.check(LOGITS, logits)
     return logits
 
 
 def _make_divergence(divergences: Sequence[tuple[Tensor, Tensor]], rows: int) -> Divergence:
-    """Return the divergence from each step's KL and top-1 agreement of all rows; row 0 is the noise floor.
+    """Return the divergence of the cache rows from (KL, top-1 agreement) pairs per step; row 0 is the noise floor.
 
     KL below 0 is rounding, and becomes 0.
     """

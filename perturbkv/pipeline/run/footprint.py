@@ -62,12 +62,12 @@ class Footprint:
 
     @property
     def disk(self) -> int:
-        """Bytes on the disk before the journal is removed."""
+        """Bytes on the disk at the end of the run, before the journal is removed."""
         return self.trace + sum(self.journal)
 
 
 def footprint(planned: Plan) -> Footprint:
-    """Return the estimated footprint of a run."""
+    """Return the estimated bytes of a run on the disk and in the device's memory."""
     sizes = [
         _sample_bytes(planned, len(prompt.parts(planned.run.scenario)[0]), len(prompt.token_ids))
         for prompt in planned.prompts
@@ -78,20 +78,20 @@ def footprint(planned: Plan) -> Footprint:
 
 
 def memory_bytes(planned: Plan) -> int:
-    """Return the bytes of weights, the longest prompt's full cache, the largest evicted batch and working memory."""
+    """Return the bytes of weights, longest prompt's full cache, largest evicted batch and working memory, summed."""
     weights = planned.files.weights_bytes(planned.placement.dtype)
     return weights + planned.caches_bytes() + planned.resources.chunk_bytes
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
-    """Return the options of which each one alone makes the run fit; empty where it fits, or where none suffices."""
+    """Return command-line options, each sufficient for the run to fit; empty where it fits, or where none suffices."""
     estimate = footprint(planned)
     on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
     return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory > memory_free else ())]
 
 
 def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator[str]:
-    """Yield options with which the run fits `free` bytes of the disk."""
+    """Yield command-line options with which the run fits `free` bytes of disk."""
     alternatives = {
         "--no-kept": replace(planned, kept=False),
         "--no-text": replace(planned, text=False),
@@ -106,7 +106,7 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
 
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
-    """Yield options with which the run fits `free` bytes of memory."""
+    """Yield command-line options with which the run fits `free` bytes of memory."""
     shape, largest = planned.shape, planned.batches.largest_bytes
     least = max(_row_bytes(planned, shape))
     if least < largest and memory_bytes(planned) - largest + least <= free:
@@ -116,7 +116,7 @@ def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
 
 
 def _memory_in_16_bits(planned: Plan) -> int:
-    """Return the bytes of memory that the run takes in a 16-bit precision."""
+    """Return the bytes of memory that the run would take with a 16-bit precision."""
     import torch
 
     weights = planned.files.weights_bytes(torch.bfloat16)
@@ -124,7 +124,7 @@ def _memory_in_16_bits(planned: Plan) -> int:
 
 
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
-    """Return the bytes of each configuration's row for the longest prompt."""
+    """Return the bytes of each configuration's cache row for the longest prompt."""
     run, prompts = planned.run, planned.prompts
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in prompts)
     decoded = max(len(prompt.token_ids) for prompt in prompts) - tokens + max(run.steps, run.generate)
@@ -132,13 +132,13 @@ def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
 
 
 def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
-    """Return the bytes of a sample in the trace, and in the journal, which is not compressed and has no text.
+    """Return the bytes of a sample in the compressed trace, and in the journal, which is uncompressed and without text.
 
     The sample has `tokens` tokens, of which the `context` first ones are compressed.
     """
     run, shape = planned.run, planned.shape
     sizes = _axis_lengths(run, shape, tokens)
-    codes = _code_bytes(run, shape, context) if planned.kept else 0
+    codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
     text = _PER_TOKEN * tokens + _answer_bytes(run) if planned.text else 0
     stored, raw = codes * _CODES + text, _ENTRY + float(codes)
     for name in _fixed_size_variables(planned):
@@ -150,19 +150,19 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
 
 
 def _answer_bytes(run: RunConfig) -> int:
-    """Return the bytes of the text of a sample's answers, the full cache's answer included."""
+    """Return the bytes of one sample's answers as text, the full cache's answer included."""
     return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
 def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:
-    """Return the length of each axis of a sample's variables, by name."""
+    """Return axis name -> length for the variables of a sample."""
     heads = {"layer": shape.layers, "head": shape.heads, "d_head": shape.d_head, "d_model": shape.d_model}
     counts = {"config": len(run.configs), "step": run.steps, "answer_token": run.generate, "lost_entry": LOST_ENTRIES}
     return {**heads, **counts, "key": tokens + run.steps}
 
 
 def _fixed_size_variables(planned: Plan) -> list[str]:
-    """Return the names of a sample's variables whose size does not depend on its text or kept positions."""
+    """Return the names of a sample's variables whose size is independent of its text and kept positions."""
     left_out = {
         *TEXT,
         *ANSWER_TEXT,
@@ -174,8 +174,8 @@ def _fixed_size_variables(planned: Plan) -> list[str]:
     return [name for name, variable in VARIABLES.items() if name not in left_out and (raw or not variable.raw)]
 
 
-def _code_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
-    """Return the bytes of a sample's encoded kept sets: a mask each, or a byte per kept entry where that is smaller."""
+def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
+    """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
     total = 0
     for config in run.configs:
         sets = shape.heads if config.granularity.name == "query" else shape.kv_heads

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def is_single_pass(run: ResolvedRun) -> bool:
-    """Return whether a run decodes one step only, from unchanged entries of the full cache.
+    """Return whether a run decodes a single step, with no quantised entries and no positions in the cache.
 
     Copying the kept entries in each pass then takes less memory than storing them.
     """
@@ -43,7 +43,7 @@ def is_single_pass(run: ResolvedRun) -> bool:
 
 
 def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
-    """Return one prompt's batches of configurations. Raises ConfigError where one exceeds the bound on memory."""
+    """Return the batches of configurations for one prompt. Raises ConfigError where one exceeds the memory bound."""
     context, question = prompt.parts(run.scenario)
     decoded = len(question) + max(run.steps, run.generate)
     bound = resources.max_bytes
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def shape(self) -> Shape:
-        """The model's shape, in the run's precision."""
+        """Dimensions of the model, with the number type of the run's precision."""
         dtype = self.placement.dtype
         return Shape.from_config(self.files.config, dtype.itemsize, self.files.weights_bytes(dtype))
 
@@ -114,14 +114,14 @@ class Plan:
         )
 
     def narrow(self, samples: Collection[str], configs: Sequence[EvictionConfig]) -> Plan:
-        """Return a plan of the prompts with these ids and of other configurations. Raises PerturbkvErrors."""
+        """Return the plan of the prompts with ids `samples` and of the given configurations. Raises PerturbkvErrors."""
         run, chosen = self.run, tuple(prompt for prompt in self.prompts if prompt.sample_id in samples)
         settings = (run.steps, run.scenario, run.cache, run.save, run.generate, run.head_scores, self.text, self.kept)
         prompts = replace(self.prompts, prompts=chosen)
         return plan(self.files, self.placement, prompts, configs, Settings(*settings), self.resources, self.loaded)
 
     def caches_bytes(self) -> int:
-        """Return the bytes of the longest prompt's full cache and the largest batch of evicted ones."""
+        """Return the bytes of the longest prompt's full cache and of the largest batch of evicted caches."""
         shape = Shape.from_config(self.files.config, self.placement.dtype.itemsize, 0)
         return (
             shape.full_cache_bytes(max(len(prompt.token_ids) for prompt in self.prompts)) + self.batches.largest_bytes
@@ -137,7 +137,7 @@ def plan(
     resources: Resources,
     loaded: Adapter | None = None,
 ) -> Plan:
-    """Return the plan of a run after all checks that need no weights. Raises PerturbkvErrors."""
+    """Return the plan of a run, after every check that needs no weights. Raises PerturbkvErrors."""
     check_configurations(len(configs))
     resolved = tuple(map(resolve, configs))
     entries.check_positions(resolved, files.config, files.name)
@@ -182,7 +182,7 @@ def plan(
 
 
 def _answer_length(prompts: Prompts) -> int:
-    """Return the largest number of tokens per answer of the prompts' data sets; log the data sets with fewer."""
+    """Return the longest answer length, in tokens, of the prompts' data sets; log the data sets with a shorter one."""
     length, wording = prompts.generation_length, prompts.options.get("wording", {})
     lengths = {name: entry["generation_length"] for name, entry in wording.items() if "generation_length" in entry}
     shorter = [f"{name}'s {tokens}" for name, tokens in lengths.items() if tokens < length]
@@ -195,7 +195,7 @@ def _answer_length(prompts: Prompts) -> int:
 
 
 def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
-    """Return {METRICS: names of the metrics that grade the prompts}. Raises DatasetError where one cannot grade.
+    """Return {METRICS: names of the prompts' grading metrics}. Raises DatasetError for a metric that cannot grade.
 
     Where answers are `scored`, every prompt needs accepted answers.
     """
@@ -207,7 +207,7 @@ def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
 def fitting_configs(
     configs: Sequence[ResolvedConfig], prompts: Sequence[Prompt], scenario: str, leave_out_unfit: bool
 ) -> tuple[ResolvedConfig, ...]:
-    """Return the configurations whose budget exceeds the always-kept entries in every prompt.
+    """Return the configurations whose budget exceeds the number of always-kept entries in every prompt.
 
     Raises BudgetError where a configuration does not fit; with `leave_out_unfit`, where no configuration fits, and the
     others are logged.
@@ -230,7 +230,7 @@ def fitting_configs(
 
 
 def _check_prompts(prompts: Sequence[Prompt], scenario: str, model_config: Any, after: int, name: str) -> None:
-    """Raise DatasetError where a prompt with `after` decoded tokens is longer than the model supports."""
+    """Raise DatasetError for a prompt that, with `after` decoded tokens, is longer than the model supports."""
     for prompt in prompts:
         read, total = len(prompt.parts(scenario)[0]), len(prompt.token_ids) + after
         check_vocabulary(prompt, int(model_config.vocab_size), name)
@@ -247,7 +247,7 @@ def _bound_memory(
     placement: Placement,
     loaded: Adapter | None,
 ) -> Resources:
-    """Return the resources with a bound on memory for a run that generates, unless the user set one.
+    """Return the resources with a default memory bound for a run that generates, unless the user set a bound.
 
     Every batch decodes whole answers, so that larger batches are worth memory: at most half of what is free besides
     weights and full cache, and at most twice what these take. Only for a model on one device.
@@ -264,6 +264,6 @@ def _bound_memory(
 
 
 def _largest_batches(shape: Shape, run: ResolvedRun, prompts: Sequence[Prompt], resources: Resources) -> Batches:
-    """Return the batches of the prompt that needs most. Raises ConfigError where a configuration exceeds the bound."""
+    """Return the batches of the prompt that needs most memory. Raises ConfigError if one exceeds the memory bound."""
     planned = [plan_prompt_batches(prompt, run, shape, resources) for prompt in prompts]
     return max(planned, key=lambda batches: (len(batches.indices), batches.largest_bytes))

@@ -75,7 +75,7 @@ _DECODED = ("prompt_start", "prompt_text")
 
 
 def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
-    """Return the variables of a prompt's tokens, its text, and each token's offset in it; text is decoded when read."""
+    """Return the variables of a prompt's tokens, text, and token offsets in the text; text is decoded on first read."""
     stored: dict[str, Any] = {
         "prompt_count": len(prompt.token_ids),
         "prompt_offset": 0,
@@ -92,7 +92,7 @@ def text_arrays(prompt: Prompt, decode: Callable[[list[int]], str]) -> Arrays:
 
 
 def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str, NDArray[Any]]:
-    """Return the variables of a prompt's text and of each token's offset in it."""
+    """Return the variables of a prompt's text and of each token's offset in the text."""
     texts = token_texts(prompt.token_ids, decode)
     ends = np.cumsum([len(text) for text in texts])
     values = ([0, *ends[:-1]], "".join(texts))
@@ -100,7 +100,7 @@ def _decode_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> dict[str
 
 
 def _as_variable(name: str, value: Any) -> NDArray[Any]:
-    """Return a value as an array of the variable's type."""
+    """Return a value as an array of the dtype of the trace variable `name`."""
     return np.asarray(value).astype(VARIABLES[name].dtype)
 
 
@@ -136,7 +136,7 @@ class Engine(Protocol):
     """A way to carry out a run, such as in this process or on workers."""
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
-        """Measure the samples that `missing` names; `finished` gets each as it is ready, failed ones too.
+        """Measure the samples in `missing`, and call `finished` with every measured or failed sample.
 
         A sample may come in parts, each with other configurations of those that it lacks.
         """
@@ -146,19 +146,19 @@ class Writer(Protocol):
     """A writer of measured samples: a `TraceWriter`, or one of a shard."""
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample id -> the configurations that it still lacks."""
+        """Return sample id -> configurations that are not measured yet."""
 
     def done(self) -> AbstractSet[str]:
-        """Return the ids of the samples that lack no configuration."""
+        """Return the ids of the samples with all configurations measured."""
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig], /) -> None:
-        """Store a sample that was measured for these configurations."""
+        """Store a sample's measurements for the given configurations."""
 
     def abandon(self) -> None:
-        """Close the files of a run that cannot go on."""
+        """Close the files of an interrupted or failed run without finishing its trace."""
 
     def finish(self) -> Path:
-        """Write the file of all samples and return its path."""
+        """Write the trace of all samples, and return its path."""
 
 
 def run_to_file(
@@ -170,7 +170,7 @@ def run_to_file(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Measure what the trace at `path` lacks, finish its file, and return its path.
+    """Measure the samples and configurations missing from the trace at `path`, finish its file, and return the path.
 
     The model is loaded only where something is missing. One process at a time writes a trace; with `wait` others wait
     for it. Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
@@ -181,7 +181,7 @@ def run_to_file(
 
 
 def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
-    """Measure and write a trace as `run_to_file` does, under its lock."""
+    """Measure and write a trace as `run_to_file` does, under the already held `lock`."""
     shards = resumable_shards(path, planned.run, overwrite, lock.wait)
     attributes, journals = joint_provenance(provenance(planned), shards), [shard.journal for shard in shards]
     writer = TraceWriter(
@@ -196,7 +196,7 @@ def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool,
 def measure_missing(
     planned: Plan, engine: Engine, writer: Writer, lock: Lock, path: Path, total: int, progress: Progress
 ) -> Path:
-    """Measure what a writer lacks of `total` samples, finish its file, and return the path. Raises as `run_to_file`."""
+    """Measure a writer's missing samples, of `total`, and return the finished file's path. Raises as `run_to_file`."""
     missing = writer.missing()
     _log_peculiarities(planned)
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
@@ -244,7 +244,7 @@ def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda don
 def _join_parts(
     parts: Sequence[tuple[SampleTrace | FailedSample, list[str]]], labels: Sequence[str]
 ) -> SampleTrace | FailedSample:
-    """Return a sample joined from parts with other configurations each; a failed sample where a part failed.
+    """Return one sample joined from parts measured for different configurations; a failed sample if any part failed.
 
     Each part comes with its configurations' labels; `labels` are those of the run.
     """
@@ -256,12 +256,12 @@ def _join_parts(
 
 
 def texts_of(planned: Plan) -> Texts:
-    """Return sample id -> text of the run's prompts and answers; empty where the trace gets no text."""
+    """Return sample id -> text of the prompt and its answers; empty where the trace stores no text."""
     return PromptTexts(planned.prompts, planned.files.tokenizer.decode) if planned.text else {}
 
 
 def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
-    """Log the samples and configurations that an earlier run has measured."""
+    """Log the numbers of samples and configurations that an earlier run measured already."""
     samples, configs = len(planned.prompts), len(planned.run.configs)
     done = samples - len(missing)
     if done:
@@ -276,7 +276,7 @@ def _log_earlier_samples(planned: Plan, missing: Missing) -> None:
 
 
 def _log_text_changes(planned: Plan, changing: int) -> None:
-    """Log the number of stored samples to which text is added, or from which it is removed."""
+    """Log the number `changing` of stored samples whose text is added or removed."""
     if changing:
         samples = f"{changing:,} sample{'' if changing == 1 else 's'}"
         added = f"the text of {samples} that were measured without it is added; --no-text (text=False) leaves it out"
@@ -284,7 +284,7 @@ def _log_text_changes(planned: Plan, changing: int) -> None:
 
 
 def _log_kept_changes(leaving: int, lacking: int) -> None:
-    """Log the numbers of stored samples that lose kept positions, and that lack them, as they cannot be added."""
+    """Log the number of stored samples that lose their kept positions, and the number that lack them for good."""
     if leaving:
         _log.info(
             "the kept positions of %s are taken out of the trace", f"{leaving:,} sample{'' if leaving == 1 else 's'}"
@@ -297,7 +297,7 @@ def _log_kept_changes(leaving: int, lacking: int) -> None:
 
 
 def _log_peculiarities(planned: Plan) -> None:
-    """Log prompts that were cut, configurations that evict nothing, unmeasured layers and random weights."""
+    """Log cut prompts, configurations that evict nothing, unmeasured layers and random weights."""
     prompts, run = planned.prompts, planned.run
     if prompts.cut:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"

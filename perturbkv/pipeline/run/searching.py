@@ -49,7 +49,7 @@ class HeadView:
 
 @torch.inference_mode()
 def head_views(sample: SampleRun, heads: Sequence[HeadIndex]) -> Iterator[HeadView]:
-    """Yield the data and kept sets of some heads of one prompt, layer by layer, at the first decode step.
+    """Yield the entries and kept sets of the given heads on one prompt, layer by layer, at the first decode step.
 
     All configurations have one window. Raises ActivationError for NaN or Inf.
     """
@@ -59,7 +59,7 @@ def head_views(sample: SampleRun, heads: Sequence[HeadIndex]) -> Iterator[HeadVi
 
 
 def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> Iterator[HeadView]:
-    """Yield the data and kept sets of some heads of one layer."""
+    """Yield the entries and kept sets of the given heads of one layer."""
     step, configs = sample.full.steps[0], sample.run.configs
     weights, sinks = layer.weights(step)
     masks = layer.kept_masks(configs, weights)
@@ -72,7 +72,7 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
 
 
 def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries: int) -> Kept:
-    """Return the mask of the entries that every configuration keeps whatever its scores, decoded ones included."""
+    """Return the mask of the entries that every configuration keeps whatever the scores, decoded entries included."""
     ends = [config.ends(prompt_tokens) for config in configs]
     first, recent = min(each.first for each in ends), min(each.recent for each in ends)
     begin = prompt_tokens - min(configs[0].window, prompt_tokens) - recent
@@ -81,7 +81,7 @@ def _always_kept(configs: Sequence[ResolvedConfig], prompt_tokens: int, entries:
 
 
 def _with_decoded(mask: Tensor, entries: int) -> Kept:
-    """Return the mask of a prompt's kept set, extended to `entries` by decoded entries, which all stay."""
+    """Return the mask of a prompt's kept set extended to `entries` by decoded entries, all of them kept."""
     kept = np.ones(entries, dtype=np.bool_)
     kept[: len(mask)] = mask.cpu().numpy()
     return kept
@@ -124,7 +124,7 @@ class SearchSettings:
 
 
 def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
-    """Raise ConfigError for configurations whose kept sets cannot be searched per head.
+    """Raise ConfigError for configurations that rule out a per-head search of their kept sets.
 
     Raises BudgetError where always-kept entries leave nothing to choose in a short probe that is to be searched.
     """
@@ -136,11 +136,11 @@ def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
         msg = f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
         raise ConfigError(msg)
     if settings.proven:
-        prefix_configs(configs, settings)
+        probe_configs(configs, settings)
 
 
 def _unsupported_property(config: EvictionConfig) -> str:
-    """Return the property of a configuration for which kept sets cannot be searched per head; empty without one."""
+    """Return the property of a configuration that rules out a per-head search; empty where there is none."""
     kind = registry.info(config.policy.name)
     reasons = {
         "policies with kept sets from outside": config.is_external,
@@ -153,8 +153,8 @@ def _unsupported_property(config: EvictionConfig) -> str:
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
-    """Return the first budget's configurations with the budget and window of the short probe.
+def probe_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:
+    """Return the configurations of the first budget, with budget and window replaced by those of the short probe.
 
     Raises BudgetError where they leave too few entries to choose.
     """
@@ -169,7 +169,7 @@ def prefix_configs(configs: Sequence[_Config], settings: SearchSettings) -> list
 def search_samples(
     planned: Plan, settings: SearchSettings, lines: SampleLines, finished: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Search the best kept sets of every prompt, and return a JSON object per prompt, in the plan's order.
+    """Search the best kept sets on every prompt, and return a JSON object per prompt, in the plan's order.
 
     Prompts with stored lines are not searched again; `finished` is called with the number of searched prompts.
     """
@@ -185,19 +185,19 @@ def search_samples(
 def _search_prompt(
     planned: Plan, adapter: Adapter, prompt: Prompt, settings: SearchSettings
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object per searched head and budget: of the prompt itself, then of the short probe."""
+    """Yield a JSON object per searched head and budget: first on the prompt, then on the short probe."""
     context, _ = prompt.parts(planned.run.scenario)
     draw = np.random.default_rng([settings.seed, zlib.crc32(prompt.sample_id.encode())])
     heads, prefix_heads = (_draw_heads(draw, adapter, count) for count in (settings.heads, settings.proven))
     for configs in group_by_budget(planned.configs):
-        for view in _views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
+        for view in _prompt_views(planned, adapter, prompt, replace(planned.resolved, configs=tuple(configs)), heads):
             yield _search_row(PROMPT, configs[0], view, search(view.entries, view.kept, settings.seconds))
     if not prefix_heads:
         return
-    short = prefix_configs(planned.configs, settings)
+    short = probe_configs(planned.configs, settings)
     run = replace(planned.resolved, configs=tuple(short), scenario="regular")
     probe = replace(prompt, token_ids=tuple(short_probe(context, settings.prefix)), question_tokens=0)
-    for view in _views(planned, adapter, probe, run, prefix_heads):
+    for view in _prompt_views(planned, adapter, probe, run, prefix_heads):
         search_result = prove(view.entries, view.kept, settings.seconds, settings.seed)
         yield _search_row(PREFIX, short[0], view, search_result)
 
@@ -211,7 +211,7 @@ def group_by_budget(configs: Sequence[_Config]) -> list[list[_Config]]:
 
 
 def short_probe(context: Sequence[int], tokens: int) -> Sequence[int]:
-    """Return a prompt of `tokens` tokens: the first one, an attention sink, and a stretch from the context's middle.
+    """Return a probe of `tokens` tokens: the context's first (an attention sink), then a stretch from its middle.
 
     The tokens right after the first are left out, as a template gives every prompt the same ones.
     """
@@ -220,20 +220,20 @@ def short_probe(context: Sequence[int], tokens: int) -> Sequence[int]:
 
 
 def _draw_heads(generator: np.random.Generator, adapter: Adapter, count: int) -> list[HeadIndex]:
-    """Return `count` random heads of the model, in order; all heads where there are fewer."""
+    """Return `count` randomly drawn heads of the model, sorted; all heads where there are fewer."""
     total = len(adapter.layers) * adapter.heads
     drawn = generator.permutation(total)[:count]
     return [divmod(int(index), adapter.heads) for index in np.sort(drawn)]
 
 
-def _views(
+def _prompt_views(
     planned: Plan,
     adapter: Adapter,
     prompt: Prompt,
     run: ResolvedRun,
     heads: Sequence[HeadIndex],
 ) -> Iterator[HeadView]:
-    """Yield the data and kept sets of some heads of a prompt, which is read where there are heads."""
+    """Yield the entries and kept sets of the given heads on a prompt; without heads the prompt is not read."""
     if heads:
         sample = SampleRun.read(adapter, prompt, replace(run, steps=1), planned.resources, rows=1)
         yield from head_views(sample, heads)

@@ -59,7 +59,7 @@ def run_shard(
     wait: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Path | ShardDone:
-    """Measure what one shard of the run at `path` lacks, and return its result, or the trace's path if all are joined.
+    """Measure a shard's missing samples, and return its result, or the trace's path once all shards are joined.
 
     The shard that ends last joins all. Any number of processes may run at once, on any machines, one per shard. Raises
     as `run_to_file`, and OutputError where shards of another run exist.
@@ -84,7 +84,7 @@ def run_shard(
 
 @contextmanager
 def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
-    """Take and yield the lock of a shard, while no other process holds that of the trace.
+    """Take and yield the lock of a shard, unless another process has locked the trace.
 
     Where the trace is locked, this waits with `wait` and while all shards are joined, and raises LockedOutputError
     otherwise. The shard is not locked meanwhile, as joining takes the two locks in the other order.
@@ -106,12 +106,12 @@ def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bo
 
 
 def _all_done(path: Path, record: ShardRecord, overwrite: bool) -> bool:
-    """Return whether all shards are measured, so that a process that locks the trace is joining them."""
+    """Return whether all shards are measured, in which case a process that holds the trace's lock is joining them."""
     return len(measured_shards(path, record, overwrite)) == record.shard.count
 
 
 def _join_if_complete(planned: Plan, path: Path, record: ShardRecord, overwrite: bool) -> bool:
-    """Join the shards if all are done; return whether this process did so."""
+    """Join the shards into the trace if all are measured; return whether they were joined."""
     if not _all_done(path, record, overwrite):
         return False
     try:

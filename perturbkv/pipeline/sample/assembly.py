@@ -59,7 +59,7 @@ class BatchResult:
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
-    """Return the variables with one number or one row per sample: counts of tokens, decoded tokens, cache bytes."""
+    """Return a sample's variables without a step axis: token counts, decoded tokens and cache bytes."""
     n, prompt, tokens = sample.tokens, sample.prompt, sample.full.tokens
     values: dict[str, object] = {
         "prompt_tokens": n,
@@ -75,7 +75,7 @@ def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Se
 
 
 def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the isolated quantities (config, step, layer, head), and their noise floors (step, layer, head)."""
+    """Return name -> isolated quantity (config, step, layer, head), or its noise floor (step, layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].isolated[0]:
@@ -88,7 +88,7 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
-    """Return the isolated perturbations in `arrays` after replacing those of quantised or corrected configurations."""
+    """Return `arrays` with the isolated perturbations of quantised or corrected configurations substituted."""
     result = {name: arrays[name].copy() for name in quantised.ISOLATED_VARIABLES}
     for batch in batches:
         for index, changed in batch.isolated.items():
@@ -99,7 +99,7 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
 
 
 def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
-    """Return the largest evicted outputs (config, layer, head, lost_entry), and Σ A ν of all entries (layer, head)."""
+    """Return the largest evicted outputs (config, layer, head, lost_entry) and Σ A ν of all entries (layer, head)."""
     run_order = _inverse_order(config_order(layers[0].groups))
     arrays = {}
     for name in layers[0].lost:
@@ -111,7 +111,7 @@ def lost_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arrays:
 
 
 def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
-    """Return the variables of the decode steps, in the run's order of configurations.
+    """Return the variables of the decode steps, joined from all batches, in the run's order of configurations.
 
     Variables without a configuration are those of the first batch.
     """
@@ -130,7 +130,7 @@ def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
 def kept_arrays(
     batches: Sequence[BatchResult], lengths: Sequence[Lengths], layers: Sequence[LayerResult], heads: int
 ) -> Arrays:
-    """Return the variables of the kept positions, encoded, and of their counts, for all configurations and layers.
+    """Return the variables of the encoded kept positions and their counts, for all configurations and layers.
 
     Heads with a common kept set refer to the same code.
     """
@@ -157,7 +157,7 @@ def kept_arrays(
 
 
 def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int], heads: NDArray[Any]) -> None:
-    """Write numbers per kept set into `heads` (config, head), at every head of the set.
+    """Write values per kept set into `heads` (config, head), repeated for all heads that share the set.
 
     `values` are those of the configurations in `order`, one after the other; `lengths` has their numbers of kept sets.
     """
@@ -167,7 +167,7 @@ def _assign_to_heads(values: NDArray[Any], lengths: Lengths, order: Sequence[int
 
 
 def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int) -> NDArray[np.float64]:
-    """Return (config,) the number of cached entries over that of the full cache (METHOD: a budget is not a share)."""
+    """Return (config,) cached entries as a share of the full cache's (METHOD: a budget is not a share)."""
     entries = [sum(sum(layer[index]) for layer in lengths) for index in range(len(lengths[0]))]
     return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
@@ -175,7 +175,7 @@ def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int)
 def prefill_arrays(
     batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], cached: NDArray[np.float64], seconds: float
 ) -> Arrays:
-    """Return the prefills' durations, and `held_share` with the attended share of entries for sparse prefills.
+    """Return the prefill durations and, for sparse prefills, `held_share`, the share of entries attended to.
 
     `cached` are the shares of the cache, and `seconds` is the full prefill's duration, which also stands for a sparse
     prefill whose budget covers the prompt. Configurations without a sparse prefill have the duration NaN.
@@ -192,7 +192,7 @@ def prefill_arrays(
 def cached_bytes(
     lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
 ) -> Arrays:
-    """Return the bytes of each configuration's cache, corrections included, and of the full cache.
+    """Return the variables of the cache bytes: per configuration, corrections included, and of the full cache.
 
     Numbers count 16 bits unless they are quantised.
     """
@@ -208,7 +208,7 @@ def cached_bytes(
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
-    """Return the variables of the answers' tokens and scores, separate ones for the full cache's answer."""
+    """Return the variables of the answers' tokens and scores, with separate variables for the full cache's answer."""
     prompt, most = sample.prompt, sample.run.generate
     answers = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
     rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]
@@ -222,7 +222,7 @@ def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
 
 
 def attention_array(layers: Sequence[LayerResult]) -> Arrays:
-    """Return the reference attention (step, layer, head, key), NaN past the entries of a step."""
+    """Return the reference attention (step, layer, head, key), NaN for entries later than the step."""
     longest = layers[0].attention[-1].shape[-1]
     padded = [
         [torch.nn.functional.pad(a, (0, longest - a.shape[-1]), value=torch.nan).cpu() for a in layer.attention]
@@ -238,7 +238,7 @@ def pad_steps(arrays: Arrays, steps: int) -> Arrays:
 
 
 def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
-    """Return one variable's array padded as `pad_steps` does."""
+    """Return the array of the variable `name`, padded as `pad_steps` does."""
     dims = VARIABLES[name].dims
     if "step" not in dims:
         return array
@@ -248,10 +248,10 @@ def _pad_variable(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
 
 
 def _as_arrays(values: dict[str, object]) -> Arrays:
-    """Return values as arrays of their variables' types."""
+    """Return name -> array, with the dtype of the trace variable of that name."""
     return {name: np.asarray(value).astype(VARIABLES[name].dtype) for name, value in values.items()}
 
 
 def _inverse_order(indices: Sequence[int]) -> list[int]:
-    """Return the inverse of a permutation."""
+    """Return the inverse permutation of `indices`."""
     return sorted(range(len(indices)), key=lambda row: indices[row])

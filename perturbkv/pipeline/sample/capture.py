@@ -47,7 +47,7 @@ class Observer:
 
 @contextmanager
 def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
-    """Call `observer` during every forward pass inside the block; on exit all hooks are gone, errors included."""
+    """Call the methods of `observer` in every forward pass inside the block; all hooks are removed on exit."""
     with ExitStack() as stack:
         if observer.attention is not None:
             stack.enter_context(
@@ -62,7 +62,7 @@ def capture(adapter: Adapter, observer: Observer) -> Iterator[None]:
 def intercept_attention(
     adapter: Adapter, replacement: Callable[[AttentionFunction, nn.Module, Any, Any], Any], all_layers: bool = False
 ) -> Iterator[None]:
-    """Replace the attention of this model's layers by `replacement(stock, module, args, kwargs)` inside the block.
+    """Replace the model's attention by `replacement(stock, module, args, kwargs)` inside the block.
 
     `stock` is the model's own attention function. Only measured layers are replaced unless `all_layers`; other models
     in the process keep their attention. Raises ModelError where the model's attention implementation is not registered
@@ -89,14 +89,14 @@ def intercept_attention(
 
 
 def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | None:
-    """Return the model family's eager attention, which transformers does not register; None unless `name` is eager."""
+    """Return the model family's eager attention, which transformers does not register; None for any other `name`."""
     functions = vars(sys.modules[type(attention).__module__]) if name == "eager" else {}
     return functions.get("eager_attention_forward")
 
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block: pass it as `past_key_values`, one row per configuration.
+    """Let the model decode from `cache` inside the block, passed as `past_key_values`, with one row per configuration.
 
     New tokens get the cache's positions in rows that have their own, whatever `position_ids` are.
     """
@@ -117,7 +117,7 @@ def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
 def _attend_to_cache(
     cache_layers: Mapping[int, Any], stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention output over the module's layer of a compact cache: an attention function's replacement.
+    """Return the attention output over the module's layer of a compact cache: an attention replacement.
 
     `cache_layers` are keyed by the identity of the attention modules.
     """
@@ -127,7 +127,7 @@ def _attend_to_cache(
 def _set_positions(
     cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return a rotary module's arguments with the cache's own positions: a forward pre-hook.
+    """Return a rotary module's arguments with positions replaced by the cache's own: a forward pre-hook.
 
     None, for unchanged arguments, where positions follow the prompt's end, and for layers of another `kind` than the
     measured ones.
@@ -139,13 +139,13 @@ def _set_positions(
 
 @contextmanager
 def decode_shared(adapter: Adapter) -> Iterator[None]:
-    """Let a batch of identical rows decode from a `SharedCache` inside the block: all rows get row 0's attention."""
+    """Let a batch of identical rows decode from a `SharedCache` inside the block, with row 0's attention for all."""
     with intercept_attention(adapter, _attend_row_0, all_layers=True):
         yield
 
 
 def _attend_row_0(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the stock attention of row 0 for all rows: an attention function's replacement."""
+    """Return the stock attention of row 0, expanded to all rows: an attention replacement."""
     query, key, value, mask, *rest = args
     first = mask[:1] if isinstance(mask, Tensor) else mask
     output, weights = stock(module, query[:1], key, value, first, *rest, **kwargs)
@@ -160,13 +160,13 @@ def _observe_attention(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Return the stock attention after calling `callback` with its inputs: an attention function's replacement."""
+    """Call `callback` with the attention's inputs, and return the stock attention: an attention replacement."""
     callback(layer_of(module), args[0], args[1], args[2])
     return stock(module, *args, **kwargs)
 
 
 def _register_hooks(adapter: Adapter, observer: Observer) -> Iterator[RemovableHandle]:
-    """Register the hooks of an observer, and yield the handle of each one as soon as it is registered."""
+    """Register the hooks of an observer on the model, and yield every hook's handle on registration."""
     for index, (layer, attention) in enumerate(zip(adapter.layers, adapter.attentions, strict=True)):
         if observer.attention_input is not None:
             hook = _attention_input_hook(index, observer.attention_input)
@@ -210,15 +210,15 @@ class FiniteCheck:
         self.check(f"the hidden states of layer {layer}", hidden)
 
     def check(self, where: str, activations: Tensor) -> None:
-        """Record whether activations are finite; `where` names them in the error."""
+        """Record whether activations are finite; `where` describes the activations in an error message."""
         self._activations.append((where, torch.isfinite(activations).all()))
 
     def check_derived(self, where: str, numbers: Tensor) -> None:
-        """Record whether numbers computed from activations are finite; errors name activations before these."""
+        """Record whether numbers computed from activations are finite; an error about activations takes precedence."""
         self._derived.append((where, torch.isfinite(numbers).all()))
 
     def raise_if_not(self, sample: str) -> None:
-        """Raise ActivationError for the first recorded tensor with NaN or Inf; waits for the device once."""
+        """Raise ActivationError for the first record of NaN or Inf, after waiting for the device once."""
         if not self._activations:
             return
         names, flags = zip(*self._activations, *self._derived, strict=True)

@@ -57,20 +57,20 @@ class _StepRecorder:
     record: StepRecord = field(default_factory=StepRecord)
 
     def query(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record the queries of a layer: an `Observer.attention`."""
+        """Record the last token's queries in a layer: an `Observer.attention`."""
         self.record.query.append(query[:, :, -1])
 
     def head_output(self, layer: int, mixed: Tensor) -> None:
-        """Record the head outputs of a layer: an `Observer.head_output`."""
+        """Record the last token's head outputs in a layer: an `Observer.head_output`."""
         self.record.head_output.append(mixed[:, -1].view(self.rows, self.adapter.heads, self.adapter.d_head))
 
     def hidden(self, layer: int, output: Tensor) -> None:
-        """Record the hidden states after a layer: an `Observer.hidden`."""
+        """Record the last token's hidden state after a layer: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], output)
         self.record.hidden.append(output[:, -1])
 
     def final(self, output: Tensor) -> None:
-        """Record the hidden state after the final norm: an `Observer.final`."""
+        """Record the last token's hidden state after the final norm: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
         self.record.final = output[:, -1]
 
@@ -79,7 +79,7 @@ class _StepRecorder:
 def decode_full(
     adapter: Adapter, prefill: Prefill, question: Sequence[int], steps: int, rows: int
 ) -> tuple[list[StepRecord], Int[Tensor, " step"]]:
-    """Decode the question and then `steps` greedy steps from the full cache, and return their records and tokens.
+    """Decode the question and then `steps` greedy steps from the full cache; return the steps' records and tokens.
 
     The batch has `rows` identical rows so that the linear layers see the evicted runs' shapes; row 0 is recorded. The
     first token is the greedy choice after the prompt and its question. The cache grows by all decoded tokens;
@@ -99,7 +99,7 @@ def decode_full(
 
 
 def count_text_steps(tokens: Int[Tensor, " step"], ends: Collection[int]) -> int:
-    """Return the number of decode steps before the first end token in `ends`, at least 1 (METHOD, protocol 8).
+    """Return the number of decode steps before the first end token, at least 1 (METHOD, protocol 8).
 
     With several steps, this waits for the device.
     """
@@ -118,7 +118,7 @@ def decode_evicted(
     rows: int,
     finite: FiniteCheck,
 ) -> tuple[Float[Tensor, "row vocab"] | None, list[StepRecord]]:
-    """Decode the question and then `tokens`, teacher-forced, from a compact cache with one row per configuration.
+    """Decode the question and then the given `tokens` (teacher-forced) from a compact cache, one row per configuration.
 
     Returns the logits after the question (None without one) and the records of the steps.
     """
@@ -141,7 +141,7 @@ def _decode_step(
     rows: int,
     finite: FiniteCheck,
 ) -> StepRecord:
-    """Run one forward pass of the same tokens in every row, and return the record of the last token."""
+    """Run one forward pass with the same tokens in all rows, and return the record at the last token."""
     recorder = _StepRecorder(adapter, rows, finite)
     record = recorder.record
     ids = tokens.to(adapter.device, non_blocking=True).unsqueeze(0).expand(rows, -1)
@@ -156,7 +156,7 @@ def _decode_step(
 
 
 def _first_row(record: StepRecord) -> StepRecord:
-    """Return a copy of the record with row 0 alone, so that memory does not hold identical rows."""
+    """Return the record restricted to a copy of row 0, so that memory does not hold the identical rows."""
     return StepRecord(
         query=[tensor[:1].clone() for tensor in record.query],
         head_output=[tensor[:1].clone() for tensor in record.head_output],

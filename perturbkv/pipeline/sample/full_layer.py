@@ -36,7 +36,7 @@ class FullLayer:
 
     @classmethod
     def from_prefill(cls, adapter: Adapter, prefilled: Prefill, index: int) -> FullLayer:
-        """Return the measured layer `index` of a prefilled prompt, with the current entries of its full cache."""
+        """Return the layer with index `index` of a prefilled prompt, with the current entries of its full cache."""
         cached = adapter.cache_layer(prefilled.cache, index)
         return cls(adapter, prefilled.statistics, index, cached.keys[0], cached.values[0])
 
@@ -57,34 +57,34 @@ class FullLayer:
 
     @property
     def projection(self) -> Float[Tensor, "d_model mixed"]:
-        """The output projection's weight, W_O."""
+        """Weight W_O of the output projection."""
         return self.adapter.output_projection(self.index)
 
     @cached_property
     def slices(self) -> Float[Tensor, "head d_head d_model"]:
-        """Each head's slice W_O^h of the output projection."""
+        """Slices W_O^h of the output projection, one per head."""
         return theory.head_slices(self.projection, self.adapter.heads)
 
     @property
     def scale(self) -> float:
-        """Factor on the attention logits."""
+        """Scale factor of the attention logits."""
         return self.adapter.scale(self.index)
 
     @property
     def sinks(self) -> Float[Tensor, " head"] | None:
-        """Logits of the sinks in the heads' softmax; None where there are none."""
+        """Logits of the attention sinks in each head's softmax; None for a model without sinks."""
         return self.adapter.sinks(self.index)
 
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
-        """Return a decode step's attention weights A on its entries, and the weight of each head's sink."""
+        """Return a decode step's attention weights A on the layer's entries, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
-        """Return the groups of the configurations' kept sets; `realised` is A of the first decode step, where known."""
+        """Return the groups of configurations with their kept sets; `realised` is A of the first decode step."""
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)
 
     def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Tensor) -> list[Bool[Tensor, "kept_head n"]]:
-        """Return each configuration's kept set, for configurations that evict."""
+        """Return the mask of the kept set of each configuration, all of which must evict."""
         masks: dict[int, Tensor] = {}
         for group in self.groups(configs, realised):
             masks |= dict(zip(group.config_indices, group.kept_sets().kept, strict=True))

@@ -47,14 +47,14 @@ class RankedOutputs:
 def rank_outputs(
     attention: Float[Tensor, "head seen"], norms: Float[Tensor, "head seen"], prompt_tokens: int
 ) -> RankedOutputs:
-    """Return the prompt's entries sorted by descending A ν, from the weights A and norms ν of all entries."""
+    """Return the prompt's entries by descending A ν, from attention weights A and norms ν of all entries."""
     added = (attention * norms.to(WORK))[:, :prompt_tokens]
     output, position = added.sort(dim=-1, descending=True, stable=True)
     return RankedOutputs(position, output)
 
 
 def largest_evicted_outputs(ranked: RankedOutputs, kept: Bool[Tensor, "config head key"]) -> dict[str, Tensor]:
-    """Return positions and A ν of the evicted entries with the largest A ν, as variables (config, head, lost_entry).
+    """Return positions and A ν of the evicted entries of largest A ν, by name, each (config, head, lost_entry).
 
     Positions are −1 and outputs NaN where fewer entries are evicted.
     """
@@ -91,12 +91,12 @@ class LayerResult:
 
 
 def config_order(groups: Sequence[AnyGroup]) -> list[int]:
-    """Return the indices of the configurations in the order of the groups, which is the same in all layers."""
+    """Return the indices of all configurations in the order of the groups, which all layers share."""
     return [index for group in groups for index in group.config_indices]
 
 
 def measure_layer(sample: SampleRun, index: int) -> LayerResult:
-    """Select every configuration's kept set in one layer, and return the isolated quantities of all steps."""
+    """Select the kept sets of all configurations in one layer, and return the isolated quantities at all steps."""
     layer, full, configs, n = sample.layer(index), sample.full.steps, sample.run.configs, sample.tokens
     heads, keys = sample.adapter.heads, layer.keys
     weights = [layer.weights(step) for step in full]
@@ -136,7 +136,7 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
 
 
 def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
-    """Return (group, slice of its configurations) pairs, each of as many configurations as fit the working memory.
+    """Yield (group, slice of its configurations) pairs, each slice small enough for the working memory.
 
     `entries` is the number of entries times heads.
     """
@@ -147,7 +147,7 @@ def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Ite
 
 
 def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
-    """Return, per step, the masks of the entries that some of a group's configurations attend to, per query head.
+    """Return, per step, the masks of the attended entries per query head, for the configurations in the slice `rows`.
 
     They are the kept sets, or the pages that each step's query selects.
     """
@@ -157,7 +157,7 @@ def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMa
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
-    """Return the masks of kept sets, repeated for the query heads that share a set."""
+    """Return the masks of kept sets as masks per query head, repeated for the heads that share a set."""
     sharing = heads // sets.kept.shape[1]
     if sharing == 1:
         return LayerMasks(sets.kept, sets.stage1)
@@ -165,20 +165,20 @@ def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:
 
 
 def _alpha_per_head(layer: FullLayer, configs: Sequence[ResolvedConfig], group: AnyGroup, rows: slice) -> Tensor:
-    """Return the share α of stage 1 (config, head) of some of a group's configurations."""
+    """Return the stage-1 share α (config, head) of the group's configurations in the slice `rows`."""
     shares = [configs[index].alphas(layer.index, group.kept_heads) for index in group.config_indices[rows]]
     per_kept_set = to_device(shares, layer.keys.device, theory.WORK)
     return per_kept_set.repeat_interleave(layer.adapter.heads // group.kept_heads, dim=1)
 
 
 def _largest_floors(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return, by name, the largest noise floor (head,) of all groups, as they are measured at different queries."""
+    """Return name -> the noise floor (head,), the maximum over groups, which are measured at different queries."""
     floors = [name for name, tensor in groups[0].items() if tensor.ndim == 1]
     return {name: torch.stack([group[name] for group in groups]).amax(dim=0) for name in floors}
 
 
 def _join_configs(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the quantities of all groups, concatenated along `config`; noise floors (head,) are the first group's."""
+    """Return name -> quantity of all groups, joined along `config`; noise floors (head,) are the first group's."""
     return {
         name: torch.cat([group[name] for group in groups]) if first.ndim > 1 else first
         for name, first in groups[0].items()

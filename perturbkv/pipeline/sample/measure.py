@@ -65,7 +65,7 @@ def layer_reference(
     slices: Float[Tensor, "head d_head d_model"],
     sink: Float[Tensor, " head"],
 ) -> Reference:
-    """Return the quantities of a layer and step of the full run that all configurations share."""
+    """Return the quantities of the full run at one layer and step, common to all configurations."""
     everything = summands.sums(attention.unsqueeze(0))
     return Reference(
         attention=attention,
@@ -83,7 +83,7 @@ def layer_reference(
 def isolated_quantities(
     reference: Reference, masks: LayerMasks, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return perturbation, bounds and Assumption 1 of a layer and step, each (config, head), and noise floors (head,).
+    """Return name -> perturbation, bound or Assumption 1 of a layer and step (config, head), and noise floors (head,).
 
     Full and evicted outputs are sums over the same query, keys and values, so that a configuration that keeps
     everything differs by the rounding of `WORK` alone.
@@ -111,14 +111,14 @@ def isolated_quantities(
 
 
 def _distance_variables(name: str, distances: Distances, suffix: str = "") -> dict[str, Tensor]:
-    """Return the distances of all rows but row 0 as variables `name` + `suffix` (L1), `name`_l2 and `name`_cosine."""
+    """Return the distances of all rows but row 0 as variables: `name` + `suffix` (L1), `name`_l2, `name`_cosine."""
     return {name + suffix: distances.l1[1:], f"{name}_l2": distances.l2[1:], f"{name}_cosine": distances.cosine[1:]}
 
 
 def _floor_variables(
     name: str, distances: Distances, full: Float[Tensor, "*batch d_model"], inputs: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the noise floors as variables `name`…: the distances of row 0, at least one rounding of `full`.
+    """Return the noise floors, as variables named after `name`: row 0's distances, at least one rounding of `full`.
 
     `inputs` is the dtype in which the rounding is counted.
     """
@@ -127,17 +127,17 @@ def _floor_variables(
 
 
 def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:
-    """Return the L1 and L2 norms of the full run's vectors, as variables `name` and `name`_l2."""
+    """Return the L1 and L2 norms of the full run's vectors, as the variables `name` and `name`_l2."""
     return {name: full.abs().sum(dim=-1), f"{name}_l2": torch.linalg.vector_norm(full, dim=-1)}
 
 
 def _with_decoded(mask: Bool[Tensor, "config head prompt"], decoded: int) -> Bool[Tensor, "config head key"]:
-    """Return masks of the prompt's entries extended by `decoded` tokens, which every configuration keeps."""
+    """Return the masks of the prompt's entries extended by `decoded` decoded tokens, which all configurations keep."""
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], decoded)], dim=-1)
 
 
 def propagated_quantities(adapter: Adapter, full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return one step's propagated perturbation of heads, drift of hidden states, and divergence of logits, by name.
+    """Return name -> propagated perturbation of heads, drift of hidden states or divergence of logits at one step.
 
     Results are (config, layer, …) on the device of the logits; nothing waits for it.
     """
@@ -163,7 +163,7 @@ def _head_variables(
     full: Float[Tensor, "1 head d_head"],
     evicted: Float[Tensor, "row head d_head"],
 ) -> dict[str, Tensor]:
-    """Return one layer's propagated perturbation, its noise floor, and the norms of the full run's head outputs."""
+    """Return name -> propagated perturbation, noise floor or norm of the full run's head outputs, in one layer."""
     slices = theory.head_slices(adapter.output_projection(layer), adapter.heads)
     output, moved = theory.propagated_perturbation(full[0], evicted, slices)
     return (
@@ -179,14 +179,14 @@ def _drift_variables(
     evicted: Float[Tensor, "row *layer d_model"],
     inputs: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Return the drift of hidden states and its noise floor, as variables that begin with `name`."""
+    """Return the drift of hidden states and its noise floor, as variables whose names begin with `name`."""
     distances = theory.drift(full, evicted)
     floors = _floor_variables(f"{name}_noise_floor", distances, full.to(WORK), inputs)
     return floors | _distance_variables(f"{name}_drift", distances, suffix="_l1")
 
 
 def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype) -> dict[str, Tensor]:
-    """Return KL divergence and top-1 agreement of the logits, and the noise floor of KL.
+    """Return the KL divergence and top-1 agreement of the logits and the noise floor of KL, by name.
 
     The floor is at least one rounding of a log-probability of 1 nat.
     """
@@ -200,7 +200,7 @@ def _logit_variables(full: StepRecord, evicted: StepRecord, inputs: torch.dtype)
 
 
 def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
-    """Return head outputs and hidden states of the full and the evicted runs in float32, for `--save outputs`."""
+    """Return name -> head outputs or hidden states of the full or evicted runs in float32, for `--save outputs`."""
     device = evicted.logits.device
     return {
         "head_output_full": stack_on_device(device, [layer[0].float() for layer in full.head_output]),
@@ -211,5 +211,5 @@ def raw_outputs(full: StepRecord, evicted: StepRecord) -> dict[str, Tensor]:
 
 
 def to_numpy(tensor: Tensor, dtype: str) -> NDArray[Any]:
-    """Return a tensor as a NumPy array of a trace variable's type."""
+    """Return a tensor as a NumPy array of the given dtype of a trace variable."""
     return tensor.cpu().numpy().astype(np.dtype(dtype))

@@ -66,7 +66,7 @@ def trace(
     finished: Callable[[SampleTrace | FailedSample], None] = lambda sample: None,
     lacking: Mapping[str, tuple[EvictionConfig, ...]] = MappingProxyType({}),
 ) -> list[FailedSample]:
-    """Measure prompts one after the other, and return the samples that failed.
+    """Measure prompts one after the other, pass the samples to `finished`, and return the failed samples.
 
     `finished` is called with each sample as it is ready. `lacking` maps a sample's id to the configurations that it
     still lacks; other samples are measured for all of the run's. A sample whose activations are not finite is marked
@@ -91,7 +91,7 @@ def trace_sample(
     resources: Resources = _DEFAULT,
     kept_masks: KeptMasks = _NOTHING,
 ) -> SampleTrace:
-    """Return the measurements of every configuration of `run` on one prompt (METHOD: the protocol).
+    """Return the measurements of all configurations of `run` on one prompt (METHOD: the protocol).
 
     `kept_masks` are the kept sets of configurations of policy `given:NAME`.
 
@@ -119,7 +119,7 @@ def trace_sample(
 
 
 def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]]:
-    """Return the measurements of every layer, and per layer the lengths of all configurations' kept sets."""
+    """Return the measurements of every layer, and per layer the numbers of kept entries of all configurations."""
     with phase("layers"):
         layers = [measure_layer(sample, index) for index in range(len(sample.adapter.layers))]
         return layers, lengths([layer.groups for layer in layers], len(sample.run.configs), sample.adapter.device)
@@ -128,7 +128,7 @@ def _measure_layers(sample: SampleRun) -> tuple[list[LayerResult], list[Lengths]
 def _assemble_arrays(
     sample: SampleRun, batches: Sequence[BatchResult], layers: Sequence[LayerResult], kept: Sequence[Lengths]
 ) -> measure.Arrays:
-    """Return all trace variables of the sample, with the measured steps only."""
+    """Return all trace variables of the sample, without steps that were not measured."""
     adapter, run, n = sample.adapter, sample.run, sample.tokens
     with phase("assembly"):
         arrays = sample_arrays(sample, batches, kept) | isolated_arrays(layers, adapter.device)
@@ -169,7 +169,7 @@ class _BatchDecoder:
         self.finite, self.passing = FiniteCheck(), is_single_pass(sample.run)
 
     def batch(self, indices: tuple[int, ...]) -> BatchResult:
-        """Evict for the configurations with these indices, decode, and return their measurements."""
+        """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
         with phase("evict"):
             sparse = self._sparse_prefills(indices)
             evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
@@ -192,7 +192,7 @@ class _BatchDecoder:
         return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """Return index -> sparse prefill of the configurations that have one and whose budget excludes some entries."""
+        """Return index -> result, for configurations with a sparse prefill and a budget below the prompt."""
         configs = {index: self.run.configs[index] for index in indices}
         context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
         n = len(context)
@@ -203,7 +203,7 @@ class _BatchDecoder:
         }
 
     def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
-        """Return one layer of the evicted cache of the configurations with these indices.
+        """Return the evicted cache's layer `index` for the configurations with the given indices.
 
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
@@ -225,7 +225,7 @@ class _BatchDecoder:
         return _EvictedLayer(cache, kept.order, kept.masks, quantised_perturbations | corrected_perturbations)
 
     def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
-        """Return the entries as the cache stores them, and the isolated perturbations of quantised configurations.
+        """Return the kept entries after quantisation, and index -> isolated perturbations of quantised configurations.
 
         The perturbations are measured at the positions in the prompt, like all isolated quantities.
         """
@@ -239,12 +239,12 @@ class _BatchDecoder:
         return stored, quantised.isolated_perturbations(layer, self.sample.full.steps, quantised_rows)
 
     def _position_offsets(self, indices: tuple[int, ...]) -> list[int]:
-        """Return, per row of the batch, how far its next position is before the prompt's end."""
+        """Return, per row of the batch, the distance of its next position from the prompt's end."""
         offsets = positions.position_offsets([self.run.configs[index] for index in indices], self.sample.tokens)
         return [0, *offsets, *[0] * (self.rows - 1 - len(offsets))]
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
-        """Return the propagated quantities of a step (full and evicted record), without the batch's padding rows."""
+        """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""
         quantities = measure.propagated_quantities(self.adapter, *step)
         if "outputs" in self.run.save:
             quantities |= measure.raw_outputs(*step)
@@ -256,7 +256,7 @@ class _BatchDecoder:
     def _answers(
         self, cache: CompactCache, question_logits: Float[Tensor, "row vocab"] | None, indices: tuple[int, ...]
     ) -> dict[int | None, list[int]]:
-        """Return index -> tokens of each configuration's answer, and None -> the full cache's in the first batch.
+        """Return index -> answer tokens per configuration, and, in the first batch, None -> the full cache's.
 
         `question_logits` are those after the question, which stays in the cache; None without a question.
         """

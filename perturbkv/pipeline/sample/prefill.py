@@ -55,7 +55,7 @@ class Rotations:
         return self._rotations[positions]
 
     def _rotation(self, positions: range) -> Rotation:
-        """Return the cosines and sines of these positions."""
+        """Return the rotation, as cosines and sines, at a range of positions."""
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
         position_ids = torch.tensor(positions, device=like.device).unsqueeze(0)
         cosine, sine = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
@@ -108,12 +108,12 @@ class Statistics:
         value: Float[Tensor, "kv_head key d_head"],
         realised: Tensor | None = None,
     ) -> list[Group]:
-        """Return the groups of all configurations' kept sets in one layer, from its n entries' keys and values."""
+        """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
         external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
         return kept_groups(configs, self.scores(layer, realised), self.tokens, external)
 
     def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
-        """Return a function from a configuration to its scores in one layer, computed once per score.
+        """Return a function from a configuration to the scores of one layer, computed once per set of requested scores.
 
         `realised` is A of the first decoding query, where it is known.
         """
@@ -131,7 +131,7 @@ class Statistics:
     def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
     ) -> Any:
-        """Return the result of `make` for all layers' competing scores, computed once per key and kind of scores.
+        """Return `make` applied to all layers' competing scores, cached by key and kind of score.
 
         Entries at both ends, which always stay, are left out.
         """
@@ -145,14 +145,14 @@ class Statistics:
         return self.model_results[full_key]
 
     def _competing_scores(self, config: ResolvedConfig, ends: Ends, layer: int) -> Tensor:
-        """Return a configuration's competing scores in one layer, without the entries at both ends."""
+        """Return a configuration's competing scores in one layer, without the always-kept entries at both ends."""
         scores = self.scores(layer)(config).competing_scores(config, ends)
         return scores[:, ends.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(
         self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
     ) -> LayerStatistics:
-        """Return one layer's data for selections, with an unpooled score and that of a policy's own stage 1."""
+        """Return one layer's statistics for selection, with the unpooled scores of policy and own stage 1."""
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,
@@ -185,7 +185,7 @@ class Prefill:
 
 
 def requested_scores(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
-    """Return the score of a configuration and, where its policy has a stage 1 of its own, that stage's score."""
+    """Return the requests for a configuration's score and, where its policy has its own stage 1, that stage's score."""
     scores = (config.system.score, config.system.first_stage)
     return tuple(ScoreRequest(score.unpooled(), config.window) for score in scores if score is not None)
 
@@ -197,7 +197,7 @@ class Visitor(Protocol):
     whole: bool
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
-        """Handle a layer that has been read; `statistics` has this layer and the ones before it."""
+        """Process a layer just read; `statistics` covers this layer and all earlier layers."""
 
 
 @torch.inference_mode()
@@ -209,7 +209,7 @@ def prefill(
     external: Mapping[ResolvedConfig, Source] = MappingProxyType({}),
     visitor: Visitor | None = None,
 ) -> Prefill:
-    """Read the context of a prompt, and return its full cache with the statistics that the run's configurations need.
+    """Read a prompt's context, and return its full cache with the statistics that the run's configurations need.
 
     `external` are the sources of external kept sets. With a `visitor` whose `whole` is false, a layer's keys and values
     are freed when the layer is done. Scores that need a replay are computed last.
@@ -249,18 +249,18 @@ class _PromptReader:
         self.rotations = Rotations(adapter)
 
     def observer(self) -> Observer:
-        """Return the callbacks with which the model is to be observed."""
+        """Return the observer that records the statistics during the prefill."""
         attention_input = self._keep_input if "hidden" in self.needs else None
         return Observer(
             attention=self._attention, hidden=self._hidden, final=self._final, attention_input=attention_input
         )
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
-        """Keep the input of a layer's attention until its scores are computed: an `Observer.attention_input`."""
+        """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Add a layer's norms, queries and scores to the statistics: an `Observer.attention`."""
+        """Record the norms, queries and scores of a layer in the statistics: an `Observer.attention`."""
         view = self._view(layer, query[0], key[0], value[0])
         self.statistics.norms.append(view.norms)
         if self.needs_euclidean:
@@ -277,7 +277,7 @@ class _PromptReader:
             self.visitor.visit(self.statistics, view)
 
     def _view(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> LayerView:
-        """Return a layer's data for scores, with value norms and without a window."""
+        """Return a layer's view for scores, with value norms and an empty window."""
         projection = self.adapter.output_projection(layer)
         with phase("norms"):
             norms = layer_norms(value, projection, self.resources)
@@ -298,7 +298,7 @@ class _PromptReader:
         )
 
     def _score(self, view: LayerView) -> None:
-        """Add all scores of a layer to the statistics; scores with the same window share a view."""
+        """Record all scores of a layer in the statistics; scores with equal windows share a view."""
         for window in dict.fromkeys(request.window for request in self.requests):
             scores = [request.score for request in self.requests if request.window == window]
             for score, rows in layer_scores(view.with_window(window), scores, self.resources.chunk_bytes).items():
@@ -307,17 +307,17 @@ class _PromptReader:
                 self.statistics.scored[ScoreRequest(score, window)].append(rows)
 
     def _hidden(self, layer: int, hidden: Tensor) -> None:
-        """Check a layer's output, and free its keys and values unless they are needed: an `Observer.hidden`."""
+        """Check a layer's output for NaN and Inf, and free its keys and values if unneeded: an `Observer.hidden`."""
         self.finite(self.adapter.layer_indices[layer], hidden)
         if self.visitor is not None and not self.visitor.whole:
             cached = self.adapter.cache_layer(self.cache, layer)
             cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
     def _final(self, output: Tensor) -> None:
-        """Check the output of the final norm: an `Observer.final`."""
+        """Check the output of the final norm for NaN and Inf: an `Observer.final`."""
         self.finite.check(FINAL_NORM, output)
 
 
 def layer_norms(value: Tensor, w_o: Tensor, resources: Resources) -> Tensor:
-    """Return the value norms ν of a layer (head, key), with the run's kernel."""
+    """Return the projected value norms ν of a layer's entries (head, key), computed with the run's kernel."""
     return projected_value_norms(value, w_o, resources.chunk_bytes, resources.norm_kernel)

@@ -45,7 +45,7 @@ def replay_scores(
     sample: str,
     finite: FiniteCheck,
 ) -> None:
-    """Add the scores that need a replay to `scored`, layer by layer; scores with equal replays share the passes.
+    """Append the scores that need a replay to `scored`, layer by layer; scores with equal replays share the passes.
 
     Raises DatasetError or ModelError where the replay does not fit the model.
     """
@@ -66,7 +66,7 @@ def replay_scores(
 def _replay_parts(
     adapter: Adapter, context: Sequence[int], cache: Cache, replay: Replay, scores: Sequence[Score], sample: str
 ) -> dict[Score, list[Tensor]]:
-    """Return score -> its values (rows, n) per layer, from all passes of one replay."""
+    """Return score -> its values (rows, n) per layer, joined from all passes of one replay."""
     parts: dict[Score, list[list[Tensor]]] = {score: [[] for _ in adapter.layers] for score in scores}
     for part, tokens in replay_passes(adapter.tokenizer, context, replay):
         check_positions_left(adapter, len(context), len(tokens), sample)
@@ -75,7 +75,7 @@ def _replay_parts(
 
 
 def replay_passes(tokenizer: object, context: Sequence[int], replay: Replay) -> Iterator[tuple[slice, list[int]]]:
-    """Yield, per part of the context, its slice and the tokens of the pass that repeats it."""
+    """Yield, per part of the context, its slice and the tokens of the replay pass that repeats it."""
     first, later = (_tokenize(tokenizer, request) for request in WORDINGS[replay.wording])
     turn_end = _tokenize(tokenizer, text_after_turn(tokenizer) or "\n")
     for start in range(0, len(context), replay.chunk):
@@ -90,7 +90,7 @@ def _tokenize(tokenizer: object, text: str) -> list[int]:
 
 
 def check_positions_left(adapter: Adapter, context: int, pass_tokens: int, sample: str) -> None:
-    """Raise DatasetError or ModelError where the model has too few positions for a context and a replay's pass."""
+    """Raise DatasetError or ModelError if a context and a replay pass exceed the model's positions."""
     if context + pass_tokens > adapter.positions:
         msg = (
             f"sample '{sample}' has {context} tokens, with the {pass_tokens} of a replay's pass more than the model's "
@@ -116,7 +116,7 @@ class _Pass:
         self.input: Tensor | None = None
 
     def run(self, tokens: Sequence[int]) -> None:
-        """Read the tokens over the cache, and restore the cache."""
+        """Read the tokens over the cache, then restore the cache to its state before."""
         needs_input = any("hidden" in score.needs for score in self.results)
         observer = Observer(
             attention=self._attention,
@@ -129,11 +129,11 @@ class _Pass:
         restore_windows(self.cache, self.windows)
 
     def _keep_input(self, layer: int, hidden: Tensor) -> None:
-        """Keep the input of a layer's attention until its scores are computed: an `Observer.attention_input`."""
+        """Store a layer's attention input until the layer's scores are computed: an `Observer.attention_input`."""
         self.input = hidden[0]
 
     def _attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Compute all scores of one layer: an `Observer.attention`."""
+        """Compute all of the pass's scores in one layer: an `Observer.attention`."""
         count = query.shape[2]
         view = ReplayView(
             queries=query[0],
@@ -152,10 +152,10 @@ class _Pass:
             layers[layer].append(compute_replay(score, view))
 
     def _visible_entries(self, entries: Tensor, count: int) -> Tensor:
-        """Return the entries that scores see: the context's first ones, those of the part, and the pass's own."""
+        """Return the entries visible to the scores: the context's first ones, the repeated part and the pass's own."""
         return torch.cat([entries[:, : self.sinks], entries[:, self.part], entries[:, -count:]], dim=1)
 
     def _restore_layer(self, layer: int, hidden: Tensor) -> None:
-        """Restore a layer of the cache after its forward pass: an `Observer.hidden`."""
+        """Remove the pass's entries from a layer of the cache after its forward pass: an `Observer.hidden`."""
         cached = self.adapter.cache_layer(self.cache, layer)
         cached.keys, cached.values = self.entries[layer]

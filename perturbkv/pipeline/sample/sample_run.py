@@ -37,7 +37,7 @@ class FullRun:
 
 
 def full_run(adapter: Adapter, prefilled: Prefill, question: Sequence[int], steps: int, rows: int) -> FullRun:
-    """Decode the question and at most `steps` greedy steps from the full cache, which grows, and return the steps.
+    """Decode the question and at most `steps` greedy steps from the full cache, and return the reference run.
 
     The batch has `rows` identical rows. Steps after the end of the text are left out.
     """
@@ -77,7 +77,7 @@ class SampleRun:
         rows: int,
         masks: KeptMasks = MappingProxyType({}),
     ) -> SampleRun:
-        """Return a prompt after its prefill and the reference's decoding in a batch of `rows` identical rows.
+        """Return a prompt after its prefill and the reference decoding in a batch of `rows` identical rows.
 
         `masks` are external kept sets. Raises what `sources` raises, and DatasetError for a prompt that the scenario
         cannot split.
@@ -94,7 +94,7 @@ class SampleRun:
 
     @property
     def question(self) -> Sequence[int]:
-        """Token ids of the prompt's part that is read over the compressed cache."""
+        """Token ids of the prompt's uncompressed rest, which is read over the compressed cache."""
         return self.prompt.parts(self.run.scenario)[1]
 
     @property
@@ -103,5 +103,5 @@ class SampleRun:
         return self.prefill.statistics.tokens
 
     def layer(self, index: int) -> FullLayer:
-        """Return the full cache's measured layer `index`."""
+        """Return the full layer with measured-layer index `index`."""
         return FullLayer.from_prefill(self.adapter, self.prefill, index)

@@ -37,7 +37,7 @@ class Correction:
 def corrections(
     layer: FullLayer, entries: Mapping[int, KeptEntries], configs: Sequence[EvictionConfig]
 ) -> dict[int, Correction]:
-    """Return index -> correction of the corrected configurations in one layer, from the kept `entries` by index."""
+    """Return index -> correction of the corrected configurations in one layer; `entries` maps index to kept entries."""
     result = {}
     for index in (index for index in entries if configs[index].corrected):
         evicted = _evicted_mask(entries[index], layer.keys.shape[1], layer.tokens, layer.adapter.heads)
@@ -49,7 +49,7 @@ def corrections(
 
 
 def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
-    """Return the mask of the evicted entries per query head; key/value heads are `stride` entries apart."""
+    """Return the mask of the evicted prompt entries per query head; key/value heads are `stride` entries apart."""
     sets, device = len(entries.lengths), entries.index.device
     lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
@@ -71,7 +71,7 @@ def isolated_perturbations(
 
 
 def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, Correction]) -> dict[int, Tensor]:
-    """Return index -> isolated perturbations (name, head) at one step."""
+    """Return index -> isolated perturbations (name, head) of the corrected configurations at one step."""
     query, scale, slices = step.query[layer.index][0], layer.scale, layer.slices
     values = layer.values[:, : step.entries]
     attention, sink = layer.weights(step)

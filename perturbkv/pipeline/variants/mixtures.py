@@ -53,7 +53,7 @@ _TOTAL_VARIABLES = {
 
 
 def rows_per_batch(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> int:
-    """Return the number of mixtures per batch: as many as fit the bound on memory, at most `MOST_ROWS`, at least 1."""
+    """Return the number of mixtures per batch that fits the memory bound, between 1 and `MOST_ROWS`."""
     context, question = prompt.parts(run.scenario)
     decoded, n = len(question) + max(run.steps, run.generate), len(context)
     row = max(shape.row_bytes(config, n, decoded, run.steps, is_single_pass(run)) for config in run.configs)
@@ -101,18 +101,18 @@ class MixtureSample:
 
     @property
     def kept_heads(self) -> int:
-        """Number of kept sets of a layer: one per query head, or one per key/value head."""
+        """Number of kept sets in a layer: the query heads or the key/value heads, by granularity."""
         return int(self.layers[0].kept.shape[1])
 
     @property
     def same(self) -> Bool[Tensor, "layer kept_head"]:
-        """Mask of the kept sets that are equal in both configurations."""
+        """Mask of the kept sets on which baseline and treatment agree."""
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
     @memory.translate_allocation_errors()
     @torch.inference_mode()
     def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> PatchingBatch:
-        """Decode from these mixtures in one batch, and return their measurements.
+        """Decode from the given mixtures in one batch, and return their measurements.
 
         `by_head` are the mixtures whose perturbation is recorded per head. The mixtures of the baseline alone and of
         the treatment alone are decoded in the very batch that `trace_sample` makes of both configurations; every other
@@ -142,14 +142,14 @@ class MixtureSample:
         return _make_batch(self.sample.prompt.sample_id, mixtures, set(by_head), steps, shares.tolist(), scores)
 
     def _layer(self, layer: FullLayer) -> _Layer:
-        """Return copies of one layer's entries, with both configurations' kept sets."""
+        """Return copies of a layer's entries, with the kept sets of baseline and treatment."""
         attention, _ = layer.weights(self.sample.full.steps[0])
         keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
         masks = replace(layer, keys=keys, values=values).kept_masks(self.run.configs, attention)
         return _Layer(keys, values, torch.stack(masks))
 
     def _evict(self, index: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
-        """Return one layer of the evicted cache, and the number of kept entries of each mixture in it.
+        """Return one layer of the evicted cache, and the number of kept entries in that layer per mixture.
 
         Its rows are one that keeps everything, and one per mixture.
         """
@@ -168,11 +168,11 @@ class MixtureSample:
         return cache_layer, [sum(set_lengths) for set_lengths in lengths]
 
     def _position_offsets(self, rows: int) -> list[int]:
-        """Return, per row of the batch, how far its next position is before the prompt's end."""
+        """Return, per row of the batch, the distance of its next position from the prompt's end."""
         return [0, *positions.position_offsets([self.run.configs[0]] * rows, self.sample.tokens)]
 
     def _grade_answers(self, cache: CompactCache, question_logits: Tensor | None, mixtures: int) -> list[float]:
-        """Return the scores of the answers from the full cache and from each of the first `mixtures` mixtures."""
+        """Return the scores of the answers from the full cache and from the first `mixtures` mixtures."""
         rows = range(1 + mixtures)
         cache.forget(after=len(self.sample.question))
         cache.keep_rows(rows)
@@ -192,11 +192,11 @@ def _make_batch(
     cache_shares: Sequence[float],
     scores: Sequence[float],
 ) -> PatchingBatch:
-    """Return the measurements of a batch as plain numbers, without its padding rows.
+    """Return a batch's measurements as plain numbers, without padding rows.
 
     `steps` are the propagated quantities; `scores` begin with that of the full cache.
     """
-    totals = [_totals(step) for step in steps]
+    totals = [_step_totals(step) for step in steps]
     heads = torch.stack([step["perturbation_propagated"] for step in steps], dim=1).cpu().tolist()
     rows = [
         PatchingRow(
@@ -213,8 +213,8 @@ def _make_batch(
     return PatchingBatch(sample, tuple(rows), floors, scores[0], *by_head_lists)
 
 
-def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
-    """Return quantity -> (each row's value, the noise floor) at one step: the last layer's drift, sums over heads."""
+def _step_totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
+    """Return name -> (value per row, noise floor) at one step: drift at the last layer, or a sum over heads."""
     totals = {}
     for name, (variable, floor) in _TOTAL_VARIABLES.items():
         values, noise = step[variable].double(), torch.zeros(()) if floor is None else step[floor].double()
@@ -225,7 +225,7 @@ def _totals(step: dict[str, Tensor]) -> dict[str, tuple[list[float], float]]:
 
 
 def _head_lists(steps: Sequence[dict[str, Tensor]], name: str) -> Any:
-    """Return the variable `name` of all steps as nested lists (step, layer, head)."""
+    """Return the per-head variable `name` as nested lists (step, layer, head)."""
     return torch.stack([step[name] for step in steps]).cpu().tolist()
 
 
@@ -245,11 +245,11 @@ class MixtureMeasurer:
         self.most, self.expected, self.repeated = 1, 0, False
 
     def expect(self, mixtures: int, repeated: bool) -> None:
-        """Set the largest number of mixtures per prompt, and whether prompts are measured repeatedly."""
+        """Set the largest expected number of mixtures per prompt, and whether prompts are measured repeatedly."""
         self.expected, self.repeated = mixtures * len(self.prompts), repeated
 
     def measure_all(self, mixtures: Sequence[Mixture]) -> None:
-        """Measure baseline and treatment alone, the game's named mixtures, and these, in every prompt.
+        """Measure the baseline alone, the treatment alone, the game's named mixtures and `mixtures`, in every prompt.
 
         A prompt with NaN or Inf is stored as failed.
         """
@@ -261,12 +261,12 @@ class MixtureMeasurer:
                 self.store.add_failure(sample, str(error))
 
     def measure_coalitions(self, coalitions: Sequence[Coalition], samples: Sequence[str]) -> None:
-        """Measure the mixtures of these coalitions in these prompts, by id. Raises ActivationError for NaN or Inf."""
+        """Measure the coalitions' mixtures in the prompts with ids `samples`. Raises ActivationError for NaN or Inf."""
         for sample in samples:
             self._measure(sample, [self.game.mixture(coalition) for coalition in coalitions])
 
     def _measure(self, sample: str, mixtures: Sequence[Mixture]) -> None:
-        """Measure and store the mixtures that the store lacks in one prompt, batch by batch."""
+        """Measure and store, batch by batch, the mixtures of one prompt that the store lacks."""
         by_head = frozenset(self.named)
         lacking = self.store.missing(sample, mixtures, by_head)
         rows = rows_per_batch(self.prompts[sample], self.planned.resolved, self.planned.shape, self.planned.resources)
@@ -276,7 +276,7 @@ class MixtureMeasurer:
             self._report_progress()
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
-        """Return a prompt after its prefill, read at most once; the oldest prefill is dropped where memory is full."""
+        """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full."""
         if self.model is None:
             self.model = self.planned.model()
             self.most = _prompts_in_memory(self.planned) if self.repeated else 1
@@ -288,7 +288,7 @@ class MixtureMeasurer:
         return self.samples[sample]
 
     def _report_progress(self) -> None:
-        """Call `progress` with the numbers of stored and of expected mixtures."""
+        """Call `progress` with the number of stored mixtures and the number expected."""
         done = sum(map(len, self.store.rows.values()))
         self.progress(min(done, self.expected), self.expected)
 

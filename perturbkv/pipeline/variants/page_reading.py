@@ -17,12 +17,12 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 def read_page_groups(
     layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
 ) -> list[PageGroup]:
-    """Return the groups of the pages that configurations read in one layer, with one query per step."""
+    """Return the groups of the page-reading configurations in one layer, from one query per step."""
     return page_groups(configs, _page_maker(layer), queries, layer.tokens)
 
 
 def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
-    """Return index -> cache row of the configurations that read pages: all entries, with a reader that selects pages.
+    """Return index -> cache row of the page-reading configurations: all entries, with a reader that selects pages.
 
     Where the budget covers the prompt there is no reader, as in the row that keeps everything.
     """
@@ -37,7 +37,7 @@ def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[
 
 
 def _page_maker(layer: FullLayer) -> PagesOfConfig:
-    """Return a function from a configuration to the layer in pages, computed once per page size and window."""
+    """Return a function from a configuration to the layer split into pages, cached by page size and window."""
     layers: dict[tuple[int, int], PagedLayer] = {}
 
     def paged_layer(config: ResolvedConfig) -> PagedLayer:

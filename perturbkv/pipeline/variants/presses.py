@@ -40,7 +40,7 @@ _DECODING = ("decoding_press", "decoding")
 
 
 def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig) -> Source:
-    """Run a configuration's press on a prompt, and return the source of its kept sets.
+    """Run a configuration's KVPress press on a prompt, and return the source of its kept sets.
 
     Raises ConfigError where the press fails or would compress while decoding; the source raises UnreadableCacheError
     where the press does more than evict.
@@ -69,7 +69,7 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
 def _recover_layer(
     press_entries: tuple[Tensor, Tensor], key: Tensor, value: Tensor, layer: int, name: str
 ) -> LayerKept:
-    """Return the positions that a press keeps in one layer. Raises UnreadableCacheError with the press's name."""
+    """Return the kept positions of one layer after a press. Raises UnreadableCacheError with the press's name."""
     try:
         (recovered,) = recover([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
     except UnreadableCacheError as error:
@@ -80,12 +80,12 @@ def _recover_layer(
 
 @functools.cache
 def _log_ignored_budget(name: str) -> None:
-    """Log, once per press, that its own parameters and not the budget decide how much it keeps."""
+    """Log, once per press, that the press's own parameters rather than the budget decide how much is kept."""
     _log.info("press '%s' has no ratio to set: what it keeps, its own parameters say, and not --budget", name)
 
 
 def set_ratio(press: Any, tokens: int, kept: int) -> bool:
-    """Set a press's compression ratio so that `kept` of `tokens` entries stay; return whether it has a ratio.
+    """Set a press's compression ratio to keep `kept` of `tokens` entries; return whether the press has a ratio.
 
     1 − kept / n is lowered by roundings until ⌊n (1 − ratio)⌋, which is what kvpress keeps, is `kept`.
     """
@@ -101,7 +101,7 @@ def set_ratio(press: Any, tokens: int, kept: int) -> bool:
 
 
 def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str) -> tuple[list[Any], list[Any]]:
-    """Return each layer's keys and values after the press, and each layer's mask that the press left."""
+    """Return, per layer, the keys and values after the press, and the indices of masked entries, None without any."""
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
@@ -116,7 +116,7 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
 
 @contextmanager
 def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Seed a press's random numbers by the prompt inside the block, restore the generators, and silence its log."""
+    """Seed the random numbers by the prompt inside the block, then restore them; silence the press's log."""
     devices = [device] if device.type == "cuda" else []
     with kvpress.quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(zlib.crc32(str(list(token_ids)).encode()))
@@ -125,7 +125,7 @@ def _isolate_random_numbers(token_ids: Sequence[int], device: torch.device) -> I
 
 @contextmanager
 def restore_model(adapter: Adapter) -> Iterator[None]:
-    """Remove, after the block, all that presses leave on a model: hooks, masks, rotary modules, replaced forwards."""
+    """Remove after the block everything that presses leave on a model: hooks, masks, rotary modules, forwards."""
     model, touched = adapter.model, [*adapter.attentions, adapter.model, adapter.model.model]
     before = [(module, dict(vars(module)), dict(module._modules), dict(module._forward_hooks)) for module in touched]
     attention = model.config._attn_implementation
@@ -140,7 +140,7 @@ def restore_model(adapter: Adapter) -> Iterator[None]:
 
 
 def _restore_items(items: Any, before: dict[Any, Any], names: Any) -> None:
-    """Set the items of these names to those in `before`, and delete those that it lacks."""
+    """Restore the items `names` of a dict to their values in `before`, and delete those absent there."""
     for name in names:
         items.pop(name, None)
         if name in before:
@@ -148,7 +148,7 @@ def _restore_items(items: Any, before: dict[Any, Any], names: Any) -> None:
 
 
 def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtype) -> None:
-    """Raise UnreadableCacheError where a press changed keys or values, or added or duplicated entries.
+    """Raise UnreadableCacheError for a press that changed keys or values, or added or duplicated entries.
 
     A press that reads the prompt through another attention kernel rounds differently, which is allowed.
     """
@@ -164,14 +164,14 @@ def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtyp
 
 
 def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype) -> str:
-    """Return a phrase on the largest distance of keys or values; empty where rounding explains it."""
+    """Return a phrase on the largest change of `what` (keys or values); empty where rounding explains it."""
     largest = max((float(distance.max()) for distance in distances if len(distance)), default=0.0)
     beyond_rounding = largest > 2 * math.sqrt(torch.finfo(dtype).eps)
     return f"{what} differ by up to {largest:.2g} of their norm" if beyond_rounding else ""
 
 
 def _remove_masked(recovered: LayerKept, masked: Any) -> LayerKept:
-    """Return the kept entries without masked ones; `masked` are the indices (batch, head, position) of these."""
+    """Return the kept entries of a layer without those at the indices `masked` (batch, head, position)."""
     if masked is None:
         return recovered
     positions = [position.clone() for position in recovered.positions]
@@ -188,7 +188,7 @@ KeptMasks = Mapping[EvictionConfig, Sequence[Tensor]]
 def sources(
     adapter: Adapter, token_ids: Sequence[int], configs: Sequence[ResolvedConfig], masks: KeptMasks
 ) -> dict[ResolvedConfig, Source]:
-    """Return configuration -> source of its kept sets, for configurations with external kept sets.
+    """Return configuration -> source of its kept sets, for the configurations with external kept sets.
 
     `masks` are the kept sets of policies `given:NAME`. Raises what `check_sources` raises, and ConfigError for missing
     masks, masks of another shape than the model's and the prompt's, and a press that fails; a press's source raises
@@ -199,21 +199,21 @@ def sources(
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
-    """Raise ModelError where a configuration is a press and the model has layers that a press cannot compress."""
+    """Raise ModelError if a configuration uses a KVPress press and presses cannot compress some layer of the model."""
     for config in configs:
         if kvpress.is_press(config.policy):
             check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
 
 
 def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, masks: KeptMasks) -> Source:
-    """Return the source of one configuration's kept sets. Raises ConfigError as `sources` does."""
+    """Return the source of a configuration's external kept sets. Raises ConfigError as `sources` does."""
     if kvpress.is_press(config.policy):
         return press_source(adapter, token_ids, config)
     return _mask_source(adapter, len(token_ids), config, masks)
 
 
 def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
-    """Return a source of the masks of one configuration. Raises ConfigError for missing masks and other shapes."""
+    """Return a source of the user's masks for a configuration. Raises ConfigError for missing or misshapen masks."""
     if config not in masks:
         msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         raise ConfigError(msg)

@@ -22,7 +22,7 @@ ISOLATED_VARIABLES = ("perturbation_isolated", "perturbation_isolated_l2", "pert
 
 
 def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
-    """Record whether a decoder layer's quantised entries are finite, as 16-bit scales cannot hold every number."""
+    """Record whether a layer's quantised entries are finite, as 16-bit scales overflow for large numbers."""
     for kind, numbers in (("keys", entries.keys), ("values", entries.values)):
         finite.check(f"the quantised {kind} of layer {layer}", numbers)
 
@@ -30,7 +30,7 @@ def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
 def isolated_perturbations(
     layer: FullLayer, full: Sequence[StepRecord], rows: Mapping[int, KeptEntries]
 ) -> dict[int, Tensor]:
-    """Return index -> isolated perturbations (step, name, head) of quantised configurations in one layer.
+    """Return index -> isolated perturbations (step, name, head) of the quantised configurations in one layer.
 
     Names are `ISOLATED_VARIABLES`. `full` are the steps of the full run; `rows` are the prompt's entries as each
     configuration stores them, by index.
@@ -40,7 +40,7 @@ def isolated_perturbations(
 
 
 def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, KeptEntries]) -> dict[int, Tensor]:
-    """Return index -> isolated perturbations (name, head) at one step."""
+    """Return index -> isolated perturbations (name, head) of the quantised configurations at one step."""
     query, scale_and_sinks, slices = step.query[layer.index][0], (layer.scale, layer.sinks), layer.slices
     keys, values = (kind[:, : step.entries] for kind in (layer.keys, layer.values))
     mixed = theory.attention_output(query, keys, values, *scale_and_sinks)
@@ -54,7 +54,7 @@ def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, K
 
 
 def _with_decoded(entries: KeptEntries, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values (kept_head, entry, d_head) of kept and decoded entries, and the mask of real entries.
+    """Return padded keys and values (kept_head, entry, d_head) of kept and decoded entries, and the padding mask.
 
     `keys` and `values` (kv_head, entry, d_head) are those of the decoded tokens; shorter kept sets are padded.
     """

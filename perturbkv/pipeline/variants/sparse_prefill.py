@@ -42,7 +42,7 @@ from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
 def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[SparsePrefillGroup]:
-    """Return the groups of the configurations with a sparse prefill, in one layer of the full prefill."""
+    """Return the groups of the sparse-prefill configurations with their lines, in one layer of the full prefill."""
     weights: dict[tuple[Positions, bool], LastQueries] = {}
     statistics = layer.statistics
 
@@ -67,7 +67,7 @@ def last_query_weights(
     norms: Float[Tensor, "head key"],
     sample: str,
 ) -> LastQueries:
-    """Return the attention and norms from which a layer's lines are chosen; `queries` are the prompt's last ones."""
+    """Return the attention weights and norms that decide a layer's lines; `queries` are the prompt's last ones."""
     sharing, sinks = len(queries) // len(keys), adapter.sinks(layer)
     groups = [slice(first, first + sharing) for first in range(0, len(queries), sharing)]
     rows = [
@@ -83,7 +83,7 @@ def last_query_weights(
 def isolated_along_lines(
     layer: FullLayer, group: SparsePrefillGroup, summands: Summands, alphas: Float[Tensor, "config head"]
 ) -> dict[str, Tensor]:
-    """Return `measure.isolated_quantities` as means over the prompt's measured queries, each over its past entries.
+    """Return `measure.isolated_quantities` averaged over the prompt's measured queries, each over its past entries.
 
     `summands` begin with those of the prompt's entries.
     """
@@ -125,7 +125,7 @@ def run_sparse_prefill(
     resources: Resources,
     finite: FiniteCheck,
 ) -> SparsePrefill:
-    """Prefill a prompt along the lines of one configuration, and return its cache rows; `finite` checks the logits."""
+    """Prefill a prompt along the lines of one configuration, and return the cache rows; `finite` checks the logits."""
     attention, cache = _LineAttention(adapter, config, sample, resources), full_cache(adapter)
     with intercept_attention(adapter, attention):
         seconds, logits = _time_prefill(adapter, token_ids, cache)
@@ -138,12 +138,12 @@ def run_sparse_prefill(
 
 @torch.inference_mode()
 def full_prefill_seconds(adapter: Adapter, token_ids: Sequence[int]) -> float:
-    """Return the duration of the full prefill, run once more without hooks."""
+    """Return the seconds that a repeated full prefill takes, without hooks."""
     return _time_prefill(adapter, token_ids, full_cache(adapter))[0]
 
 
 def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tuple[float, Tensor]:
-    """Run a prefill into `cache`, and return its duration and the logits of its last position."""
+    """Run a prefill into `cache`, and return its seconds and the logits of the last position."""
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     _synchronise(adapter.device)
     begin = time.perf_counter()
@@ -153,7 +153,7 @@ def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tup
 
 
 def _synchronise(device: torch.device) -> None:
-    """Wait for a CUDA device."""
+    """Wait for a CUDA device; return at once for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -182,7 +182,7 @@ class _LineAttention:
     def _attend_in_chunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, per chunk of queries, outputs (head, query, d_head) and a head's mean number of attended entries."""
+        """Yield, per chunk of queries, outputs (head, query, d_head) and the mean number of attended entries."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
         size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
         for first in range(0, n, size):
@@ -192,7 +192,7 @@ class _LineAttention:
             yield mixed, mask.sum(dtype=torch.float64) / len(mask)
 
     def _choose_lines(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Lines:
-        """Return the lines of a layer, chosen by its own queries and values."""
+        """Return a layer's lines, chosen by the layer's own last queries and values."""
         projection, n = self.adapter.output_projection(layer), key.shape[1]
         if self.config.euclidean:
             norms = euclidean_value_norms(value, projection, self.resources.chunk_bytes)

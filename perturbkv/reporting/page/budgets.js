@@ -48,7 +48,7 @@ function panel(view, width, title, read, shown, log, kind = view.data.interval) 
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
   const known = view.data.configs.every((config) => config.held !== null);
   const x = known
-    ? { label: "entries held / full cache", ticks: 5, tickFormat: tick, inset: 10 }
+    ? { label: "cache share", ticks: 5, tickFormat: tick, inset: 10 }
     : { label: "budget", ticks: d3.range(view.data.budgets.length), tickFormat: (/** @type {number} */ index) => view.data.budgets[index], inset: 10 };
   const figure = /** @type {Node} */ (Plot.plot({
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,

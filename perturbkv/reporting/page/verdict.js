@@ -156,5 +156,5 @@ function cachesTile(view) {
   const stored = [view.baseline, view.treatment].map((config) => view.data.configs[config].bytes);
   const few = stored.some((share, index) => share !== null && Math.abs(share - (held[index] ?? share)) > 0.005);
   const note = few ? `bytes: ${stored.map(number).join(" → ")} of the full cache’s` : "entries of each cache over the full one’s";
-  return ["held / full", held.map(number).join(" → "), note];
+  return ["cache share", held.map(number).join(" → "), note];
 }

@@ -57,6 +57,7 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
     D_MODEL: tl.constexpr, D_HEAD: tl.constexpr, D_PADDED: tl.constexpr,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
+    """Write ‖V_i W_O^h‖₁ of a tile of entries for one query head, summed over tiles of rows of W_O: a Triton kernel."""
     # Entries run fastest: programs that are there together share one head's slice of W_O, which stays in L2.
     head = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * ENTRIES  # a cache may hold more than 2³¹ elements
@@ -81,7 +82,7 @@ def _project_and_sum(  # type: ignore[no-untyped-def]
 def projected_value_norms(
     value: Float[Tensor, "kv_head key d_head"], w_o: Float[Tensor, "d_model head_d_head"]
 ) -> Float[Tensor, "head key"]:
-    """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' own precision.
+    """Return the projected value norms ν_{h,i} = ‖V_i W_O^h‖₁ in float32, with products in the inputs' precision.
 
     `w_o` is `o_proj.weight`. Both are on one device and of one dtype, bfloat16, float16 or float32, with heads of at
     most `LARGEST_HEAD` (see `unsuited`); any strides are supported. No memory is used besides inputs and result. The
@@ -104,7 +105,7 @@ def projected_value_norms(
 
 
 def unsuited(value: Tensor, w_o: Tensor) -> str:
-    """Return the kernel's requirement that these tensors violate, with what they have; empty where they suit it."""
+    """Return the requirement of the kernel that these tensors violate, as text; empty if they are suitable."""
     if (value.dtype, value.device) != (w_o.dtype, w_o.device) or value.dtype not in _OPERANDS:
         wanted = ", ".join(str(dtype) for dtype in _OPERANDS)
         got = " and ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (value, w_o))
@@ -116,7 +117,7 @@ def unsuited(value: Tensor, w_o: Tensor) -> str:
 
 @functools.cache
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Return why the kernel cannot run on a device, such as a missing C compiler; empty where it can.
+    """Return the reason why the kernel cannot run on a device, such as a missing C compiler; empty if it can.
 
     The kernel is run once, on one entry of the largest head, whose tile needs most shared memory.
     """
@@ -129,6 +130,6 @@ def triton_unavailable_reason(device: torch.device) -> str:
 
 
 def _tile(dtype: torch.dtype, d_head: int) -> tuple[Tile, int]:
-    """Return the tile for a type and head size, and the head size padded to a size that `tl.dot` accepts."""
+    """Return the tile for a dtype and head size, and the head size padded to a size that `tl.dot` accepts."""
     padded = max(_SMALLEST_DOT, 1 << (d_head - 1).bit_length())
     return _FLOAT32_TILE if dtype == torch.float32 else _TILES[max(padded, min(_TILES))], padded

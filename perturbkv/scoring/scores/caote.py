@@ -34,7 +34,7 @@ class CAOTE(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the distance by which the mean output moves without the entry, a ‖o − v‖ / (1 − a), per query head."""
+        """Return the distance a ‖o − v‖ / (1 − a) by which removing the entry moves the mean output, per query head."""
         mean, values = layer.attention.mean(dim=-2), layer.values.to(WORK)
         sink, totals = layer.weights[1].mean(dim=-1, keepdim=True), layer.totals
         left = leave_out_heaviest(

@@ -48,11 +48,11 @@ class Defensive(Score):
 
     @classmethod
     def carries_history(cls) -> bool:
-        """Return True: norms are normalised over entries of one position, which evicted kept sets do not all have."""
+        """Return True, as norms are normalised over heads at equal position, where evicted kept sets differ."""
         return True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the score per key/value head."""
+        """Return the largest attention weight over queries, at least its mean, times a value-norm share, per head."""
         if not layer.prefix:
             return layer.norms.new_zeros(layer.kv_heads, 0, dtype=WORK)
         shown = layer.parts(CHUNK_BYTES)  # rows of attention in bounded memory; only the norms' sum needs all heads
@@ -63,7 +63,7 @@ class Defensive(Score):
         return floored * norms / norms.sum(dim=0).clamp(min=torch.finfo(WORK).tiny)
 
     def _largest(self, rows: Float[Tensor, "query prefix"]) -> Float[Tensor, " prefix"]:
-        """Return the largest weight on each entry over one head's queries, each row pooled and scaled to its mass."""
+        """Return each entry's largest weight over the queries of one head, rows pooled and rescaled to their mass."""
         pooled = pool(rows, self.pool, self.kernel)
         scale = rows.sum(dim=-1) / pooled.sum(dim=-1).clamp(min=torch.finfo(WORK).tiny)
         return (pooled * scale.unsqueeze(-1)).amax(dim=0)

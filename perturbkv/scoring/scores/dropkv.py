@@ -36,7 +36,7 @@ class DropKV(Score):
                        known=("max", "average", "none"))  # fmt: skip
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the sum over the window's queries of (a / (1 − a))² ‖v − o‖², per query head."""
+        """Return the squared output error without the entry, summed over the window: Σ (a / (1 − a))² ‖v − o‖²."""
         moved = (1 - layer.attention).reciprocal_().mul_(layer.attention).square_().mul_(layer.distances)
         left = layer.left_out
         moved.scatter_(-1, left.index.unsqueeze(-1), (left.weight.square() * left.squared_distance).unsqueeze(-1))

@@ -52,11 +52,11 @@ class ExpectedAttention(Score):
 
     @property
     def first_entries(self) -> int:
-        """Number of sinks."""
+        """Number of first entries (sinks) that are always kept."""
         return self.sinks
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the score per query head, with 0 for the sinks."""
+        """Return the expected attention times ‖v‖₂ per query head, with 0 for the sinks."""
         if layer.prefix <= self.sinks:
             return torch.zeros(layer.heads, layer.prefix, dtype=WORK, device=layer.keys.device)
         expected, _ = softmax_with_sinks(self._exponents(layer).to(WORK), layer.sinks)
@@ -66,7 +66,7 @@ class ExpectedAttention(Score):
         return torch.nn.functional.pad(expected, (self.sinks, 0))[:, : layer.prefix]
 
     def _exponents(self, layer: LayerView) -> Float[Tensor, "head key"]:
-        """Return the logarithm of each entry's expected weight, up to a constant per head, without the sinks."""
+        """Return the log of the expected attention weight per entry, sinks excluded, up to a constant per head."""
         unrotated = layer.unrotated
         queries = unrotated.view(layer.kv_heads, layer.group, *unrotated.shape[1:])[:, :, self.sinks :]
         keys = layer.keys[:, self.sinks :].to(queries.dtype) * layer.scale
@@ -80,7 +80,7 @@ class ExpectedAttention(Score):
         keys: Float[Tensor, "key d_head"],
         rotation: Float[Tensor, "d_head d_head"],
     ) -> Float[Tensor, "group key"]:
-        """Return these logarithms for one key/value head; `keys` include the scale, `rotation` is the mean rotation."""
+        """Return one key/value head's log expected weights; `keys` are scaled, `rotation` is the mean rotation."""
         mean = queries.mean(dim=1)
         exponents = mean @ rotation.T @ keys.T
         if self.use_covariance:

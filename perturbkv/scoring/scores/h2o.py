@@ -34,7 +34,7 @@ class H2O(Score):
     needs: ClassVar[tuple[str, ...]] = ("queries", "keys")
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the mean attention of all queries, with rows in float32 or better and sums in float64."""
+        """Return the mean attention of all queries on the entry, in at least float32 per row and float64 in sums."""
         queries, keys = layer.queries.shape[1], layer.entries
         dtype = torch.promote_types(layer.queries.dtype, torch.float32)
         block = max(1, _BLOCK_ENTRIES // (layer.group * keys))

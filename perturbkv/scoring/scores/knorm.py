@@ -30,6 +30,6 @@ class KNorm(Score):
     signed: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return −‖k‖₂ of each entry's key, per key/value head."""
+        """Return the negative key norm −‖k‖₂, per key/value head."""
         norms: Tensor = torch.linalg.vector_norm(layer.keys[:, : layer.prefix], dim=-1, dtype=WORK)
         return -norms

@@ -50,16 +50,16 @@ class KVzip(Score):
 
     @property
     def first_entries(self) -> int:
-        """Number of sinks."""
+        """Number of first entries (sinks) that are always kept."""
         return self.sinks
 
     @property
     def replay(self) -> Replay:
-        """A replay in parts of `chunk` tokens."""
+        """Replay options: parts of `chunk` tokens."""
         return Replay(self.chunk, self.wording, self.sinks)
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return the largest attention weight on each entry over the pass's queries, per query head."""
+        """Return the largest attention weight on each repeated entry over the pass's queries, per query head."""
         largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
         for heads, _, weights in view.rows():
             largest[heads] = torch.maximum(largest[heads], weights.amax(dim=-2).to(WORK))

@@ -31,7 +31,7 @@ class KVzipPlus(KVzip):
     holds_norms: ClassVar[bool] = True
 
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
-        """Return each entry's largest weight over its query's input norm, times its projected value norm, per head."""
+        """Return the largest weight over the query's input norm, times the projected value norm, per query head."""
         if view.hidden is None:
             msg = "hidden of the layer was not captured: no score of the run needs it"
             raise PluginError(msg)

@@ -35,7 +35,7 @@ class LAVa(Score):
                        known=("max", "average", "none"))  # fmt: skip
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the window's mean attention times the head's largest value norm ‖v‖₁, per query head."""
+        """Return the window's mean attention on the entry times the head's largest ‖v‖₁, per query head."""
         mean = layer.attention[..., : layer.prefix].mean(dim=-2)
         if not layer.prefix:
             return mean

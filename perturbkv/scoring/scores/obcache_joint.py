@@ -30,7 +30,7 @@ class OBCacheJoint(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return Σ a² ((1 + z) (‖v‖² + z ‖v − o‖²) − z ‖o‖²) over the window's queries, with z the logit, per head."""
+        """Return the joint key-value score Σ a² ((1 + z) (‖v‖² + z ‖v − o‖²) − z ‖o‖²); z: logit, o: output."""
         attention, logits, distances = (
             shown[..., : layer.prefix] for shown in (layer.attention, layer.logits, layer.distances)
         )

@@ -28,7 +28,7 @@ class OBCacheKey(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return Σ (a z)² ‖v − o‖² over the window's queries, with z the logit, per query head."""
+        """Return the key score Σ (a z)² ‖v − o‖² over the window's queries, per head; z: logit, o: output."""
         attention, logits, distances = (
             shown[..., : layer.prefix] for shown in (layer.attention, layer.logits, layer.distances)
         )

@@ -28,6 +28,6 @@ class OBCacheValue(Score):
     holds_norms: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return Σ a² ‖v‖² over the window's queries, per query head."""
+        """Return the value score Σ a² ‖v‖² over the window's queries, a the attention weight, per query head."""
         lengths = layer.values[:, : layer.prefix].to(WORK).square().sum(dim=-1)
         return layer.attention[..., : layer.prefix].square().sum(dim=-2) * layer.per_head(lengths)

@@ -34,7 +34,7 @@ class Scissorhands(Score):
     history: int = option(400, "last queries whose votes count", low=1)
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the share of the last `history` queries that give the entry more than the average weight, per head."""
+        """Return the share of the last `history` queries with above-average attention on the entry, per query head."""
         keys, rows = layer.entries, min(self.history, layer.queries.shape[1])
         average = 1 / torch.arange(keys - rows + 1, keys + 1, dtype=WORK, device=layer.keys.device)
         last = layer.queries[:, -rows:].view(layer.kv_heads, layer.group, rows, -1)

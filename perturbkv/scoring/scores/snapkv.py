@@ -28,5 +28,5 @@ class SnapKV(Score):
                        known=("max", "average", "none"))  # fmt: skip
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the mean attention of the window's queries (Ā), per query head."""
+        """Return the mean attention (Ā) of the window's queries on the entry, per query head."""
         return layer.attention[..., : layer.prefix].mean(dim=-2)

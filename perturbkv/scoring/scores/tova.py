@@ -28,6 +28,6 @@ class TOVA(Score):
     whole_layer: ClassVar[bool] = True
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the last query's attention averaged over heads, the same row for every query head."""
+        """Return the last query's attention on the entry, averaged over heads and repeated for every query head."""
         mean = layer.attention[:, -1, : layer.prefix].mean(dim=0, keepdim=True)
         return mean.expand(layer.heads, -1)

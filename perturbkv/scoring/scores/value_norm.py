@@ -34,10 +34,10 @@ class ValueNorm(Score):
 
     @property
     def first_entries(self) -> int:
-        """Number of sinks."""
+        """Number of first entries (sinks) that are always kept."""
         return self.sinks
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
-        """Return the window's mean attention times the value norm ‖v‖₁, per query head."""
+        """Return the window's mean attention on the entry times ‖v‖₁, per query head."""
         norms = torch.linalg.vector_norm(layer.values[:, : layer.prefix], ord=1, dim=-1, dtype=WORK)
         return layer.attention[..., : layer.prefix].mean(dim=-2) * layer.per_head(norms)

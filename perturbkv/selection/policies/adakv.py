@@ -47,11 +47,11 @@ class AdaKV(Pooled):
         return self.safeguard == "mixture"
 
     def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return ⌊floor · b⌋ minus the `always` kept entries with the safeguard `guaranteed`; else 0."""
+        """Return the minimum of stage 1 with the safeguard `guaranteed`, ⌊floor · b⌋ − `always`; else 0."""
         return max(0, entry_count(self.floor, kept) - always) if self.safeguard == "guaranteed" else 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the layer's largest scores, adjusted by the safeguard."""
+        """Return each kept set's number of entries among the layer's highest scores, adjusted by the safeguard."""
         heads, mean, order = available.kept_heads, available.free, available.heads_by_score()
         if self.safeguard == "guaranteed":
             least = self.least_stage1(config, available.kept, available.always)

@@ -74,36 +74,36 @@ class Policy(WithOptions):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for a configuration that this policy does not support."""
+        """Raise ConfigError for a configuration that is incompatible with this policy."""
 
     @classmethod
     def caches(cls) -> tuple[str, ...]:
-        """Return the cache layouts that can store its budgets."""
+        """Return the names of the cache layouts that can store the policy's kept sets."""
         return ("ragged",) if cls.budgets == "by head" else ("ragged", "rectangular")
 
     @property
     def in_cache(self) -> bool:
-        """True where decoding sees the kept keys at positions 0 … b − 1, which needs kept sets of equal size."""
+        """True if decoding sees the kept keys at positions 0 … b − 1, which needs kept sets of equal size."""
         return False
 
     @property
     def mixes(self) -> bool:
-        """True where the policy multiplies or mixes scores, so that they may not be below 0."""
+        """True if the policy multiplies or mixes scores, so that negative scores are refused."""
         return False
 
     @property
     def score(self) -> Score:
-        """The score that ranks entries."""
+        """Score by which entries are ranked."""
         return SnapKV(pool="none")
 
     @property
     def ranks_by_another(self) -> bool:
-        """True where the user chose another score than the policy's own."""
+        """True if the user replaced the policy's own score."""
         return False
 
     @property
     def first_stage(self) -> Score | None:
-        """The score of the policy's own stage 1, which comes first in budgets and in the selection `attention`.
+        """Score of the policy's own stage 1, which precedes budgets and the selection `attention`; else None.
 
         None for a policy without a stage 1 of its own.
         """
@@ -112,33 +112,33 @@ class Policy(WithOptions):
     def first_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
-        """Return the number of entries that the policy's own stage 1 takes, by the scores of `first_stage`.
+        """Return each kept set's number of entries in the policy's own stage 1, by the scores of `first_stage`.
 
         `competing` is the slice of the entries that do not always stay.
         """
         raise NotImplementedError
 
     def position_score(self) -> PositionScore:
-        """Return the score by which the selection `position` ranks."""
+        """Return the score by position alone that the selection `position` uses."""
         return PositionScore()
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Return the number of first entries that always stay, of `kept` in all."""
+        """Return the number of first entries that are always kept, of `kept` in all."""
         return max(config.protected_counts(kept)[0], self.score.first_entries)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Return the number of most recent entries that always stay, at least the window, of `kept` in all."""
+        """Return the number of most recent entries that are always kept, window included, of `kept` in all."""
         return config.protected_counts(kept)[1]
 
     def least_stage1(self, config: EvictionConfig, kept: int, always: int) -> int:
-        """Return the smallest number of entries that stage 1 takes in every kept set, not counting the `always` kept.
+        """Return the minimum number of entries in stage 1 of every kept set, besides the `always` kept ones.
 
         `kept` is the number of all entries that stay.
         """
         return 0
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return the number of entries per kept set of one layer, not counting those that always stay.
+        """Return the number of entries per kept set of one layer, without the always-kept entries.
 
         The result is on the CPU where no score was used.
         """
@@ -157,17 +157,17 @@ class Pooled(Policy):
 
     @functools.cached_property
     def score(self) -> Score:  # a name is looked up once
-        """The policy's own score, or the one that `by` names."""
+        """Score that ranks entries: the policy's own, or the one given as `by`."""
         return scores.build(self.by) if self.ranks_by_another else self.own_score
 
     @property
     def own_score(self) -> Score:
-        """SnapKV's score."""
+        """SnapKV's score, the default of `by`."""
         return SnapKV(pool=self.pool, kernel=self.kernel)
 
     @property
     def ranks_by_another(self) -> bool:
-        """True where `by` names another score."""
+        """True if `by` replaces the policy's own score."""
         return self.by != scores.OWN
 
 
@@ -178,12 +178,12 @@ class ByScore(Policy):
 
     @property
     def score(self) -> Score:
-        """The score with this policy's options."""
+        """Score of the policy's name, with the policy's options."""
         return self.scored(**{name: getattr(self, name) for name in self.options()})
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:
-        """Return the policy class of a score under this name."""
+        """Return a policy class, called `name`, that ranks by the score class `scored`."""
         fields = {field.name: field for field in dataclasses.fields(scored)}
         options = [fields[option] for option in scored.options()]
         attributes = {
@@ -222,7 +222,7 @@ def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
 
 
 def apportion(shares: Float[Tensor, " item"], total: int, most: int | None = None) -> Int[Tensor, " item"]:
-    """Return the shares rounded to whole numbers of at most `most` that add up to min(total, most · len).
+    """Return the shares rounded to whole numbers, none above `most`, that add up to min(total, most · len).
 
     Largest remainder: every item gets its share's floor, what is left goes to the largest fractions, the earlier item
     first; what exceeds `most` goes to the next items in the same order. Without `most` nothing waits for the device,

@@ -56,18 +56,18 @@ class DefensiveKV(Policy):
 
     @property
     def score(self) -> Score:
-        """DefensiveKV's score: the largest weight that any query gives."""
+        """DefensiveKV's score: the largest attention weight over the window's queries."""
         return defensive.Defensive(pool=self.pool, kernel=self.kernel)
 
     @property
     def first_stage(self) -> Score:
-        """The unpooled mean attention of the window, as the score of stage 1."""
+        """Score of stage 1: the unpooled mean attention of the window."""
         return SnapKV(pool="none", kernel=1)
 
     def first_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, the number of largest scores whose cumulative share is below `mass` − bias.
+        """Return each kept set's stage-1 size: the number of top scores with a cumulative share below `mass` − bias.
 
         It is at most the released code's bound (see the module). `competing` is the slice of entries that count.
         """
@@ -79,5 +79,5 @@ class DefensiveKV(Policy):
         return (share.cumsum(dim=-1) < self.mass - bias).sum(dim=-1).clamp(max=max(0, most))
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the layer's largest scores."""
+        """Return each kept set's number of entries among the layer's highest competing scores."""
         return available.counts_among_layer_top()

@@ -28,5 +28,5 @@ class LayerDefensiveKV(DefensiveKV):
     whole_model: ClassVar[bool] = True
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the model's largest scores."""
+        """Return each kept set's number of entries among the model's highest competing scores."""
         return available.counts_among_model_top()

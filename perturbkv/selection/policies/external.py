@@ -44,7 +44,7 @@ class ExternalPolicy(Policy):
 
     @classmethod
     def complete(cls, choice: Choice) -> Choice:
-        """Return the choice after checking that it has no options. Raises ConfigError where it has one."""
+        """Return the choice unchanged. Raises ConfigError for a choice with options."""
         if choice.options:
             msg = f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
             raise ConfigError(msg)
@@ -52,5 +52,5 @@ class ExternalPolicy(Policy):
 
 
 def policy_class(name: str) -> type[ExternalPolicy]:
-    """Return the class of the policy `given:NAME`."""
+    """Return the policy class of the external kept sets `given:NAME`."""
     return type("Given", (ExternalPolicy,), {"name": name})

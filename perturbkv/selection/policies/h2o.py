@@ -33,9 +33,9 @@ class H2O(Policy):
 
     @property
     def score(self) -> Score:
-        """Mean attention of all queries."""
+        """Score that ranks entries: the mean attention of all queries."""
         return h2o.H2O(pool=self.pool, kernel=self.kernel)
 
     def recent_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Return ⌊recent · b⌋ entries, at least the window and the protected entries."""
+        """Return the number of recent entries that are always kept: ⌊recent · b⌋, at least the window's."""
         return max(super().recent_entries(config, kept), int(round_down_entries(self.recent * kept)))

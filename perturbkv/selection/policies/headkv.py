@@ -36,7 +36,7 @@ class HeadKV(Pooled):
     beta: float = option(1.01, "one beta-th of b − w is shared out by head scores", low=1)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its share of the model's budget by head scores. Raises ConfigError without them."""
+        """Return each kept set's share of the model's budget by head scores. Raises ConfigError without head scores."""
         if available.head_scores is None:
             msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
             raise ConfigError(msg)
@@ -45,7 +45,7 @@ class HeadKV(Pooled):
 
 
 def head_budgets(scores: Tensor, mean: int, prefix: int, beta: float) -> Int[Tensor, "layer kept_head"]:
-    """Return the numbers of prefix entries of all kept sets of the model, with mean `mean` and none above `prefix`."""
+    """Return the budgets of all the model's kept sets, in prefix entries, with mean `mean` and none above `prefix`."""
     share = scores.double() / scores.double().sum()
     budgets = mean * (1 - 1 / beta) + share * scores.numel() * mean / beta
     return apportion(budgets.flatten(), scores.numel() * mean, prefix).view(scores.shape)

@@ -53,7 +53,7 @@ class Press(ExternalPolicy):
 
     @classmethod
     def complete(cls, choice: Choice) -> Choice:
-        """Return the press with all of its parameters, nested ones too, after building it once.
+        """Return the choice of a press with all its parameters, nested ones too, after building the press once.
 
         Raises ConfigError where kvpress or a suitable transformers is missing, for a press that cannot be measured, a
         parameter that it lacks, or a value that it refuses; UnknownNameError for a press that does not exist.
@@ -66,18 +66,18 @@ class Press(ExternalPolicy):
 
 @functools.cache
 def policy_class(name: str) -> type[Press]:
-    """Return the class of the policy `kvpress:NAME`."""
+    """Return the policy class of the press `kvpress:NAME`."""
     return type("NamedPress", (Press,), {"name": name})
 
 
 def is_press(choice: Choice) -> bool:
-    """Return whether the choice of a policy is a press, `kvpress:NAME`."""
+    """Return whether a policy's choice is a KVPress press, `kvpress:NAME`."""
     return choice.name.startswith(f"{PREFIX}:")
 
 
 @functools.cache
 def library() -> Any:
-    """Return the imported kvpress package. Raises ConfigError without it or with an unsuitable transformers."""
+    """Return the kvpress module. Raises ConfigError if it is missing or transformers has an unsuitable version."""
     installed = importlib.metadata.version("transformers")
     needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
     if not version():
@@ -92,7 +92,7 @@ def library() -> Any:
 
 
 def version() -> str:
-    """Return the installed version of kvpress; empty where it is not installed."""
+    """Return the installed version of kvpress; empty if not installed."""
     try:
         return importlib.metadata.version("kvpress")
     except importlib.metadata.PackageNotFoundError:
@@ -100,12 +100,12 @@ def version() -> str:
 
 
 def exported_names() -> list[str]:
-    """Return the public names of kvpress."""
+    """Return the public names in the kvpress module."""
     return sorted(library().__all__)
 
 
 def _press_class(name: str) -> Any:
-    """Return the class of a press. Raises UnknownNameError, and ConfigError for one that cannot be measured."""
+    """Return the kvpress class of a press. Raises UnknownNameError, ConfigError for a press that cannot be measured."""
     if name in REFUSED:
         msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/kvpress.md)"
         raise ConfigError(msg)
@@ -115,13 +115,13 @@ def _press_class(name: str) -> Any:
 
 
 def _parameters(name: str) -> dict[str, Any]:
-    """Return name -> default of a press's parameters, without the compression ratio and private ones."""
+    """Return name -> default of a press's public parameters, without the compression ratio."""
     parameters = inspect.signature(_press_class(name)).parameters
     return {key: parameter.default for key, parameter in parameters.items() if key != RATIO and not key.startswith("_")}
 
 
 def _complete(choice: Choice, name: str) -> Choice:
-    """Return the choice of the press `name` with all of its parameters, in the order of its signature.
+    """Return the choice of the press `name` with all its parameters, in the order of the press's signature.
 
     Parameters at a plain default are marked as defaults.
     """
@@ -143,7 +143,7 @@ def _complete(choice: Choice, name: str) -> Choice:
 
 
 def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and value of a press's parameter, with nested presses completed. Raises ConfigError for unknown ones.
+    """Return (name, value) of a press's parameter, with nested presses completed. Raises ConfigError if unknown.
 
     A parameter without a name is the press's first; `known` are the names that the press takes.
     """
@@ -161,12 +161,12 @@ def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any
 
 
 def press_parameters(name: str) -> dict[str, Any]:
-    """Return name -> default of the parameters of the policy `kvpress:NAME`. Raises as `Press.complete`."""
+    """Return name -> default of the parameters of the press `kvpress:NAME`. Raises as `Press.complete`."""
     return _parameters(name.partition(":")[2])
 
 
 def build(choice: Choice) -> Any:
-    """Return a new press object for a completed choice. Raises ConfigError for a value that the press refuses."""
+    """Return a new kvpress object of a completed choice. Raises ConfigError for a value that the press refuses."""
     name = choice.name.removeprefix(f"{PREFIX}:")
     options = {key: build(value) if isinstance(value, Choice) else value for key, value in choice.options.items()}
     kind = _press_class(name)
@@ -180,13 +180,13 @@ def build(choice: Choice) -> Any:
 
 
 def _parse_numbers(value: Any) -> Any:
-    """Return a list of the numbers in a text, as of compression_ratios="0.5, 0.25"; other values unchanged."""
+    """Return a text of comma-separated numbers, such as "0.5, 0.25", as a list; other values unchanged."""
     return [float(number) for number in re.findall(r"[\d.eE+-]+", value)] if isinstance(value, str) else value
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence kvpress's log below errors inside the block."""
+    """Silence kvpress's log messages below errors inside the block."""
     log = logging.getLogger(PREFIX)
     before = log.level
     log.setLevel(logging.ERROR)
@@ -197,6 +197,6 @@ def quiet() -> Iterator[None]:
 
 
 def failure_message(name: str, what: str, error: Exception) -> str:
-    """Return a one-line message that a press cannot be `what`, such as "run", with its own error, shortened."""
+    """Return a one-line message that a press cannot be `what`, such as "run", with the shortened `error`."""
     reason = " ".join(str(error).split())
     return f"press '{name}' cannot be {what}: {type(error).__name__}: {reason[:240]}{'…' if len(reason) > 240 else ''}"

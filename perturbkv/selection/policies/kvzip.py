@@ -53,7 +53,7 @@ class KVzip(Policy):
         return kvzip.KVzip(chunk=self.chunk, sinks=self.sinks, wording=self.wording)
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return, per kept set, its number of entries among the largest scores of all heads that compete."""
+        """Return the number of entries per kept set: equal, or by the highest scores of the layer or of the model."""
         if self.across == "head":
             return available.uniform(available.free)
         if self.across == "layer":

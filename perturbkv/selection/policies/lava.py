@@ -62,11 +62,11 @@ class LAVa(Pooled):
 
     @property
     def mixes(self) -> bool:
-        """True, as entropies and mixtures need scores of 0 and above."""
+        """True, as entropies and mixtures require nonnegative scores."""
         return True
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return each kept set's budget: its share of the layer's budget by scores, above the floor."""
+        """Return each kept set's number of entries: the floor, plus its share of the layer's budget by scores."""
         mean, heads = available.free, available.kept_heads
         layers = available.compute_model_wide(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
         floors = torch.full_like(layers, mean) if self.floor_of == "model" else layers
@@ -77,7 +77,7 @@ class LAVa(Pooled):
 
 
 def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """Return the number of entries per kept set of each layer, with mean `mean` and none above `most`; on the CPU.
+    """Return the number of entries per kept set of every layer, on the CPU; the mean is `mean`, none exceeds `most`.
 
     `scores` are those of each layer, in order.
     """
@@ -88,7 +88,7 @@ def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: i
 
 
 def entropy(scores: Float[Tensor, "kept_head position"]) -> Float[Tensor, ""]:
-    """Return the entropy of a layer's scores as a share of the largest possible one; 0 for at most one entry."""
+    """Return the entropy of a layer's scores, normalised by the largest possible entropy; 0 for at most one entry."""
     flat = scores.to(theory.WORK).flatten()
     share = flat / flat.sum().clamp(min=torch.finfo(theory.WORK).tiny)
     entropy_share: Tensor = torch.special.entr(share).sum() / math.log(max(2, len(flat)))

@@ -45,7 +45,7 @@ class PyramidKV(Pooled):
                        known=("prefix", "total"))  # fmt: skip
 
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
-        """Return the layer's budget, which decreases linearly from layer to layer, for every kept set."""
+        """Return the layer's budget, the same for every kept set; budgets decrease linearly over the layers."""
         if self.line == "total":
             most = available.prefix + available.always - available.window
             budgets = (
@@ -57,7 +57,7 @@ class PyramidKV(Pooled):
 
 
 def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Return the number of prefix entries per head of each layer, with mean `mean` and none above `prefix`."""
+    """Return the number of prefix entries per head of every layer; the mean is `mean`, none exceeds `prefix`."""
     if layers == 1:
         return torch.tensor([mean])
     first = min(2 * mean - mean / beta, prefix)
@@ -67,7 +67,7 @@ def layer_budgets(mean: int, prefix: int, layers: int, beta: float) -> Int[Tenso
 
 
 def whole_budgets(kept: int, most: int, least: int, layers: int, beta: float) -> Int[Tensor, " layer"]:
-    """Return the number of all entries per head of each layer, with mean `kept` and none above `most` (kvpress).
+    """Return the total number of entries per head of every layer (kvpress), with mean `kept` and none above `most`.
 
     All layers get `kept` where one would get fewer than `least`.
     """

@@ -37,5 +37,5 @@ class Quest(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for granularity `layer`, protected entries, quantisation and corrections."""
+        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
         check_non_evicting(config, "pages", "reads pages of the model's own cache")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _base() -> type[Policy]:
-    """Return the base class of policies, imported on first use."""
+    """Return the class `Policy`, imported on first use."""
     from perturbkv.selection.policies.base import Policy as Base
 
     return Base
@@ -48,7 +48,7 @@ _EXTERNAL_MODULES = {"given": "external", "kvpress": "kvpress"}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Add a policy, a frozen dataclass; works as a decorator.
+    """Register a policy class, a frozen dataclass; usable as a decorator.
 
     Raises ConfigError for what is no policy, and where the name is taken.
     """
@@ -56,7 +56,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def register_score(score: type[Score]) -> type[Score]:
-    """Add a score, a frozen dataclass; works as a decorator. It is a policy too, with equal budgets.
+    """Register a score class, a frozen dataclass, and the equal-budget policy that ranks by it; usable as a decorator.
 
     Raises ConfigError for what is no score, and where the name is taken.
     """
@@ -64,7 +64,7 @@ def register_score(score: type[Score]) -> type[Score]:
 
 
 def names() -> list[str]:
-    """Return the names of all policies, SnapKV's first and registered ones last, without importing them."""
+    """Return the names of all policies, SnapKV first and registered ones last, without importing their modules."""
     every = [*_POLICIES.names(), *SCORES.names()]
     added = [*SCORES.registered, *_POLICIES.registered]
     return sorted(dict.fromkeys(every), key=lambda name: (name in added, name != "snapkv"))
@@ -76,7 +76,7 @@ def known() -> list[type[Policy]]:
 
 
 def info(name: str) -> type[Policy]:
-    """Return the class of the policy with this name. Raises UnknownNameError and PluginError."""
+    """Return the policy class of this name. Raises UnknownNameError and PluginError."""
     if _is_external(name):
         return _external_class(name)
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
@@ -87,7 +87,7 @@ def info(name: str) -> type[Policy]:
 
 
 def _is_score(name: str) -> bool:
-    """Return whether a class of a user's file is a score. Raises PluginError where it is neither score nor policy."""
+    """Return whether the class in a user's file is a score. Raises PluginError for neither score nor policy."""
     kind = load_class(name)
     if isinstance(kind, type) and not issubclass(kind, (SCORES.base(), _POLICIES.base())):
         msg = f"expected '{name}' to be a subclass of Score or Policy, got {kind.__name__}"
@@ -97,14 +97,14 @@ def _is_score(name: str) -> bool:
 
 @functools.cache
 def _score_policy(score: type[Score], name: str) -> type[Policy]:
-    """Return the class of the policy that ranks by this score."""
+    """Return the equal-budget policy class, called `name`, that ranks by the score class."""
     from perturbkv.selection.policies.base import ByScore
 
     return ByScore.subclass_for(score, name)
 
 
 def plugins(config: EvictionConfig) -> dict[str, str]:
-    """Return name -> digest of the source code, of a configuration's scores and policies that are plugins."""
+    """Return name -> source digest of the external scores and policies that a configuration uses."""
     policy = info(config.policy.name)
     by = config.policy.options.get("by", scores.OWN)
     used = {config.policy.name: getattr(policy, "scored", policy)}
@@ -113,19 +113,19 @@ def plugins(config: EvictionConfig) -> dict[str, str]:
 
 
 def _is_external(name: str) -> bool:
-    """Return whether a policy's name is that of an external one, such as `kvpress:SnapKVPress`."""
+    """Return whether a policy name denotes external kept sets, such as `kvpress:SnapKVPress`."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and prefix in _EXTERNAL_MODULES
 
 
 def _external_class(name: str) -> type[ExternalPolicy]:
-    """Return the class of an external policy, such as `kvpress:SnapKVPress`."""
+    """Return the policy class of external kept sets, such as `kvpress:SnapKVPress`."""
     module = importlib.import_module(f"{__package__}.{_EXTERNAL_MODULES[name.partition(':')[0]]}")
     return cast("type[ExternalPolicy]", module.policy_class(name))
 
 
 def build(choice: Choice) -> Policy:
-    """Return a policy object from its choice, with defaults for missing options. Raises as `complete_choice`."""
+    """Return the policy object of a choice, with defaults for missing options. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
     complete = choice if choice.defaults is not None else _complete(choice)
@@ -133,14 +133,14 @@ def build(choice: Choice) -> Policy:
 
 
 def name_first_argument(choice: Choice) -> Choice:
-    """Return the choice with an unnamed first argument, as in `adakv(caote)`, named: `adakv(by=caote)`."""
+    """Return the choice with its unnamed first argument named `by`: `adakv(caote)` becomes `adakv(by=caote)`."""
     if UNNAMED not in choice.options or "by" in choice.options or "by" not in info(choice.name).options():
         return choice
     return Choice(choice.name, {name or "by": value for name, value in choice.options.items()})
 
 
 def _complete(choice: Choice) -> Choice:
-    """Return the choice of a policy with all of its options. Raises as `complete_choice`."""
+    """Return the choice of a policy with all its options, defaults included. Raises as `complete_choice`."""
     if _is_external(choice.name):
         return _external_class(choice.name).complete(choice)
     complete = complete_choice(name_first_argument(choice), f"policy '{choice.name}'", info(choice.name).options())
@@ -152,7 +152,7 @@ def _complete(choice: Choice) -> Choice:
 
 
 def _resolve_other_score(by: Choice, own: str) -> Choice:
-    """Return the choice of the score `by` with all its options. Raises ConfigError for the policy's `own` score."""
+    """Return the choice of the score `by` with all its options. Raises ConfigError if it is the policy's own score."""
     if by.name == own:
         msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
         raise ConfigError(msg)
@@ -160,7 +160,7 @@ def _resolve_other_score(by: Choice, own: str) -> Choice:
 
 
 def normalise(config: EvictionConfig) -> EvictionConfig:
-    """Return the configuration with exactly the options that make a difference, as it is planned and stored.
+    """Return the configuration reduced to its effective options, as it is planned and stored.
 
     Raises UnknownNameError, and ConfigError for an option that its owner lacks, of a wrong value or without effect.
     """

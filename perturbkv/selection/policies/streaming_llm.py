@@ -30,12 +30,12 @@ class StreamingLLM(Policy):
                             known=("kept", "in-cache"))  # fmt: skip
 
     def position_score(self) -> PositionScore:
-        """Return the score by position with the sinks first."""
+        """Return the score by position that ranks the sinks first, then the most recent entries."""
         return PositionScore(self.sinks)
 
     @property
     def in_cache(self) -> bool:
-        """True where keys are rotated to positions 0 … b − 1.
+        """True if kept keys are rotated to positions 0 … b − 1 for decoding.
 
         It changes what is propagated; isolated quantities and bounds are of the kept set at the prompt's positions.
         """

@@ -46,9 +46,9 @@ class VerticalSlash(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for granularity `layer`, protected entries, quantisation and corrections."""
+        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
         check_non_evicting(config, "lines", "reads the prompt in a prefill of its own")
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
-        """Return the number of first entries that every query attends to."""
+        """Return the number of first entries attended to by every query."""
         return self.first

@@ -57,7 +57,7 @@ class Entry:
         return self.folder / self.file
 
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
-        """Return those of the named variables that the file holds, as in a `SampleTrace`.
+        """Return name -> array of the named variables that the file holds, as in a `SampleTrace`.
 
         Raises TraceError for a damaged file, which is removed, so that the sample is measured again.
         """
@@ -65,7 +65,7 @@ class Entry:
             return _read_arrays(archive, set(names))
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, where kept_code counts without unused bytes. Raises as `arrays`."""
+        """Return variable name -> shape, with unused bytes of kept_code not counted. Raises as `arrays`."""
         with self._open() as archive:
             head = _read_head(archive)
         layout = _parse_layout(head)
@@ -74,7 +74,7 @@ class Entry:
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
-        """Open the file as an archive. Raises TraceError where it is damaged or missing, and removes it."""
+        """Open the file as a zip archive. Raises TraceError for a damaged or missing file, and removes it."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 yield archive
@@ -88,7 +88,7 @@ class Entry:
 
 
 def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the file of an entry with these variables atomically."""
+    """Write an entry's file with the given variables atomically."""
     contiguous = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in arrays.items()}
     layout = [[name, array.dtype.str, array.shape] for name, array in contiguous.items()]
     head: dict[str, Any] = {"id": entry.sample_id, "reason": entry.reason, "configs": entry.labels, "arrays": layout}
@@ -107,7 +107,7 @@ def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry that a file holds without reading its numbers; None where the file is damaged."""
+    """Return the entry of a file without reading its numbers; None for a damaged file."""
     try:
         with zipfile.ZipFile(path) as archive:
             head = _read_head(archive)
@@ -121,7 +121,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> None:
-    """Write the parts as one array of bytes, which NumPy can read, into the member `name` of an archive."""
+    """Write the parts, joined into one NumPy array of bytes, as the member `name` of an archive."""
     length = sum(memoryview(part).nbytes for part in parts)
     with archive.open(name, "w", force_zip64=True) as member:
         header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
@@ -131,24 +131,24 @@ def _write_bytes(archive: zipfile.ZipFile, name: str, parts: Sequence[Any]) -> N
 
 
 def _read_bytes(archive: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
-    """Return the array of bytes in the member `name` of an archive after checking its CRC-32."""
+    """Return the bytes of the member `name` of an archive as an array, after checking the CRC-32."""
     content = archive.read(name)
     begin = 10 + int.from_bytes(content[8:10], "little")  # after NumPy's header
     return np.frombuffer(content, dtype=np.uint8, offset=begin)
 
 
 def _read_head(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Return the JSON object that describes an entry's file."""
+    """Return the JSON description in an entry's file."""
     return dict(json.loads(_read_bytes(archive, _HEAD).tobytes()))
 
 
 def _parse_layout(head: Mapping[str, Any]) -> Layout:
-    """Return the types and shapes of an entry's variables from its description."""
+    """Return the dtypes and shapes of an entry's variables from the file's description."""
     return {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in head["arrays"]}
 
 
 def _read_arrays(archive: zipfile.ZipFile, names: set[str]) -> dict[str, NDArray[Any]]:
-    """Return those of the named variables that an entry's file holds."""
+    """Return name -> array of the named variables that an entry's file holds."""
     data, begin, arrays = _read_bytes(archive, _DATA), 0, {}
     texts = json.loads(_read_bytes(archive, _TEXTS).tobytes()) if _TEXTS in archive.namelist() else {}
     for name, (dtype, shape) in _parse_layout(_read_head(archive)).items():
@@ -170,7 +170,7 @@ _RUN = "run.json"
 
 
 def journal_path(trace: Path) -> Path:
-    """Return the journal's folder, beside the trace file."""
+    """Return the path of the journal's folder, beside the trace file."""
     target = real_path(trace)
     return target.with_name(target.name + SUFFIX)
 
@@ -187,7 +187,7 @@ class Journal:
         self._labels: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def check_ownership(self) -> None:
-        """Raise OutputError where the path is a file, or a folder with files that do not belong to a journal."""
+        """Raise OutputError if the path is a file, or a folder with files foreign to a journal."""
         if not self.folder.exists():
             return
         other: Path | None = self.folder
@@ -198,14 +198,14 @@ class Journal:
             raise OutputError(msg)
 
     def run(self) -> RunConfig | None:
-        """Return the run that the journal belongs to; None where there is none or it cannot be read."""
+        """Return the run that the journal belongs to; None if missing or unreadable."""
         try:
             return RunConfig.from_json((self.folder / _RUN).read_text())
         except (OSError, PerturbkvError):
             return None
 
     def begin(self, run: RunConfig) -> None:
-        """Make the folder inside an existing one, remove unfinished files of a killed process, and store the run.
+        """Create the folder in an existing one, remove unfinished files of a killed process, and store the run.
 
         Raises OutputError where the parent folder vanished.
         """
@@ -216,7 +216,7 @@ class Journal:
         write_atomically(self.folder / _RUN, lambda stream: stream.write(run.to_json().encode()), folders=False)
 
     def append(self, sample: SampleTrace | FailedSample, labels: Sequence[str]) -> Entry:
-        """Store a sample measured for the configurations `labels`, or its failure, as a new entry; return the entry."""
+        """Store a measured sample, with its configurations' labels, or a failed sample; return the new entry."""
         file, name = self._free_path(sample.sample_id).name, sample.sample_id
         if isinstance(sample, FailedSample):
             entry, arrays = Entry(self.folder, file, name, (), sample.reason), {}
@@ -226,46 +226,46 @@ class Journal:
         return entry
 
     def entries(self) -> list[Entry]:
-        """Return all entries, the older ones of a sample before its newer ones; damaged files are left out."""
+        """Return all entries, in order of writing within a sample; damaged files are left out."""
         entries = map(read_entry, self._paths())
         return [self._share_memory(entry) for entry in entries if entry is not None]
 
     def sample_ids(self) -> list[str]:
-        """Return the ids of samples that have an entry."""
+        """Return the ids of the samples with an entry."""
         return list(dict.fromkeys(entry.sample_id for entry in self.entries()))
 
     def discard(self) -> None:
-        """Remove the folder, the file with its run last, so that a kill in between leaves an identifiable journal."""
+        """Remove the folder, the file of the run last, so that the journal is identifiable after a kill in between."""
         with suppress(OSError):
             for path in self._paths():
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def discard_empty(self) -> None:
-        """Remove the folder where it holds no sample."""
+        """Remove the folder if it holds no sample."""
         if self.folder.is_dir() and not self._paths():
             self.discard()
 
     def exists_on_disk(self) -> bool:
-        """Return whether a run has begun the journal, and nobody has removed it since."""
+        """Return whether the journal's folder exists with its run: begun and not removed since."""
         return (self.folder / _RUN).exists()
 
     def _share_memory(self, entry: Entry) -> Entry:
-        """Return the entry with folder and labels shared among all entries, so that thousands take little memory."""
+        """Return the entry with folder and labels replaced by shared objects, to save memory."""
         return replace(entry, folder=self.folder, labels=self._labels.setdefault(entry.labels, entry.labels))
 
     def _paths(self) -> list[Path]:
-        """Return the paths of all entries, those of a sample in the order in which they were written."""
+        """Return the paths of all entries, in order of writing within a sample."""
         return sorted(self.folder.glob("*.npz"), key=lambda path: (len(path.name), path.name))
 
     def _free_path(self, sample_id: str) -> Path:
-        """Return an unused path for a sample id; from a sample's second file on it has a number."""
+        """Return an unused file path for a sample id, numbered from the sample's second file on."""
         name = hashlib.sha256(sample_id.encode()).hexdigest()[:24]
         paths = (self.folder / f"{name}{f'-{number}' if number else ''}.npz" for number in itertools.count())
         return next(path for path in paths if not path.exists())
 
 
 def _is_journal_file(file: Path) -> bool:
-    """Return whether a file, even a temporary one, belongs to a journal or was added by the file system."""
+    """Return whether a file belongs to a journal, temporary ones included, or is an artefact of the file system."""
     system_file = file.name.startswith(".nfs") or file.name in (".DS_Store", "Thumbs.db", "desktop.ini")
     return file.name in (_RUN, SHARD, DONE) or file.suffix == ".npz" or ".tmp" in file.name or system_file

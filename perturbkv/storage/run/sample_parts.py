@@ -34,14 +34,14 @@ class Part(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The configurations along its `config` axis."""
+        """Labels of the configurations along the part's `config` axis."""
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 def disjoint_parts(parts: Sequence[AnyPart]) -> list[AnyPart]:
-    """Return the parts of a sample that can be joined, in order: a subset in which no configuration is twice.
+    """Return a subset of a sample's parts, in order, in which no configuration occurs twice, so that it can be joined.
 
     `parts` lists older parts before newer ones.
     A larger part is preferred to a smaller, a newer to an older: bytes of caches and noise floors belong to a part as a
@@ -82,7 +82,7 @@ def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Seque
 def single_complete_part(
     parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Sequence[str]
 ) -> SampleTrace | None:
-    """Return the only part if it has all of `labels` in this order and no unused bytes of codes, else None."""
+    """Return the only part if it has all of `labels` in order and no unused bytes of codes; else None."""
     (sample, stored), *others = parts
     if others or list(stored) != list(labels):
         return None
@@ -90,7 +90,7 @@ def single_complete_part(
 
 
 def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
-    """Return the parts of a sample with the same optional variables.
+    """Return a sample's parts with optional variables added, so that all parts have the same variables.
 
     Where some have kept positions or digests, the others get empty ones or their own digests; where some have prefill
     times, the others get NaN.
@@ -105,14 +105,14 @@ def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
 
 
 def kept_digests(arrays: Arrays) -> NDArray[Any]:
-    """Return the digest of each head's kept positions; 0 where these are not stored."""
+    """Return a digest of each head's kept positions; 0 if the positions are not stored."""
     if KEPT[0] not in arrays:
         return np.zeros_like(arrays["kept_count"])
     return kept_codec.digests(arrays["kept_code"], *(arrays[name] for name in (*KEPT[:2], "kept_count")))
 
 
 def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
-    """Return the values of the named variables for a part that lacks them."""
+    """Return fill values of the named variables, for a part without them."""
     zeros = np.zeros_like(arrays["kept_count"])
     empty = dict(zip(KEPT, (zeros, zeros, np.zeros(0, dtype=np.uint8)), strict=True))
     empty |= {"prefill_seconds": np.full(len(zeros), np.nan), "prefill_seconds_full": np.array(np.nan)}
@@ -120,7 +120,7 @@ def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
 
 
 def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
-    """Raise TraceError where the parts' full-cache runs differ in their prompt or in the tokens that they decoded."""
+    """Raise TraceError if the parts' full-cache runs differ in the prompt or in the decoded tokens."""
     for name in FULL_RUN:
         values = [part[name] for part in parts if name in part]
         if any(not np.array_equal(value, values[0], equal_nan=True) for value in values):
@@ -132,7 +132,7 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
 
 
 def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
-    """Return variable name -> shape after `join_parts`, from the shapes of the parts."""
+    """Return variable name -> shape of the joined sample, from the shapes of its parts."""
     present = {name for part in parts for name in _FILLED if name in part}
     parts = [{**{name: _missing_shape(name, part) for name in present}, **part} for part in parts]
     first, *others = parts
@@ -144,13 +144,13 @@ def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
 
 
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
-    """Return the shape of a variable that a part lacks and another part has."""
+    """Return the shape of the fill values of a variable, for a part without it."""
     shapes = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
     return shapes.get(name, part["kept_count"])
 
 
 def code_bytes(arrays: Arrays) -> int:
-    """Return the bytes of a part's codes of kept positions, shared codes counted once; 0 where it has none."""
+    """Return the bytes of a part's codes of kept positions, shared codes counted once; 0 without codes."""
     if KEPT[1] not in arrays:
         return 0
     first, _ = distinct_codes(arrays["kept_offset"], arrays["kept_length"])
@@ -158,7 +158,7 @@ def code_bytes(arrays: Arrays) -> int:
 
 
 def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[Any]) -> NDArray[Any]:
-    """Return a variable of the joined sample from its arrays in the parts; `order` indexes their configurations."""
+    """Return a variable of the joined sample from its arrays in the parts; `order` sorts their configurations."""
     if VARIABLES[name].dims[:1] == ("config",):
         return np.asarray(np.concatenate(values)[order])
     if name in _FLOORS:
@@ -171,7 +171,7 @@ def _merge_variable(name: str, values: Sequence[NDArray[Any]], order: NDArray[An
 
 
 def _merge_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Return the joined codes of kept positions and their offsets; heads that shared a code still share one.
+    """Return the joined codes of kept positions and their offsets, by variable name; heads go on sharing codes.
 
     `order` indexes the configurations of all parts; codes are sorted by (config, layer, head).
     """
@@ -188,12 +188,12 @@ def _merge_codes(samples: Sequence[SampleTrace], order: NDArray[Any]) -> dict[st
 
 
 def _concatenate(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Concatenate rows; a single one, which may be large, is not copied."""
+    """Return the rows concatenated; a single row, which may be large, is not copied."""
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first index of each distinct code, in order of occurrence, and per head the number of its code.
+    """Return the first index of each distinct code, in order of occurrence, and the number of the code per head.
 
     Both offset and length are compared, as an empty code starts where the next one does.
     """
@@ -206,7 +206,7 @@ def distinct_codes(offsets: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArra
 
 
 def _covering_slices(starts: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, int]]:
-    """Return (start, stop) of the fewest slices that cover the codes in their order, to copy few large blocks."""
+    """Return the fewest (start, stop) slices that cover the codes in order, so that few large blocks are copied."""
     breaks = np.flatnonzero(starts[1:] != (starts + lengths)[:-1]) + 1
     begin, end = np.array([0, *breaks]), np.array([*breaks, len(starts)]) - 1
     return list(zip(starts[begin].tolist(), (starts + lengths)[end].tolist(), strict=True))

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> Trace:
-    """Merge the shards of a run, which `measure(..., shard="3/16")` wrote, into the trace at `path`.
+    """Merge the shards of a run, measured by `measure(..., shard="3/16")`, into the trace at `path`.
 
     A trace without shards is complete, and is read as it is. After a kill the same call resumes.
 
@@ -51,7 +51,7 @@ def merge(path: str | Path, *, overwrite: bool = False, wait: bool = False) -> T
 
 
 def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, texts: Texts | None = None) -> int:
-    """Merge the shards beside the trace `path`, as `merge` does; return their number, 0 for a complete trace.
+    """Merge the shards beside the trace `path`, as `merge`; return the number of shards, 0 for a complete trace.
 
     `texts` are the texts to store in the trace; None: those of the shards, all or none of which have text.
     """
@@ -79,7 +79,7 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
 
 
 def measured_shards(path: Path, record: ShardRecord, overwrite: bool = False) -> list[Shard]:
-    """Return the measured shards of a run: those marked as done, already in the trace, or without any samples.
+    """Return the finished shards of a run: marked as done, already in the trace, or without samples.
 
     `record` is the record of any shard of the run.
     """
@@ -98,7 +98,7 @@ def measured_shards(path: Path, record: ShardRecord, overwrite: bool = False) ->
 
 
 def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) -> list[ShardJournal]:
-    """Return the shards that a run without shards resumes, after checking that no living process writes them.
+    """Return the shards that an unsharded run resumes, after checking that no living process writes them.
 
     With `overwrite` those of another run are removed. Raises LockedOutputError, or waits, where a living process
     writes one.
@@ -117,12 +117,12 @@ def resumable_shards(path: Path, run: RunConfig, overwrite: bool, wait: bool) ->
 
 
 def joint_provenance(attrs: Mapping[str, str], shards: Sequence[ShardJournal]) -> dict[str, str]:
-    """Return the joint provenance of this process, `attrs`, and of the shards that it resumes."""
+    """Return the provenance of this process (`attrs`) joined with that of the resumed shards."""
     return merge_provenance([*(record.attrs for shard in shards if (record := shard.record())), attrs])
 
 
 def _wait_for(shards: Sequence[ShardJournal], wait: bool) -> None:
-    """Wait for shards that a living process writes, or raise LockedOutputError.
+    """Wait until no living process writes the shards, or raise LockedOutputError.
 
     A shard that is done is waited for in any case, as its process ends in a moment.
     """
@@ -131,7 +131,7 @@ def _wait_for(shards: Sequence[ShardJournal], wait: bool) -> None:
 
 
 def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecord]:
-    """Return the records of all shards; none where only leftovers of a killed merge exist.
+    """Return the records of all shards; empty if only the leftovers of a killed merge exist.
 
     Raises OutputError as `check_consistent`, TraceError where no shard names its run.
     """
@@ -148,14 +148,14 @@ def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecor
 
 
 def _check_all_finished(path: Path, record: ShardRecord, overwrite: bool) -> None:
-    """Raise MissingShardError unless every shard of the run is measured."""
+    """Raise MissingShardError for a run with unmeasured shards."""
     finished = set(measured_shards(path, record, overwrite))
     if lacking := [shard for shard in record.shards() if shard not in finished]:
         raise MissingShardError(_missing_message(path, record, lacking))
 
 
 def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) -> str:
-    """Return the message of the error for missing shards, with the command that measures the first of them."""
+    """Return the error message on missing shards, with the command that measures the first missing shard."""
     count = record.shard.count
     return (
         f"expected all {count:,} shards of {path}, got {count - len(lacking):,}: {format_shards(lacking)} "
@@ -167,7 +167,7 @@ def _missing_message(path: Path, record: ShardRecord, lacking: Sequence[Shard]) 
 def _create_writer(
     path: Path, records: Sequence[ShardRecord], journals: Sequence[Journal], texts: Texts | None, overwrite: bool
 ) -> TraceWriter:
-    """Return the trace's writer. Raises TraceError where a shard that is marked as done lacks something."""
+    """Return the writer of the merged trace. Raises TraceError for a shard marked as done that is incomplete."""
     first, attrs = records[0], merge_provenance([record.attrs for record in records])
     kept = all(record.kept for record in records)
     writer = TraceWriter(path, first.run, first.sample_ids, attrs, overwrite, texts, journals, kept)
@@ -184,7 +184,7 @@ def _create_writer(
 
 
 def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool) -> Texts | None:
-    """Return the texts to store in a merged trace: None where all samples have theirs, empty where none has.
+    """Return the texts to store in a merged trace: None to keep the samples' texts, empty for no text.
 
     Raises TraceError where only some samples have their text.
     """
@@ -226,25 +226,25 @@ class ShardWriter:
         self._begin()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample -> the configurations that the shard still has to measure; complete samples are absent."""
+        """Return sample id -> configurations that the shard still has to measure; complete samples are absent."""
         return dict(self._missing)
 
     def done(self) -> set[str]:
-        """Return the samples of the shard that need not be measured any more."""
+        """Return the ids of the shard's samples that need no further measurement."""
         samples, _ = self._record.share(self._record.shard)
         return set(samples) - self._missing.keys()
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        """Store a sample, measured for `configs`, with its text. Raises TraceError as a `TraceWriter` does."""
+        """Store a sample with its text, measured for `configs`. Raises TraceError as `TraceWriter.append`."""
         self._writer.append(with_text(sample, self._texts), configs)
         self._missing.pop(sample.sample_id, None)
 
     def abandon(self) -> None:
-        """Abandon the run: remove a journal that holds no sample."""
+        """Give up the run, and remove its journal if it holds no sample."""
         self.shard.journal.discard_empty()
 
     def finish(self) -> Path:
-        """Mark the shard as done and return its journal. Raises TraceError where the journal was removed meanwhile."""
+        """Mark the shard as done, and return the path of its journal. Raises TraceError if the journal was removed."""
         if self._missing or not self.shard.journal.folder.is_dir():
             msg = (
                 f"expected every sample of shard {self._record.shard} in {self.shard.journal.folder}, got fewer, as "
@@ -255,11 +255,11 @@ class ShardWriter:
         return self.shard.journal.folder
 
     def failures(self) -> dict[str, str]:
-        """Return sample -> why it failed, for samples of the shard that failed."""
+        """Return sample id -> reason of failure, for the failed samples of the shard."""
         return self._writer.failures()
 
     def _begin(self) -> None:
-        """Write the shard's record, unless the shard is done and lacks nothing: a merge may be reading it."""
+        """Write the shard's record, unless the shard is complete, as a merge may then be reading it."""
         before = self.shard.record()
         if self.shard.is_done() and not self._missing and before and before.is_equivalent(self._record):
             return
@@ -268,7 +268,7 @@ class ShardWriter:
             self._add_texts()
 
     def _add_texts(self) -> None:
-        """Add the text to samples that were measured without it."""
+        """Add the texts to samples stored without text."""
         for entry in self.shard.journal.entries():
             if entry.reason is None and not entry.shapes().keys() >= set(TEXT):
                 sample = with_text(SampleTrace(entry.sample_id, entry.arrays()), self._texts)
@@ -279,7 +279,7 @@ class ShardWriter:
 def _missing_share(
     record: ShardRecord, missing: dict[str, tuple[EvictionConfig, ...]], existing: dict[str, set[str]]
 ) -> dict[str, tuple[EvictionConfig, ...]]:
-    """Return sample -> the configurations of the record's shard that are in `missing` and not in `existing`."""
+    """Return sample id -> configurations of the record's shard that are in `missing` but not in `existing`."""
     samples, configs = record.share(record.shard)
     share = {
         name: tuple(
@@ -291,7 +291,7 @@ def _missing_share(
 
 
 def _existing_labels(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, set[str]]:
-    """Return sample -> labels of the configurations in the existing trace or in the journal of a run without shards."""
+    """Return sample id -> configuration labels in the existing trace or in the journal of an unsharded run."""
     labels: dict[str, set[str]] = defaultdict(set)
     if old := existing_trace(trace, run, overwrite):
         labels.update({name: set(old.labels) for name in old.sample_ids if name not in old.failures})
@@ -306,7 +306,7 @@ def _existing_labels(trace: Path, run: RunConfig, overwrite: bool) -> dict[str, 
 
 
 def _check_other_shards(trace: Path, record: ShardRecord, overwrite: bool) -> None:
-    """Raise OutputError where shards of another run, or of another division of this one, exist.
+    """Raise OutputError if shards of another run, or of a different division of this run, exist.
 
     With `overwrite` those of another run are removed, except those that a living process writes. Without it only the
     first few are checked; all are compared when they are merged.
@@ -321,7 +321,7 @@ def _check_other_shards(trace: Path, record: ShardRecord, overwrite: bool) -> No
 
 
 def _remove_shard(shard: ShardJournal, expected: ShardRecord) -> None:
-    """Remove a shard, unless a living process writes it or its record is no longer the expected one."""
+    """Remove a shard, unless a living process writes it or its record differs from `expected`."""
     with suppress(LockedOutputError), Lock(shard.path):
         if shard.record() == expected:  # it was not begun anew meanwhile
             shard.journal.discard()

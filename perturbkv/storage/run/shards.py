@@ -25,7 +25,7 @@ from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_
 
 
 def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
-    """Raise TraceError unless the output at `path`, of the run `old`, can be extended to `run`."""
+    """Raise TraceError if the output at `path`, of the run `old`, cannot be extended to `run`."""
     if fields := differing_fields(run, old):
         msg = (
             f"expected a trace of this run at {path}, got one that differs in {', '.join(fields)}"
@@ -36,7 +36,7 @@ def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
 
 
 def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
-    """Return the names of the fields that prevent extending `old` to `run`; none where `old` is a part of `run`."""
+    """Return the names of the fields that prevent extending `old` to `run`; empty if `old` is a part of `run`."""
     may_grow = {
         "samples": old.samples <= run.samples,
         "configs": set(old.configs) <= set(run.configs),
@@ -48,13 +48,13 @@ def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
 
 
 def _changed_plugins(run: RunConfig, old: RunConfig) -> str:
-    """Return a text that names the scores and policies of which `run` has another version; empty without any."""
+    """Return a text that names the external scores and policies with changed versions; empty without changes."""
     names = [name for name, version in old.plugins.items() if run.plugins.get(name, version) != version]
     return f" ({', '.join(names)} is another version now)" if names else ""
 
 
 def _is_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether dataset options differ only in added prompts, and in the metrics that grade these."""
+    """Return whether new dataset options differ only in added prompts, and in the metrics that grade these prompts."""
     may_grow = {DIGESTS: None, METRICS: None}
     same_prompts = old.get(DIGESTS, {}).items() <= new.get(DIGESTS, {}).items()
     same_metrics = set(old.get(METRICS, ())) <= set(new.get(METRICS, ())) and (METRICS in old) == (METRICS in new)
@@ -76,21 +76,21 @@ class Command:
     folder: str = ""
 
     def for_shard(self, shard: Shard) -> str:
-        """Return the command that measures another shard of the same run."""
+        """Return the command that measures the given shard of the same run."""
         if not self.words:
             argument = f"'{shard}'" if shard.by == BY[0] else f"pk.Shard.parse('{shard}', '{shard.by}')"
             return f"pk.measure with the same arguments and shard={argument}"
         return self._format([str(shard) if word is None else word for word in self.words])
 
     def without_shard(self) -> str:
-        """Return the command that measures the same run without shards."""
+        """Return the command that measures the same run unsharded."""
         if not self.words:
             return "pk.measure with the same arguments and no shard"
         index = self.words.index(None)
         return self._format([str(word) for word in (*self.words[: index - 1], *self.words[index + 1 :])])
 
     def _format(self, words: Sequence[str]) -> str:
-        """Format a command line for a shell, with a change of folder where its folder is not the current one."""
+        """Return a command line for a shell, preceded by `cd` unless its folder is the current one."""
         change_folder = "" if self.folder == str(Path.cwd()) else f"cd {shlex.quote(self.folder)} && "
         return change_folder + shlex.join(words)
 
@@ -118,19 +118,19 @@ class ShardRecord:
     kept: bool = True
 
     def share(self, shard: Shard) -> tuple[tuple[str, ...], tuple[EvictionConfig, ...]]:
-        """Return the samples of a shard of the run, and the configurations that it measures on each."""
+        """Return the sample ids of a shard, and the configurations that it measures on each sample."""
         return shard.select(self.sample_ids, self.run.configs)
 
     def is_equivalent(self, other: ShardRecord) -> bool:
-        """Return whether both records describe the same share of one run, whatever the command and the machine."""
+        """Return whether both records describe the same share of the same run, whatever command and machine."""
         return dataclasses.replace(self, attrs=other.attrs, command=other.command) == other
 
     def shards(self) -> list[Shard]:
-        """Return all shards of the run."""
+        """Return all shards into which the run is divided."""
         return [dataclasses.replace(self.shard, number=number + 1) for number in range(self.shard.count)]
 
     def document(self) -> dict[str, Any]:
-        """Return the record as a JSON object, without the run, which the journal holds."""
+        """Return the record as a JSON object, without the run, which is stored in the journal."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
         return {**values, "shard": dataclasses.asdict(self.shard), "command": dataclasses.asdict(self.command)}
 
@@ -144,7 +144,7 @@ class ShardJournal:
         self.journal = Journal(journal_path(self.path))
 
     def record(self) -> ShardRecord | None:
-        """Return the shard's record; None where it cannot be read. Raises OutputError for another program's files."""
+        """Return the shard's record; None if unreadable. Raises OutputError for another program's files."""
         self.journal.check_ownership()
         run = self.journal.run()
         try:
@@ -160,14 +160,14 @@ class ShardJournal:
         return ShardRecord(shard, run, ids, attrs, text, command, kept)
 
     def begin(self, record: ShardRecord) -> None:
-        """Make the journal, store the record, and remove the mark that the shard is done, so that it is not merged."""
+        """Create the journal, store the record, and remove the mark of completion."""
         (self.journal.folder / DONE).unlink(missing_ok=True)
         self.journal.begin(record.run)
         text = json.dumps(record.document())
         write_atomically(self.journal.folder / SHARD, lambda stream: stream.write(text.encode()), folders=False)
 
     def finish(self) -> None:
-        """Mark the shard as done, which means complete."""
+        """Mark the shard as done, that is, complete."""
         write_atomically(self.journal.folder / DONE, lambda stream: stream.write(b""), folders=False)
 
     def is_done(self) -> bool:
@@ -180,7 +180,7 @@ class ShardJournal:
 
 
 def find_shards(trace: Path) -> list[ShardJournal]:
-    """Return the shards that have a journal beside a trace, sorted by count and number."""
+    """Return the shards with a journal beside the trace, sorted by count and number."""
     target = real_path(trace)
     pattern = f"{glob.escape(target.name)}.shard-*-of-*{SUFFIX}"
     journals = [_parse_folder(target, folder) for folder in target.parent.glob(pattern)]
@@ -188,7 +188,7 @@ def find_shards(trace: Path) -> list[ShardJournal]:
 
 
 def remove_stale_files(trace: Path) -> None:
-    """Remove the locks and temporary files that killed shards of a trace left beside their journals."""
+    """Remove the locks and temporary files left by killed shards beside a trace."""
     target = real_path(trace)
     shards = f".{glob.escape(target.name)}.shard-*-of-*"
     for file in target.parent.glob(f"{shards}.lock"):
@@ -198,7 +198,7 @@ def remove_stale_files(trace: Path) -> None:
 
 
 def _parse_folder(trace: Path, folder: Path) -> ShardJournal | None:
-    """Return the shard journal that a folder's name denotes; None for another name."""
+    """Return the shard journal with the given folder name; None for a name of another form."""
     match = _FOLDER_NAME.fullmatch(folder.name.removeprefix(f"{trace.name}.").removesuffix(SUFFIX))
     try:
         journal = ShardJournal(trace, Shard(int(match[1]), int(match[2]))) if match else None
@@ -208,7 +208,7 @@ def _parse_folder(trace: Path, folder: Path) -> ShardJournal | None:
 
 
 def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
-    """Raise OutputError unless all records are of shards of one run, divided in one way.
+    """Raise OutputError for records of different runs, or of different divisions of one run.
 
     The first record may be that of a shard that is about to be measured.
     """
@@ -230,13 +230,13 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
 
 
 def format_shards(shards: Sequence[Shard]) -> str:
-    """Format shards as '3/16, 7/16 and 4 more'."""
+    """Return a text of the first shards and the count of the rest, such as '3/16, 7/16 and 4 more'."""
     more = f" and {len(shards) - _MOST_NAMED} more" if len(shards) > _MOST_NAMED else ""
     return ", ".join(map(str, shards[:_MOST_NAMED])) + more
 
 
 def merge_provenance(attrs: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the joint provenance of several processes: differing values in one text; the latest value of `created`."""
+    """Return the joint provenance of several processes, with differing values in one text and the latest `created`."""
     names = dict.fromkeys(name for process in attrs for name in process)
     merged = {name: "; ".join(dict.fromkeys(process[name] for process in attrs if name in process)) for name in names}
     return merged | {"created": max(process["created"] for process in attrs)} if "created" in names else merged

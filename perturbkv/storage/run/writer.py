@@ -49,13 +49,13 @@ class ExistingTrace:
         self._indices = {name: index for index, name in enumerate(stored.sample_ids) if name not in stored.failures}
 
     def part(self, sample_id: str) -> ExistingSample | None:
-        """Return a complete sample of the trace; None where it failed or the trace does not have it."""
+        """Return a complete sample of the trace; None for a failed or absent sample."""
         index = self._indices.get(sample_id)
         return None if index is None else ExistingSample(self._path, self._stamp, index, self.labels)
 
 
 def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> ExistingTrace | None:
-    """Return the trace at `path` that `run` resumes or extends.
+    """Return the existing trace at `path` that `run` resumes or extends.
 
     None where there is no file, or, with `overwrite`, one of another run. Raises TraceError for a trace of another run
     where `overwrite` is False.
@@ -67,7 +67,7 @@ def existing_trace(path: Path, run: RunConfig, overwrite: bool = False) -> Exist
 
 
 def _is_extendable(path: Path, run: RunConfig) -> bool:
-    """Return whether the existing file is a whole trace of this run or of a part of it."""
+    """Return whether the existing file is a complete trace of this run or of a part of it."""
     try:
         return not differing_fields(run, describe_whole(path).run)
     except TraceUnavailableError:
@@ -86,12 +86,12 @@ class ExistingSample:
     labels: tuple[str, ...]
 
     def arrays(self, names: Iterable[str] = tuple(VARIABLES)) -> dict[str, NDArray[Any]]:
-        """Return those of the named variables that the file has, as in a `SampleTrace`; other samples are not read."""
+        """Return name -> array of the named variables in the file, without reading other samples."""
         with open_trace(self.path, self.stamp) as file:
             return read_sample(file, names, self.index)
 
     def shapes(self) -> Shapes:
-        """Return variable name -> shape, where kept_code counts without unused bytes."""
+        """Return variable name -> shape, with unused bytes of kept_code not counted."""
         with open_trace(self.path, self.stamp) as file:
             varying = (*TEXT, *ANSWER_TEXT, *KEPT)
             shapes = {name: file.shape(name)[1:] for name in VARIABLES if name in file and name not in varying}
@@ -153,7 +153,7 @@ class TraceWriter:
         self._lacking = self._find_missing()
 
     def missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample -> the configurations still to be measured, in the run's order; complete samples are absent.
+        """Return sample id -> configurations to be measured, in the run's order; complete samples are absent.
 
         A sample that failed in an older run is measured again, one that failed in this one is not.
         """
@@ -161,22 +161,22 @@ class TraceWriter:
         return {name: self._lacking[name] for name in self.sample_ids if name in left}
 
     def done(self) -> set[str]:
-        """Return the samples that need not be measured: complete, or failed in this run."""
+        """Return the ids of the samples that need no measurement: complete, or failed in this run."""
         return set(self.sample_ids) - self.missing().keys()
 
     def count_text_changes(self) -> int:
-        """Return how many finished samples of the older file will gain or lose their text."""
+        """Return the number of the older file's finished samples that gain or lose their text."""
         if self._old is None or self.texts is None:
             return 0
         return sum(self._changes_text(self._old, name) for name in self._old_samples(self._old))
 
     def _changes_text(self, old: ExistingTrace, name: str) -> bool:
-        """Return whether a sample of the older file will gain or lose the text of its prompt or of its answers."""
+        """Return whether a sample of the older file gains or loses the text of its prompt or answers."""
         has_text = [name in old.with_text, *([name in old.with_answers] if old.has_answers else [])]
         return any(has != bool(self.texts) for has in has_text)
 
     def count_kept_changes(self) -> tuple[int, int]:
-        """Return how many finished samples of the older file will lose kept positions, and how many cannot get any."""
+        """Return the numbers of the older file's finished samples that lose, and that cannot gain, kept positions."""
         if self._old is None:
             return 0, 0
         finished = self._old_samples(self._old)
@@ -184,11 +184,11 @@ class TraceWriter:
         return (0, len(finished) - with_kept) if self.kept else (with_kept, 0)
 
     def _old_samples(self, old: ExistingTrace) -> list[str]:
-        """Return the samples of this run that are complete in the older file."""
+        """Return the ids of this run's samples that are complete in the older file."""
         return [name for name in self.sample_ids if old.part(name) is not None]
 
     def append(self, sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig] | None = None) -> None:
-        """Store a sample in the journal, measured for `configs`, by default all of the run, in this order.
+        """Store a sample in the journal, measured for `configs` in this order, by default all of the run's.
 
         Raises TraceError for a sample or configurations that are not of this run, for configurations that are already
         stored or whose number is not the sample's, and where the sample's full-cache run is not the one measured
@@ -217,20 +217,20 @@ class TraceWriter:
             self._lacking.pop(sample.sample_id, None)
 
     def abandon(self) -> None:
-        """Abandon the run: remove a journal that holds no sample."""
+        """Give up the run, and remove its journal if it holds no sample."""
         self._journal.discard_empty()
 
     def failures(self) -> dict[str, str]:
-        """Return sample -> why it failed when it was last measured, for samples that lack a configuration."""
+        """Return sample id -> reason of the last failure, for samples that lack a configuration."""
         reasons = {name: self._failure_reason(name) for name in self._lacking}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def unmeasured(self) -> list[str]:
-        """Return the samples that lack a configuration and did not fail."""
+        """Return the ids of the samples that lack a configuration without having failed."""
         return [name for name in self._lacking if self._failure_reason(name) is None]
 
     def finish(self) -> Path:
-        """Write the file from journal and older file, then remove the journal. Raises TraceError for missing samples.
+        """Write the trace from journal and older file, and remove the journal. Raises TraceError for missing samples.
 
         A file that holds everything is left as it is, its configurations in the order in which it has them.
         """
@@ -248,7 +248,7 @@ class TraceWriter:
         return self.path
 
     def _check_ids(self) -> None:
-        """Raise TraceError unless there is a sample, and every sample id is there once."""
+        """Raise TraceError for an empty list of samples, and for a duplicate sample id."""
         if not self.sample_ids:
             msg = "expected at least one sample in a run, got none"
             raise TraceError(msg)
@@ -257,7 +257,7 @@ class TraceWriter:
             raise TraceError(msg)
 
     def _known_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
-        """Return the labels of configurations. Raises TraceError for one that is not of this run or is there twice."""
+        """Return the labels of configurations. Raises TraceError for a duplicate or one foreign to this run."""
         labels = [config.label() for config in configs]
         invalid = [label for label in labels if label not in self._configs or labels.count(label) > 1]
         if invalid:
@@ -266,7 +266,7 @@ class TraceWriter:
         return labels
 
     def _forget_vanished(self) -> None:
-        """Forget the entries of the journal, whose folder was removed during the run: their samples are missing."""
+        """Forget the entries of a journal removed during the run, so that their samples are missing again."""
         self._begun, before = False, sum(map(len, self._entries.values()))
         self._entries = {
             name: [entry for entry in entries if entry.path.exists()] for name, entries in self._entries.items()
@@ -278,7 +278,7 @@ class TraceWriter:
         )
 
     def _check_part(self, sample: SampleTrace, labels: Sequence[str]) -> None:
-        """Raise TraceError for a part that cannot be joined with those already stored."""
+        """Raise TraceError for a part that cannot be joined with the stored parts."""
         length = sample.sizes()["config"]
         if length != len(labels):
             msg = f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}"
@@ -293,7 +293,7 @@ class TraceWriter:
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
     def _journal_entries(self) -> dict[str, list[Entry]]:
-        """Return sample -> its entries in the journals of this run, older parts before newer ones."""
+        """Return sample id -> its entries in the journals of this run, older parts first."""
         if self._journal.run() is None:
             self._journal.discard()
         entries: dict[str, list[Entry]] = {name: [] for name in self.sample_ids}
@@ -303,7 +303,7 @@ class TraceWriter:
         return entries
 
     def _run_entries(self, journal: Journal) -> list[Entry]:
-        """Return a journal's entries of this run. Raises TraceError where the journal is another run's."""
+        """Return the entries of a journal of this run. Raises TraceError for a journal of another run."""
         run = journal.run()
         if run is None:
             return []
@@ -312,20 +312,20 @@ class TraceWriter:
         return [entry for entry in journal.entries() if entry.sample_id in ids and labels >= set(entry.labels)]
 
     def _is_new(self, entry: Entry) -> bool:
-        """Return whether the file lacks a shard's entry, which it has where a merge was killed after writing it."""
+        """Return whether a shard's entry is not in the file yet, as it is after a killed merge."""
         old = self._old.part(entry.sample_id) if self._old else None
         if entry.reason is not None and self._old:
             return old is None and self._old.failures.get(entry.sample_id) != entry.reason
         return old is None or not set(entry.labels) <= set(old.labels)
 
     def _parts(self, name: str) -> list[ExistingSample | Entry]:
-        """Return the stored parts of a sample, each configuration once, older parts before newer ones."""
+        """Return the stored parts of a sample, older parts first, with no configuration twice."""
         old = self._old.part(name) if self._old else None
         entries = [entry for entry in self._entries[name] if entry.reason is None]
         return disjoint_parts([*([old] if old else []), *entries])
 
     def _find_missing(self) -> dict[str, tuple[EvictionConfig, ...]]:
-        """Return sample -> the configurations that it lacks, for every sample that is not complete."""
+        """Return sample id -> configurations that it lacks, for all incomplete samples."""
         return {name: configs for name in self.sample_ids if (configs := self._missing_configs(name))}
 
     def _missing_configs(self, name: str) -> tuple[EvictionConfig, ...]:
@@ -334,14 +334,14 @@ class TraceWriter:
         return tuple(config for label, config in self._configs.items() if label not in stored)
 
     def _failure_reason(self, name: str) -> str | None:
-        """Return why the sample failed when it was last measured; None where it did not."""
+        """Return the reason of a sample's last failure; None if it did not fail."""
         reasons = [entry.reason for entry in self._entries[name] if entry.reason is not None]
         if self._old and not self._entries[name]:
             return self._old.failures.get(name)
         return reasons[-1] if reasons else None
 
     def _is_finished(self) -> bool:
-        """Return whether the file holds every sample and configuration, and the journal nothing newer."""
+        """Return whether the file holds all samples and configurations, and the journal nothing newer."""
         old = self._old
         if old is None or old.sample_ids != self.sample_ids or set(old.labels) != set(self._configs):
             return False
@@ -350,14 +350,14 @@ class TraceWriter:
         return not any(self._entries[name] and self._parts(name) != [old.part(name)] for name in self.sample_ids)
 
     def _shapes(self, name: str) -> Shapes | None:
-        """Return variable name -> shape of a sample in the finished file; None where the sample failed."""
+        """Return variable name -> shape of a sample in the finished file; None for a failed sample."""
         if name in self._lacking:
             return None
         shapes = with_text_shapes(name, merged_shapes([part.shapes() for part in self._parts(name)]), self.texts)
         return shapes if self.kept else without_kept_shapes(shapes)
 
     def _sample(self, name: str) -> SampleTrace | FailedSample:
-        """Return a sample of the finished file, joined from its stored parts."""
+        """Return a sample for the finished file, joined from its stored parts."""
         if name in self._lacking:
             return FailedSample(name, str(self._failure_reason(name)))
         parts = [(SampleTrace(name, part.arrays()), part.labels) for part in self._parts(name)]

@@ -38,7 +38,7 @@ _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_
 
 
 def columns(trace: Trace) -> dict[str, Variable]:
-    """Return the variables that are columns of the table: those along its axes alone, without codes and texts."""
+    """Return name -> variable for the columns of the table, without codes, texts and variables along other axes."""
     return {
         name: variable
         for name, variable in VARIABLES.items()
@@ -59,7 +59,7 @@ def schema(trace: Trace) -> pa.Schema:
 
 
 def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
-    """Return all rows of a sample; `sample` is its index along the trace's `sample` axis."""
+    """Return all table rows of the sample at index `sample`."""
     shape = tuple(trace.arrays["perturbation_isolated"].shape[1:])
     cells = np.indices(shape).reshape(len(shape), -1)
     measured = trace.measured[sample][cells[AXES.index("step")]]
@@ -79,7 +79,7 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
-    """Write the table of a trace, one sample in memory at a time, and return its number of rows.
+    """Write the table of a trace to `path`, one sample in memory at a time, and return the number of rows.
 
     The path's suffix determines the format. The file is written atomically; `finished` is called after each sample.
     Raises ConfigError for another suffix.
@@ -91,7 +91,7 @@ def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None)
 def _write_batches(
     path: Path, table_schema: pa.Schema, batches: Iterable[pa.RecordBatch], finished: Callable[[], None] = lambda: None
 ) -> int:
-    """Write a table batch by batch and return its number of rows; otherwise as `write`."""
+    """Write a table batch by batch, and return the number of rows; file and errors as in `write`."""
     check_suffix(path)
     is_csv, written = path.suffix == ".csv", 0
     writer_class = pa.csv.CSVWriter if is_csv else pa.parquet.ParquetWriter
@@ -104,7 +104,7 @@ def _write_batches(
 
 
 def escape_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the rows with an apostrophe before each text that a spreadsheet would evaluate.
+    """Return the rows with an apostrophe before every text that a spreadsheet would evaluate as a formula.
 
     A spreadsheet evaluates a text that begins with = + - @, a tab or a carriage return, has more characters, and is no
     number.
@@ -114,18 +114,18 @@ def escape_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _escape_texts(texts: pa.StringArray) -> pa.StringArray:
-    """Return texts with an apostrophe before those that a spreadsheet would evaluate."""
+    """Return the texts, with an apostrophe before those that a spreadsheet would evaluate as a formula."""
     formulas = pc.and_not(pc.match_substring_regex(texts, _FORMULA), pc.match_substring_regex(texts, _NUMBER))
     return pc.if_else(formulas, pc.binary_join_element_wise("'", texts, ""), texts)
 
 
 def tokens_path(path: Path) -> Path:
-    """Return the path of the table of tokens, beside the table at `path`."""
+    """Return the path of the token table, beside the main table at `path`."""
     return path.with_name(f"{path.stem}.tokens{path.suffix}")
 
 
 def write_tokens(trace: Trace, path: Path) -> int:
-    """Write the table of the prompts' tokens, one row each, as `write` does, and return its number of rows.
+    """Write the table of the prompts' tokens, one row per token, as `write`, and return the number of rows.
 
     The trace must hold their text.
     """
@@ -133,7 +133,7 @@ def write_tokens(trace: Trace, path: Path) -> int:
 
 
 def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
-    """Return a row per token of one sample; none where it failed or was stored without text."""
+    """Return the token-table rows of one sample; none for a failed sample or one stored without text."""
     if isinstance(sample, FailedSample) or not (texts := token_texts(sample)):
         return pa.RecordBatch.from_pylist([], schema=_TOKENS)
     values_of = [[sample.sample_id] * len(texts), range(len(texts)), sample.arrays["prompt_token"], texts]
@@ -142,21 +142,21 @@ def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
 
 
 def check_suffix(path: Path) -> None:
-    """Raise ConfigError unless the path ends in .csv or .parquet."""
+    """Raise ConfigError for a path that ends in neither .csv nor .parquet."""
     if path.suffix not in SUFFIXES:
         msg = f"expected a file ending in {' or '.join(SUFFIXES)}, got '{path}'"
         raise ConfigError(msg)
 
 
 def check_not_source(trace: Path, path: Path) -> None:
-    """Raise ConfigError where the output `path` is the trace file itself, under whatever name."""
+    """Raise ConfigError if the output `path` is the trace file itself, links resolved."""
     if real_path(trace) == real_path(path):
         msg = f"expected another file than the trace itself, got {path}; name another"
         raise ConfigError(msg)
 
 
 def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:
-    """Return the columns of the configurations' choices: name -> type and a value per configuration.
+    """Return column name -> (type, value per configuration) for the configurations' fields and options.
 
     Budgets and protected lengths are text: 128 are entries, 0.05 is a fraction.
     """
@@ -173,13 +173,13 @@ def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.Dat
 
 
 def _broadcast(array: np.ndarray[Any, Any], dims: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return one sample's variable as a value per row of the table, repeated along the axes that it lacks."""
+    """Return one sample's variable with one value per table row, repeated along missing axes."""
     aligned = np.asarray(array).reshape([shape[AXES.index(axis)] if axis in dims else 1 for axis in AXES])
     return np.broadcast_to(aligned, shape).reshape(-1)
 
 
 def to_dataset(trace: Trace) -> Any:
-    """Return an `xarray.Dataset` of every variable, named and with units as in a trace file."""
+    """Return the trace as an `xarray.Dataset` of all variables, with names and units as in a trace file."""
     import xarray as xr
 
     coordinates: dict[str, Any] = {"sample": list(trace.sample_ids), "config": trace.run.labels()}
@@ -201,6 +201,6 @@ def to_dataset(trace: Trace) -> Any:
 
 
 def to_table(trace: Trace) -> Any:
-    """Return a `pandas.DataFrame`, one row per sample × configuration × step × layer × head, as `write` stores it."""
+    """Return the trace as a `pandas.DataFrame`, one row per sample × configuration × step × layer × head."""
     batches = [sample_rows(trace, int(sample)) for sample in np.flatnonzero(trace.ok)]
     return pa.Table.from_batches(batches, schema=schema(trace)).to_pandas()

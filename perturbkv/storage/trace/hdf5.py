@@ -41,7 +41,7 @@ _MAX_COMPRESSION = 1032
 
 @contextmanager
 def open_file(path: Path) -> Iterator[StoredFile]:
-    """Open an HDF5 file for reading. Raises TraceError where HDF5 cannot open it."""
+    """Open an HDF5 file for reading, and yield it. Raises TraceError for a file that HDF5 cannot open."""
     try:
         file = h5py.File(path, "r")
     except _HDF5_ERRORS as error:
@@ -66,7 +66,7 @@ class StoredFile:
             return name in self._file
 
     def names(self) -> list[str]:
-        """Return the names of all items in the file. Raises TraceError where a link leads elsewhere.
+        """Return the names of all items in the file. Raises TraceError for a link to another file.
 
         An alias, a soft link to an item of the file, is left out where its name is not one of the format's own.
         """
@@ -83,7 +83,7 @@ class StoredFile:
         return tuple(self._dataset(name).shape)
 
     def has_dtype(self, name: str, dtype: str) -> bool:
-        """Return whether a variable has exactly this type, little-endian; for str, texts of any length."""
+        """Return whether a variable has exactly this dtype, little-endian; for str, variable-length text."""
         with self._translate_errors(f"the type of {name}"):
             kind = self._dataset(name).id.get_type()
             if dtype == "str":
@@ -91,7 +91,7 @@ class StoredFile:
             return bool(kind.equal(_little_endian(dtype)))
 
     def unknown_variable(self, name: str) -> tuple[tuple[str, ...], tuple[int, ...], str, str, str, int] | None:
-        """Return axes, shape, type, unit, meaning and bytes of a variable that the format does not have.
+        """Return (axes, shape, type, unit, meaning, bytes) of a variable that is not part of the format.
 
         None for an item that is no variable.
         """
@@ -109,7 +109,7 @@ class StoredFile:
             return axes, item.shape, str(item.dtype), str(units), str(meaning), int(item.nbytes)
 
     def axes(self, name: str, known: list[str]) -> tuple[str, ...]:
-        """Return the name of the axis attached to each dimension of a variable: one of `known`, 'none' or 'another'."""
+        """Return the axis name of each dimension of a variable: a name in `known`, else 'none' or 'another'."""
         with self._translate_errors(f"the axes of {name}"):
             scales = _dimension_scales(self._file, self._dataset(name))
         datasets = {axis: self._dataset(axis) for axis in known}
@@ -120,13 +120,13 @@ class StoredFile:
 
     @cached_property
     def attributes(self) -> Mapping[str, str | int | float]:
-        """The file's attributes that are texts or single numbers."""
+        """Attributes of the file that are texts or single numbers, by name."""
         with self._translate_errors("its attributes"):
             values = {key: _plain_attribute(self._file.attrs, key) for key in self._file.attrs}
         return {key: value for key, value in values.items() if value is not None}
 
     def text(self, name: str, key: str) -> str:
-        """Return the text of the attribute `key` of a variable."""
+        """Return the text attribute `key` of a variable."""
         if (name, key) in self._texts:
             return self._texts[name, key]
         with self._translate_errors(f"the text '{key}' of {name}"):
@@ -138,13 +138,13 @@ class StoredFile:
         return value
 
     def checksums(self, name: str) -> NDArray[np.uint32] | None:
-        """Return the checksums of a variable's numbers; None where there are none."""
+        """Return the stored checksums of a variable's numbers; None without checksums."""
         with self._translate_errors(f"the sums of {name}"):
             attrs = self._dataset(name).attrs
             return np.atleast_1d(np.asarray(attrs[layout.CHECKSUM], np.uint32)) if layout.CHECKSUM in attrs else None
 
     def read(self, name: str, where: Any = ()) -> NDArray[Any]:
-        """Return a variable's numbers or texts at an index, by default all of them.
+        """Return a variable's numbers or texts at the index `where`, by default all of them.
 
         Raises TraceError for a wrong checksum.
         """
@@ -156,21 +156,21 @@ class StoredFile:
         return numbers
 
     def refuse(self, expected: str, got: str) -> NoReturn:
-        """Raise TraceError for a damaged file, which names what was expected in it and what was there instead."""
+        """Raise TraceError for a damaged file, with a message of the expected and the actual content."""
         advice = "the file is damaged or was changed since it was made; make it again"
         msg = f"expected {expected} in {self.path}, got {got[:200]}; {advice}"
         raise TraceError(msg)
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """Turn any exception inside the block, which may call only HDF5, into a TraceError about `what` is read."""
+        """Turn exceptions of HDF5 calls inside the block into a TraceError on reading `what`."""
         try:
             yield
         except _HDF5_ERRORS:
             self.refuse(what, "what HDF5 cannot read")
 
     def _dataset(self, name: str) -> Any:
-        """Return a variable or an axis. Raises TraceError unless its numbers are stored in this file."""
+        """Return the HDF5 dataset of a variable or an axis. Raises TraceError for numbers outside this file."""
         if name not in self._datasets:
             with self._translate_errors(f"the variable {name}"):
                 item = self._file[name]
@@ -183,7 +183,7 @@ class StoredFile:
         return self._datasets[name]
 
     def _check_storage(self, name: str, item: h5py.Dataset) -> None:
-        """Raise TraceError for numbers in other files or datasets, and for filters that are not HDF5's own."""
+        """Raise TraceError for numbers stored in other files or datasets, and for third-party filters."""
         properties = item.id.get_create_plist()
         filters = {properties.get_filter(index)[0] for index in range(properties.get_nfilters())}
         if properties.get_layout() not in _LOCAL_LAYOUTS or properties.get_external_count():
@@ -192,7 +192,7 @@ class StoredFile:
             self.refuse(f"{name} under deflate, shuffle and Fletcher32 alone", f"the filters {sorted(filters)}")
 
     def _check_size(self, name: str, item: h5py.Dataset) -> None:
-        """Raise TraceError for a shape whose numbers the file cannot hold, before memory is allocated for them."""
+        """Raise TraceError for a shape too large for the file's size, before memory is allocated."""
         stored, samples = item.id.get_storage_size(), item.shape[0] if item.shape else 1
         if item.nbytes > max(_MAX_FILL_BYTES, stored * _MAX_COMPRESSION * max(samples, 1)):
             self.refuse(f"the numbers of {name}", f"the shape {item.shape} and {stored} bytes of them")
@@ -203,12 +203,12 @@ class StoredFile:
 
 @cache
 def _little_endian(dtype: str) -> Any:
-    """Return HDF5's little-endian type of a NumPy type."""
+    """Return HDF5's little-endian type for a NumPy dtype name."""
     return h5py.h5t.py_create(np.dtype(dtype).newbyteorder("<"))
 
 
 def _dimension_scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
-    """Return the dimension scale of each dimension of a variable; None for a dimension without one.
+    """Return the dimension scale of each dimension of a variable; None where a dimension has no scale.
 
     The attribute is read as the specification of dimension scales defines it, as HDF5's own reader crashes on
     attributes of another type.
@@ -221,7 +221,7 @@ def _dimension_scales(file: h5py.File, item: h5py.Dataset) -> list[Any]:
 
 
 def _plain_attribute(attrs: h5py.AttributeManager, key: str) -> str | int | float | None:
-    """Return an attribute that is a text or a single number; None for any other."""
+    """Return an attribute that is a text or a single number; None for any other value."""
     attribute = attrs.get_id(key)
     kind = attribute.dtype
     if attribute.shape != () or not (kind.kind in "iuf" or h5py.check_string_dtype(kind)):
@@ -241,7 +241,7 @@ _OBJECT_HEADER = struct.Struct("<HH4xQ")
 
 
 def check_heaps(path: Path) -> None:
-    """Raise TraceError unless the objects of each global heap fill it without gaps.
+    """Raise TraceError if the objects of a global heap do not fill it without gaps.
 
     A file is read through once, and again when it has changed.
     """
@@ -251,7 +251,7 @@ def check_heaps(path: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
-    """Check the heaps once per `stamp`, which identifies the version of the file."""
+    """Check the heaps, once per `stamp`, which identifies the file's version."""
     with path.open("rb") as stream:
         for offset in list(_heap_offsets(stream)):
             if not _is_filled(stream, offset):
@@ -263,7 +263,7 @@ def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
 
 
 def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
-    """Yield the offsets of all global heaps."""
+    """Yield the file offsets of all global heaps."""
     begin, overlap = 0, b""
     while block := stream.read(_BLOCK_BYTES):
         block = overlap + block
@@ -276,7 +276,7 @@ def _heap_offsets(stream: BinaryIO) -> Iterator[int]:
 
 
 def _is_filled(stream: BinaryIO, offset: int) -> bool:
-    """Return whether the objects of the heap at an offset fill it without gaps."""
+    """Return whether objects fill the global heap at `offset` without gaps."""
     stream.seek(offset + len(_HEADER))
     raw = stream.read(8)
     size = int.from_bytes(raw, "little") - len(_HEADER) - 8

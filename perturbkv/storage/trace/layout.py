@@ -43,7 +43,7 @@ STORED = {**VARIABLES, **FLAGS}
 
 
 def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
-    """Return a lower bound of a trace file's size in bytes: its prompts' tokens, which are stored uncompressed."""
+    """Return a lower bound of a trace file's bytes: those of its prompts' tokens, which are uncompressed."""
     variables = [
         variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
     ]
@@ -57,14 +57,14 @@ CHECKSUM = "crc32"
 
 
 def checksum_of(block: NDArray[Any], before: int = 0) -> int:
-    """Return the CRC-32 of numbers or texts, continued from `before`, the CRC-32 of earlier ones."""
+    """Return the CRC-32 of a block of numbers or texts, continued from the CRC-32 `before`."""
     if block.dtype.kind in "OU":
         return zlib.crc32("".join(f"{text}\0" for text in block.flat).encode(), before)
     return zlib.crc32(np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<")).data, before)
 
 
 def checksums_agree(sums: NDArray[np.uint32] | None, numbers: NDArray[Any], where: Any, name: str) -> bool:
-    """Return whether numbers that were read at index `where` of a variable have its checksums.
+    """Return whether numbers read at the index `where` of a variable match the stored checksums.
 
     True where there are no checksums, and for a part of a variable that has a single one.
     """
@@ -81,17 +81,17 @@ def checksums_agree(sums: NDArray[np.uint32] | None, numbers: NDArray[Any], wher
 
 
 def checksum_text(units: str, long_name: str) -> str:
-    """Return a variable's unit and meaning as the one text that is checksummed."""
+    """Return a variable's unit and meaning joined into one text for its checksum."""
     return f"{units}\0{long_name}"
 
 
 def checksum_document(attributes: Mapping[str, str], texts: Mapping[str, str]) -> str:
-    """Return the checksums of the file's attributes and of each variable's unit and meaning, as JSON."""
+    """Return the checksums of the file's attributes and of the variables' units and meanings, as JSON text."""
     return json.dumps({"attributes": _text_checksums(attributes), "variables": _text_checksums(texts)}, sort_keys=True)
 
 
 def first_difference(document: str, attributes: Mapping[str, str], texts: Mapping[str, str]) -> str | None:
-    """Return the name of the first attribute or variable whose text is missing or was changed; None where none was.
+    """Return the name of the first attribute or variable with a missing or changed text; None if all are intact.
 
     `document` is the text of `checksum_document`; texts without a checksum in it are ignored. Raises ValueError for
     any other document.
@@ -109,5 +109,5 @@ def first_difference(document: str, attributes: Mapping[str, str], texts: Mappin
 
 
 def _text_checksums(texts: Mapping[str, str]) -> dict[str, int]:
-    """Return the CRC-32 of each text, by its name."""
+    """Return name -> CRC-32 of the text of that name."""
     return {name: zlib.crc32(text.encode()) for name, text in texts.items()}

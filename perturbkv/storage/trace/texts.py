@@ -40,7 +40,7 @@ class SampleText:
     expected: Sequence[str] = ()
 
     def answers(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the variables `ANSWER_TEXT` of a sample with these arrays; none where nothing was generated."""
+        """Return the `ANSWER_TEXT` variables of a sample, decoded from its arrays; empty without generation."""
         if not arrays.keys() >= set(_GENERATED):
             return {}
         decoded: dict[tuple[int, ...], str] = {}  # most caches give the same answer as others
@@ -59,12 +59,12 @@ Texts = Mapping[str, SampleText]
 
 
 def storable_text(text: str) -> str:
-    """Return a text as HDF5 can store it: U+0000 is replaced; lone surrogates are escaped as in JSON."""
+    """Return a text in a form that HDF5 can store: U+0000 replaced, lone surrogates escaped as in JSON."""
     return text.replace(_NUL, _SHOWN_NUL).encode(errors="backslashreplace").decode()
 
 
 def token_texts(sample: SampleTrace) -> list[str]:
-    """Return the text of each token of the sample's prompt; none where it is stored without text.
+    """Return the text of each token of the sample's prompt; empty for a sample stored without text.
 
     Raises TraceError where the tokens' starts do not ascend within the text.
     """
@@ -82,7 +82,7 @@ def token_texts(sample: SampleTrace) -> list[str]:
 
 
 def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> SampleTrace | FailedSample:
-    """Return the sample with its text from `texts` and no other text; unchanged where `texts` is None."""
+    """Return the sample with its texts replaced by those in `texts`; unchanged for None."""
     if texts is None or isinstance(sample, FailedSample):
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -91,7 +91,7 @@ def with_text(sample: SampleTrace | FailedSample, texts: Texts | None) -> Sample
 
 
 def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Shapes:
-    """Return variable name -> shape of a sample after `with_text`, from its shapes before."""
+    """Return variable name -> shape of a sample after `with_text`, given the shapes before."""
     if texts is None:
         return shapes
     others = {name: shape for name, shape in shapes.items() if name not in (*TEXT, *ANSWER_TEXT)}
@@ -106,7 +106,7 @@ def with_text_shapes(sample_id: str, shapes: Shapes, texts: Texts | None) -> Sha
 
 
 def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSample:
-    """Return the sample with digests instead of its kept positions; unchanged where it has none."""
+    """Return the sample with kept positions replaced by digests; unchanged without kept positions."""
     if isinstance(sample, FailedSample) or KEPT[0] not in sample.arrays:
         return sample
     others = {name: array for name, array in sample.arrays.items() if name not in KEPT}
@@ -114,6 +114,6 @@ def without_kept(sample: SampleTrace | FailedSample) -> SampleTrace | FailedSamp
 
 
 def without_kept_shapes(shapes: Shapes) -> Shapes:
-    """Return variable name -> shape of a sample after `without_kept`, from its shapes before."""
+    """Return variable name -> shape of a sample after `without_kept`, given the shapes before."""
     others = {name: shape for name, shape in shapes.items() if name not in KEPT}
     return {**others, DIGEST: shapes["kept_count"]} if KEPT[0] in shapes else shapes

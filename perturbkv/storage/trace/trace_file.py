@@ -49,7 +49,7 @@ from perturbkv.user_files import FileKind
 
 
 def read_sample(file: StoredFile, names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
-    """Return those of the named variables that a complete sample has, as in a `SampleTrace`; others are not read.
+    """Return name -> array of the named variables that a complete sample has, as in a `SampleTrace`.
 
     Raises TraceError where its codes are no valid kept positions.
     """
@@ -87,7 +87,7 @@ _FORMAT_ATTRIBUTES = ("run", "_NCProperties", layout.CHECKSUM)
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Return a finished trace. Raises TraceError for any other file, and where its labels are not its run's.
+    """Return a finished trace. Raises TraceError for any other file, and for labels that differ from the run's.
 
     Kept positions, text and saved outputs, which may be larger than memory should hold, are read when first used;
     everything else at once. Variables that the file lacks are absent: `Trace.get` raises an error that names the
@@ -108,12 +108,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _is_large(name: str) -> bool:
-    """Return whether a variable may be larger than memory should hold, so that it is read when first used."""
+    """Return whether a variable may exceed memory, and so is read on first use."""
     return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
 
 
 def _variable_reader(path: Path) -> Callable[[str], Any]:
-    """Return a function that reads a variable by its name; it raises TraceError once the file was written again."""
+    """Return a function from a variable's name to its contents, which raises TraceError once the file has changed."""
     stamp = path.stat().st_mtime_ns
 
     def read(name: str) -> Any:
@@ -126,7 +126,7 @@ def _variable_reader(path: Path) -> Callable[[str], Any]:
 
 
 def _check_contents(file: StoredFile, name: str, contents: Any) -> None:
-    """Raise TraceError for a large variable with positions outside a prompt or its text, or invalid lists of texts."""
+    """Raise TraceError for a large variable with positions outside prompt or text, or with invalid text lists."""
     if name == "kept_code":
         related = {other: file.read(other) for other in (*KEPT[:2], "kept_count", "prompt_tokens")}
         check_codes(file.path, related, file.read("complete") != 0, contents)
@@ -169,7 +169,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Return a trace's run, samples, variables and provenance. Raises TraceError as `read_trace` does."""
+    """Return a trace file's run, samples, variables and provenance. Raises TraceError as `read_trace`."""
     with open_trace(path) as file:
         run = _check_and_read_run(file)
         ids, failures = _read_samples(file)
@@ -182,19 +182,19 @@ def describe(path: Path) -> Description:
 
 
 def _samples_with_text(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of the samples that are stored with their prompt's text."""
+    """Return the ids of the samples stored with the text of the prompt."""
     counts = file.read("prompt_count") if all(name in file for name in TEXT) else np.zeros(len(ids))
     return tuple(name for name, count in zip(ids, counts, strict=True) if count)
 
 
 def _samples_with_answers(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of the samples that are stored with the text of answers."""
+    """Return the ids of the samples stored with the text of answers."""
     answers = file.read("expected_answers") if all(name in file for name in ANSWER_TEXT) else np.full(len(ids), "")
     return tuple(name for name, expected in zip(ids, answers.tolist(), strict=True) if expected)
 
 
 def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
-    """Return the ids of the complete samples that are stored with every head's kept positions."""
+    """Return the ids of the complete samples stored with kept positions."""
     if not all(name in file for name in KEPT):
         return ()
     counts, lengths = (file.read(name).reshape(len(ids), -1) for name in ("kept_count", "kept_length"))
@@ -203,7 +203,7 @@ def _samples_with_kept(file: StoredFile, ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
-    """Return a variable's description, also of an unknown one; None for an item that is no variable."""
+    """Return the description of a known or unknown variable; None for an item that is no variable."""
     if name not in STORED:
         unknown = file.unknown_variable(name)
         return unknown and StoredVariable(*unknown)
@@ -216,14 +216,14 @@ def _describe_variable(file: StoredFile, name: str) -> StoredVariable | None:
 
 
 def read_run(path: Path) -> RunConfig:
-    """Return the run of a trace file without reading its numbers. Raises TraceError as `read_trace` does."""
+    """Return the run of a trace file, without reading its numbers. Raises TraceError as `read_trace`."""
     with open_trace(path) as file:
         check_version(file)
         return parse_run(file)
 
 
 def describe_whole(path: Path) -> Description:
-    """Return the description of a trace that has every required variable, so that it can be extended.
+    """Return the description of a trace with all required variables, which can therefore be extended.
 
     Raises TraceError as `describe` does, and where a variable is missing that a trace MUST hold.
     """
@@ -239,7 +239,7 @@ def describe_whole(path: Path) -> Description:
 
 @contextmanager
 def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
-    """Open a trace file for reading.
+    """Open a trace file for reading, and yield it.
 
     Raises TraceError for a missing or damaged file, and for one that was written after `stamp` (st_mtime_ns).
     """
@@ -256,7 +256,7 @@ def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
 
 
 def _missing_message(path: Path) -> str:
-    """Return the message of the error for a missing trace, which may be unfinished or in shards."""
+    """Return the error message for a missing trace, which may be unfinished or divided into shards."""
     journal = Journal(journal_path(path))
     if journal.folder.exists():
         count = len(journal.sample_ids())
@@ -271,7 +271,7 @@ def _missing_message(path: Path) -> str:
 
 
 def _check_and_read_run(file: StoredFile) -> RunConfig:
-    """Return a file's run after checking its structure, axes, shapes, states and offsets.
+    """Return the run of a file after checking its structure, axes, shapes, states and offsets.
 
     Raises TraceError for an invalid file, such as one with offsets outside their axes or with a sample that is neither
     complete nor failed.
@@ -299,7 +299,7 @@ def _check_and_read_run(file: StoredFile) -> RunConfig:
 
 
 def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
-    """Return the measured layers' indices; None where the file stores none. Raises TraceError for an invalid list."""
+    """Return the indices of the measured layers; None if not stored. Raises TraceError for an invalid list."""
     text = file.attributes.get(MEASURED_LAYERS)
     if text is None:
         return None
@@ -313,23 +313,23 @@ def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
 
 
 def _read_names(file: StoredFile, axis: str) -> list[str]:
-    """Return the coordinate of an axis of texts."""
+    """Return the coordinate of a text axis: its names in order."""
     return [str(name) for name in file.read(axis)]
 
 
 def _read_samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return all sample ids, and the id of each failed sample -> its reason."""
+    """Return all sample ids, and failed sample id -> reason."""
     ids, complete = tuple(_read_names(file, "sample")), file.read("complete")
     states = zip(ids, file.read("failure"), complete, strict=True)
     return ids, {name: str(reason) for name, reason, is_complete in states if not is_complete}
 
 
 def _provenance(file: StoredFile) -> dict[str, str]:
-    """Return the root attributes that are not the format's own."""
+    """Return the root attributes that are not part of the format itself."""
     return {name: str(value) for name, value in file.attributes.items() if name not in _FORMAT_ATTRIBUTES}
 
 
 def _digest(path: Path) -> str:
-    """Return a short digest of a file's content."""
+    """Return a short hexadecimal digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:12]

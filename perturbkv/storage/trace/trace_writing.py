@@ -47,27 +47,27 @@ class Stream(io.RawIOBase):
         self._unwritten: list[tuple[int, bytes]] = []
 
     def check(self) -> None:
-        """Raise the first OSError, where a write failed."""
+        """Raise the first OSError of a failed write, if any."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the underlying file."""
         if not self.closed:
             os.close(self._file)
         super().close()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the offset and return it."""
+        """Set the offset, and return it."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
         return self._at
 
     def tell(self) -> int:
-        """Return the offset."""
+        """Return the current offset."""
         return self._at
 
     def write(self, data: Any) -> int:
-        """Write at the offset; after a failure data stays in memory."""
+        """Write at the offset, and return the number of bytes; after a failure, data stays in memory."""
         view = memoryview(data).cast("B")
         self._try(lambda: self._write_all(view))
         if self._failure is not None:
@@ -77,7 +77,7 @@ class Stream(io.RawIOBase):
         return len(view)
 
     def readinto(self, buffer: Any) -> int:
-        """Read at the offset, from the file and from memory; unwritten bytes are zero."""
+        """Read into the buffer at the offset, from file and memory, and return its length; unwritten bytes are zero."""
         view = memoryview(buffer).cast("B")
         view[:] = os.pread(self._file, len(view), self._at).ljust(len(view), b"\0")
         for begin, data in self._unwritten:
@@ -88,7 +88,7 @@ class Stream(io.RawIOBase):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the file's size."""
+        """Set the file's size, and return it."""
         end = self._at if size is None else size
         self._try(lambda: os.ftruncate(self._file, end))
         self._end = end
@@ -101,7 +101,7 @@ class Stream(io.RawIOBase):
             done += os.pwrite(self._file, data[done:], self._at + done)
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Call `work` unless an earlier call failed; remember its OSError."""
+        """Call `work` unless an earlier call failed; store its OSError."""
         if self._failure is None:
             try:
                 work()
@@ -110,7 +110,7 @@ class Stream(io.RawIOBase):
 
 
 def run_uninterrupted(work: Callable[[threading.Event], None]) -> None:
-    """Run `work` in another thread, so that Ctrl-C cannot interrupt a call of HDF5, which would fail.
+    """Run `work` in another thread, so that Ctrl-C does not interrupt (and break) an HDF5 call.
 
     `work` gets an event that is set when it should stop; Ctrl-C takes effect when it has stopped.
     """
@@ -179,7 +179,7 @@ def write_trace(
 
 
 def _check_free_space(folder: Path, needed: int) -> None:
-    """Raise OSError unless `needed` bytes, a lower bound of the file's size, are free."""
+    """Raise OSError if fewer than `needed` bytes are free in a folder's file system."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
@@ -193,7 +193,7 @@ def _create_variables(
     sample_ids: Sequence[str],
     labels: list[str],
 ) -> dict[str, _ChecksummedVariable]:
-    """Write the file's attributes and coordinates, and return its variables, still empty, by name."""
+    """Write the file's attributes and coordinates, and return name -> new, empty variable."""
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in attrs.items():
         file.attrs[name] = text
@@ -207,7 +207,7 @@ def _create_variables(
 
 
 def _storable_texts(value: Any) -> NDArray[Any]:
-    """Return an array of texts, or a single text as an array without axes, as HDF5 can store them."""
+    """Return texts as an array that HDF5 can store; a single text becomes a zero-dimensional array."""
     texts = [storable_text(str(text)) for text in np.asarray(value, dtype=object).flat]
     return np.array(texts, dtype=object).reshape(np.shape(value))
 
@@ -219,7 +219,7 @@ def _write_coordinates(
     labels: list[str],
     layers: Sequence[int] | None,
 ) -> None:
-    """Write the coordinates; `layers` are the indices of the measured layers, None: all."""
+    """Write the coordinates of all axes; `layers` are the indices of the measured layers, None for all."""
     texts = {"sample": list(sample_ids), "config": labels}
     numbers = {} if layers is None else {"layer": np.array(layers)}
     for axis in (name for name in AXES if name in sizes):  # in one order, whichever axis a sample has first
@@ -237,7 +237,7 @@ def _write_coordinates(
 
 
 def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return h5py's storage options: chunks with checksums, and compression for matrices and codes in bytes.
+    """Return h5py's storage options: chunks with checksums, compressed for matrices and byte codes.
 
     Texts take no filter (HDF5 2.0): a chunk holds only their addresses.
     """
@@ -255,7 +255,7 @@ def _storage(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapping[str, int]) -> h5py.Dataset:
-    """Return a new variable filled with NaN (floats) or 0 (integers)."""
+    """Create a variable filled with NaN (floats) or 0 (integers), and return its dataset."""
     shape = tuple(sizes[axis] for axis in variable.axes)
     dataset = file.create_dataset(name, shape=shape, **_storage(variable.dtype, shape))
     dataset.attrs["units"], dataset.attrs["long_name"] = variable.units, variable.long_name
@@ -280,7 +280,7 @@ class _ChecksummedVariable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole variable."""
+        """Shape of the whole variable."""
         return tuple(self._dataset.shape)
 
     def __setitem__(self, where: int | slice, value: Any) -> None:
@@ -294,12 +294,12 @@ class _ChecksummedVariable:
             self._buffer(where, whole[np.newaxis])
 
     def finish(self) -> None:
-        """Write buffered blocks and the checksums."""
+        """Write the remaining buffered blocks and the checksums."""
         self._write()
         self._dataset.attrs[layout.CHECKSUM] = self._checksums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
-        """Buffer a block for the rows from `begin` on, and write the buffer once it fills a chunk."""
+        """Buffer a block of rows that starts at row `begin`, and write the buffer once it fills a chunk."""
         if begin != self._end:
             self._write()
             self._begin = begin
@@ -325,7 +325,7 @@ def _write_sample(
     sample: SampleTrace | FailedSample,
     filled: dict[str, int],
 ) -> None:
-    """Write the sample at an index of the `sample` axis, its `complete` flag last.
+    """Write the sample at `index` of the `sample` axis, its flag `complete` last.
 
     `filled`: axis of `ROWS` -> the rows that earlier samples fill; it grows by the sample's own.
     """
@@ -337,7 +337,7 @@ def _write_sample(
 
 
 def save(trace: Trace, path: Path) -> Path:
-    """Write a trace's file atomically and return its path.
+    """Write a trace to a file atomically, and return the path.
 
     Raises TraceError where a required variable is missing.
     """

@@ -32,14 +32,14 @@ _MEASURED = tuple(name for name, variable in VARIABLES.items() if not variable.o
 
 
 def check_states(path: Path, complete: NDArray[Any], reasons: NDArray[Any]) -> None:
-    """Raise TraceError unless every sample is either complete, or failed and has a reason."""
+    """Raise TraceError for a sample that is neither complete, nor failed with a reason."""
     for index, (flag, reason) in enumerate(zip(complete.tolist(), reasons.tolist(), strict=True)):
         if flag not in (0, 1) or bool(flag) == bool(reason):
             _refuse(path, f"sample {index} complete, or failed for a reason,", f"complete {flag} and '{reason}'")
 
 
 def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> None:
-    """Raise TraceError unless counts, flags and measured numbers are possible.
+    """Raise TraceError for impossible counts, flags or measured numbers.
 
     `measured` (sample, step): True where a step has numbers. Variables that `arrays` lacks are not checked.
     """
@@ -58,7 +58,7 @@ def check_numbers(path: Path, arrays: Arrays, measured: NDArray[np.bool_]) -> No
 
 
 def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArray[Any]) -> None:
-    """Raise TraceError unless every stored code of kept positions has `kept_count` of them, within the prompt.
+    """Raise TraceError for a stored code that does not give `kept_count` positions within the prompt.
 
     `arrays` holds kept_offset, kept_length, kept_count and prompt_tokens; offsets point into `codes`.
     """
@@ -75,7 +75,7 @@ def check_codes(path: Path, arrays: Arrays, ok: NDArray[np.bool_], codes: NDArra
 
 
 def check_text(path: Path, arrays: Arrays, starts: NDArray[Any]) -> None:
-    """Raise TraceError unless every prompt's tokens begin within its text, in ascending order.
+    """Raise TraceError for prompts whose tokens do not begin within the text, in ascending order.
 
     `arrays` holds prompt_text, and prompt_offset and prompt_count, which point into `starts`.
     """
@@ -87,7 +87,7 @@ def check_text(path: Path, arrays: Arrays, starts: NDArray[Any]) -> None:
 
 
 def check_expected_answers(path: Path, expected: NDArray[Any]) -> None:
-    """Raise TraceError unless accepted answers are a JSON list of texts in every sample that has any."""
+    """Raise TraceError for accepted answers that are not a JSON list of texts."""
     for text in filter(None, expected.tolist()):
         try:
             answers = json.loads(text)
@@ -98,7 +98,7 @@ def check_expected_answers(path: Path, expected: NDArray[Any]) -> None:
 
 
 def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:
-    """Raise TraceError for impossible counts of tokens or entries in the samples that are `ok`."""
+    """Raise TraceError for impossible counts of tokens or entries in the complete samples (mask `ok`)."""
     tokens, kept, stage1 = (arrays[name][ok] for name in ("prompt_tokens", "kept_count", "stage1_count"))
     _check_within(path, "prompt_tokens", tokens, 1, np.full_like(tokens, _MOST_TOKENS))
     _check_within(path, "kept_count", kept, 0, _broadcast(tokens, kept) + 1)
@@ -110,14 +110,14 @@ def _check_counts(path: Path, arrays: Arrays, ok: NDArray[np.bool_]) -> None:
 
 
 def _check_finite(path: Path, name: str, numbers: NDArray[Any], measured: NDArray[np.bool_]) -> None:
-    """Raise TraceError for NaN in a variable where a (sample, step) was measured."""
+    """Raise TraceError for NaN in a variable at a measured (sample, step)."""
     steps = np.moveaxis(numbers, VARIABLES[name].axes.index("step"), 1)
     if np.isnan(steps[measured]).any():
         _refuse(path, f"a number everywhere in {name} where a step was measured", "NaN")
 
 
 def _check_within(path: Path, name: str, numbers: NDArray[Any], low: int, high: NDArray[Any]) -> None:
-    """Raise TraceError for numbers below `low` or not below `high`."""
+    """Raise TraceError for numbers outside the range from `low` to below `high`."""
     wrong = (numbers < low) | (numbers >= high)
     if wrong.any():
         index = tuple(np.argwhere(wrong)[0].tolist())
@@ -125,12 +125,12 @@ def _check_within(path: Path, name: str, numbers: NDArray[Any], low: int, high: 
 
 
 def _broadcast(per_sample: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
-    """Return (sample,) numbers broadcast to the shape of `like`."""
+    """Return per-sample numbers (sample,) broadcast to the shape of `like`."""
     return np.broadcast_to(per_sample.reshape(-1, *[1] * (like.ndim - 1)), like.shape)
 
 
 def _refuse(path: Path, expected: str, got: object) -> NoReturn:
-    """Raise TraceError for a file that was changed, which names what was expected in it and what was there."""
+    """Raise TraceError for a changed file, with a message of the expected and the actual content."""
     msg = f"expected {expected} in {path}, got {got}; the file was changed since it was made; make it again"
     raise TraceError(msg)
 
@@ -140,7 +140,7 @@ _REQUIRED = ("sample", "config", "step", *FLAGS)
 
 
 def check_structure(file: StoredFile) -> None:
-    """Raise TraceError unless every known axis and variable is as the format specifies it."""
+    """Raise TraceError for a known axis or variable that violates the format's specification."""
     names = file.names()
     for name in _REQUIRED:
         if name not in names:
@@ -156,17 +156,17 @@ def check_structure(file: StoredFile) -> None:
 
 
 def known_axes(names: list[str]) -> list[str]:
-    """Return the axes of the format that are among the names of a file's items."""
+    """Return the format's axes that occur in `names`, the items of a file."""
     return [axis for axis in AXES if axis in names]
 
 
 def known_variables(names: list[str]) -> list[str]:
-    """Return the variables of the format that are among the names of a file's items."""
+    """Return the format's variables that occur in `names`, the items of a file."""
     return [name for name in STORED if name in names]
 
 
 def check_version(file: StoredFile) -> None:
-    """Raise TraceError for a file of another format, or of another version of it."""
+    """Raise TraceError for a file of another format or format version."""
     attrs = file.attributes
     if attrs.get("format") != FORMAT:
         file.refuse("a perturbkv trace", "another HDF5 file")
@@ -181,7 +181,7 @@ def check_version(file: StoredFile) -> None:
 
 
 def parse_run(file: StoredFile) -> RunConfig:
-    """Return the configuration of the file's run. Raises TraceError where it is invalid."""
+    """Return the run's configuration stored in a file. Raises TraceError for an invalid one."""
     text = file.attributes.get("run")
     if not isinstance(text, str):
         file.refuse("the run as JSON", "none")
@@ -192,13 +192,13 @@ def parse_run(file: StoredFile) -> RunConfig:
 
 
 def _check_type(file: StoredFile, name: str, dtype: str) -> None:
-    """Raise TraceError unless a variable or axis has this type; any type passes for an empty `dtype`."""
+    """Raise TraceError for a variable or axis of another dtype; an empty `dtype` accepts any."""
     if dtype and not file.has_dtype(name, dtype):
         file.refuse(f"{name} of the type {dtype}", "another")
 
 
 def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
-    """Raise TraceError unless a variable has the type, the axes and the unit of the format."""
+    """Raise TraceError for a variable whose type, axes or unit differ from the format."""
     variable = STORED[name]
     _check_type(file, name, variable.dtype)
     if (stored := file.axes(name, axes)) != variable.axes:
@@ -208,7 +208,7 @@ def _check_variable(file: StoredFile, name: str, axes: list[str]) -> None:
 
 
 def _check_checksums(file: StoredFile, names: list[str]) -> None:
-    """Raise TraceError for a changed text or a missing checksum; do nothing for a file without any checksums."""
+    """Raise TraceError for a changed text or a missing checksum; accept a file without any checksums."""
     attrs = file.attributes
     if layout.CHECKSUM not in attrs:
         return
@@ -229,7 +229,7 @@ Counts = NDArray[np.int64]
 
 
 def check_configs(path: Path, labels: Sequence[str], stored: Sequence[str]) -> None:
-    """Raise TraceError unless the coordinate `config` holds the labels of the run's configurations in their order."""
+    """Raise TraceError if the coordinate `config` differs from the labels of the run's configurations, in order."""
     if len(stored) != len(labels):
         _refuse(path, f"the {len(labels)} configurations of the run along 'config'", len(stored))
     for index, (expected, got) in enumerate(zip(labels, stored, strict=True)):
@@ -238,28 +238,28 @@ def check_configs(path: Path, labels: Sequence[str], stored: Sequence[str]) -> N
 
 
 def check_run(path: Path, lengths: Mapping[str, int], run: RunConfig) -> None:
-    """Raise TraceError unless the axes of samples and steps are as long as the run says."""
+    """Raise TraceError if the lengths of the sample and step axes differ from the run's."""
     for axis, expected in (("sample", run.samples), ("step", run.steps)):
         if lengths[axis] != expected:
             _refuse(path, f"the {expected} places of the run along '{axis}'", lengths[axis])
 
 
 def check_samples(path: Path, ids: Sequence[str]) -> None:
-    """Raise TraceError unless sample ids are unique."""
+    """Raise TraceError for a duplicate sample id."""
     if len(set(ids)) < len(ids):
         twice = next(name for name in ids if list(ids).count(name) > 1)
         _refuse(path, "every sample id once along 'sample'", f"'{twice}' twice")
 
 
 def check_coordinate(path: Path, axis: str, stored: NDArray[np.generic], measured: Sequence[int] | None = None) -> None:
-    """Raise TraceError unless an axis has the coordinate 0, 1, 2, …, or the indices of the measured layers."""
+    """Raise TraceError if an axis' coordinate is not 0, 1, 2, …, or not the layer indices `measured`, if given."""
     if not np.array_equal(stored, np.arange(len(stored)) if measured is None else np.array(measured)):
         expected = f"0 … {len(stored) - 1}" if measured is None else " ".join(map(str, measured))
         _refuse(path, f"the places {expected} along '{axis}'", f"{stored[:8].tolist()} …")
 
 
 def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise TraceError unless every variable is as long along each axis as the axis' coordinate."""
+    """Raise TraceError for a variable whose shape contradicts the lengths of its axes."""
     for name, shape in shapes.items():
         axes = VARIABLES[name].axes if name in VARIABLES else ("sample",)
         expected = tuple(lengths[axis] for axis in axes)
@@ -268,7 +268,7 @@ def check_shapes(path: Path, lengths: Mapping[str, int], shapes: Mapping[str, tu
 
 
 def check_step_counts(path: Path, measured: Counts, ok: NDArray[np.bool_], steps: int) -> None:
-    """Raise TraceError unless `steps_measured` is 1 … `steps` in every complete sample and 0 in every failed one."""
+    """Raise TraceError if `steps_measured` is not 1 … `steps` in complete samples and 0 in failed samples."""
     wrong = np.where(ok, (measured < 1) | (measured > steps), measured != 0)
     if wrong.any():
         sample = int(wrong.argmax())
@@ -277,7 +277,7 @@ def check_step_counts(path: Path, measured: Counts, ok: NDArray[np.bool_], steps
 
 
 def check_ranges(path: Path, axis: str, names: tuple[str, str], offset: Counts, count: Counts, rows: int) -> None:
-    """Raise TraceError unless the ranges of two variables, offset and count, lie within the `rows` of an axis."""
+    """Raise TraceError for ranges (offset, count) of two variables that exceed the `rows` of an axis."""
     wrong = (offset < 0) | (count < 0) | (count > rows - offset)
     if wrong.any():
         where = tuple(np.argwhere(wrong)[0].tolist())
