@@ -36,7 +36,7 @@ class Need:
     def has_no_effect(self, name: str, run: DataOptions, configs: Sequence[EvictionConfig]) -> bool:
         """Return whether no configuration meets the condition; with `each`, whether some option value lacks one."""
         useful = [config for config in configs if self.is_met(run, config)]
-        if not self.each:
+        if not self.each or not useful:
             return not useful
         return {getattr(config, name) for config in useful} != {getattr(config, name) for config in configs}
 

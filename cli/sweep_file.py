@@ -159,9 +159,8 @@ class Entry:
     locations: tuple[Location, ...]
 
     def locate(self, value: Any) -> Location:
-        """Return the location of a value; for a value not in the entry, the key's location."""
-        locations: dict[Any, Location] = dict(zip(self.values, self.locations, strict=True))
-        return locations.get(value, self.location)
+        """Return the first location of a value; for a value not in the entry, the key's location."""
+        return next((at for one, at in zip(self.values, self.locations, strict=True) if one == value), self.location)
 
 
 Entries = Mapping[str, Entry]

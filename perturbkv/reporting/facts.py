@@ -49,7 +49,7 @@ def run_facts(trace: Trace, sides: Sides) -> tuple[Fact, ...]:
         "Samples": plural(run.samples, "sample") + (f", {run.failed} failed" if run.failed else ""),
         "Configurations": _configurations_text(trace, sides),
         "Budgets": ", ".join(map(str, sides.budgets)),
-        "Held / full": _cache_shares_text(trace),
+        "Cache share": _cache_shares_text(trace),
         "Noise floor": _noise_floor_text(trace),
         "Trace": " · ".join([trace.source or "in memory", *([run.trace] if run.trace else [])]),
         "Made with": run.made_with,

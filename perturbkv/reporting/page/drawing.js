@@ -6,7 +6,7 @@ import { currentViews } from "./view.js";
 /** @typedef {import("./choice.js").Chosen} Chosen */
 /** @typedef {import("./view.js").View} View */
 /**
- * @typedef {{id: string, needs: string[], controls?: (index: HTMLElement, chosen: Chosen) => void,
+ * @typedef {{id: string, needs: string[], controls?: (pane: HTMLElement, chosen: Chosen) => void,
  *   draw: (pane: HTMLElement, view: View, chosen: Chosen) => void | Promise<void>}} Part
  */
 /** @typedef {{part: Part, section: HTMLElement, panes: HTMLElement[], controls: HTMLElement | null}} Placed */
