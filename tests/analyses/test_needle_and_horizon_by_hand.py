@@ -182,8 +182,8 @@ def test_budgets_are_never_mixed_and_two_methods_have_no_ranks() -> None:
     ("other", "names"),
     [
         ({"granularity": "kv"}, ("64 query", "64 kv")),
-        ({"protect_first": 4}, ("64 protect-first=0", "64 protect-first=4")),
-        ({"protect_recent": 0.75}, ("64 protect-recent=0", "64 protect-recent=0.75")),
+        ({"protect_first": 4}, ("64", "64 protect-first=4")),
+        ({"protect_recent": 0.75}, ("64", "64 protect-recent=0.75")),
     ],
 )
 def test_what_holds_more_or_protects_more_is_never_ranked_with_what_does_not(

@@ -209,7 +209,7 @@ def test_curves_are_told_by_how_often_the_next_token_stays() -> None:
     )
     three = pk.budget_curves(found, names[0], names[1:])
     assert [[point.top1 for point in map(curve.at, range(2))] for curve in three][2] == [0, 0.625]
-    assert "goes from 0 % [0, 37] at b=64 of attention to 100 % [63, 100] at b=128 of attention" in three.conclusion()
+    assert "goes from 0 % [0, 37] with attention b=64 to 100 % [63, 100] with attention b=128" in three.conclusion()
     assert [row[0] for row in three.table().rows][:2] == ["attention b=64", "attention b=128"]
 
 
