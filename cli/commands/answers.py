@@ -185,7 +185,7 @@ _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_to
 """Options of measuring that the help of `quality` leaves out."""
 
 
-@show_defaults(budget=" ".join(_BUDGETS))
+@show_defaults(budget=" ".join(_BUDGETS), policy="by --compare")
 @hide_options(*_HIDDEN)
 @analysis_views(
     _scores,

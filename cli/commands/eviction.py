@@ -237,6 +237,7 @@ _NEEDLE_STEPS = 8
 
 
 @show_defaults(length=_NEEDLE_LENGTHS[0], depth=_NEEDLE_DEPTHS[0], steps=str(_NEEDLE_STEPS))
+@show_defaults(samples="one of each", policy="by --compare")
 @show_options("depth", "haystack")
 @hide_options("dataset", "data_dir", "step")
 @analysis
