@@ -8,6 +8,9 @@ PY     = $(VENV)/bin/python
 BIN    = $(VENV)/bin/perturbkv
 GPU_PY ?= $(PY)
 
+# Compiled once and read by every process of a run, also where the environment says to compile anew each time.
+export PYTHONDONTWRITEBYTECODE =
+
 NEWS   = --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500
 SIXTEEN = $(subst --samples 40,--samples 16,$(NEWS))
 INSIDE = --lengths 1000 --depths 0,0.2,0.4,0.6,0.8 --samples 10 --compare attention,two-stage
@@ -37,7 +40,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
+.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -60,6 +63,10 @@ demo: install
 
 test: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) --ignore $(ON_RAY) --ignore $(IN_BROWSER)
+
+# What takes seconds each: processes, real weights, simulations, the page of the paper. Part of every check in CI.
+test-slow: develop
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(BY_CORE) -m 'slow and not chaos' --ignore $(ON_RAY) --ignore $(IN_BROWSER)
 
 # What this code gives beside what an older commit gave, bit for bit: numbers, JSON documents, exit codes, figures, pages.
 pins: develop

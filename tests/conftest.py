@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -69,3 +70,15 @@ install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartyp
 from perturbkv.cli import run_time  # noqa: E402
 
 run_time._PROBE_S = 0.0  # a run's time is estimated from a single product of matrices
+
+
+def pytest_collection_finish() -> None:
+    """Leave libraries and collected tests out of garbage collections, which took a tenth of the suite's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """Hand everything back to the collector, so that libraries see their objects go at the interpreter's end."""
+    gc.unfreeze()

@@ -38,6 +38,7 @@ def ends_of(interval: OptionalInterval) -> tuple[float, float]:
     return interval.low, interval.high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.5, pytest.param(2.0, marks=pytest.mark.chaos)])
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
@@ -49,6 +50,7 @@ def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     assert np.mean([holds(one.split_half.interval, whole) for one in found]) >= LEAST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "paired"),
     [

@@ -39,6 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisturbedRun]:
     yield DisturbedRun(tmp_path_factory.mktemp("chaos") / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_a_bad_input_ends_in_one_line_or_in_the_right_answer(name: str, shared: Path) -> None:
     cases = [case for case in part(name).cases(shared, SEED) if case.argv[0] == SAMPLED[name]]
@@ -48,6 +49,7 @@ def test_a_bad_input_ends_in_one_line_or_in_the_right_answer(name: str, shared: 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KILL, CHAOS])
 def test_a_disturbed_run_goes_on_to_the_same_file(kind: str, run: DisturbedRun) -> None:
     assert disturb(kind, SEED, run) is None

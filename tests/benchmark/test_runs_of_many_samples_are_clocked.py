@@ -174,6 +174,7 @@ def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, 
     assert min(found["all"]) > (pause or 0) * each * 2
 
 
+@pytest.mark.slow
 def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) -> None:
     found = many_workers.coordinating("workers", 1, 3, str(folder / "model"), str(folder))
     assert set(found) == {"handing", "writing", "finishing", "ready", "peak"}

@@ -44,6 +44,7 @@ def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int)
         assert {config.budget.value for config in configs} == {128, 256, 512, 1024}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
     found = work.times(tokens=150, repeats=2, counts=[2, 24], **MODEL)
@@ -67,6 +68,7 @@ def test_growth_leaves_the_prefills_own_time_out() -> None:
     assert all(second > 0 for spent in found.values() for second in spent)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_writing_times_the_journal_and_the_file() -> None:
     found = work.writing(tokens=150, count=2, repeats=2, **MODEL)
@@ -99,6 +101,7 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
         assert not np.isnan(sample.arrays["score"]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_decoding_steps_from_both_caches() -> None:
     found = work.decoding(tokens=60, budget=20, batch=3, steps=2, repeats=2, **MODEL)
@@ -125,6 +128,7 @@ def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:
         np.testing.assert_allclose(compute(value, w_o), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_are_timed_beside_a_matrix_product() -> None:
     found = work.norms(repeats=2, entries=64, d_model=64, heads=4, kv_heads=2, **CPU)
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {"ours": 2, "loop": 2}
@@ -133,6 +137,7 @@ def test_norms_are_timed_beside_a_matrix_product() -> None:
     assert found["matmul_rate"] > 0
 
 
+@pytest.mark.slow
 def test_memory_beside_inputs_is_told_apart() -> None:
     """The loop holds at least one head's projections, ours far less; in a process that gives memory back at once."""
     asked = {"entries": 8192, "d_model": 1024, "heads": 8, "kv_heads": 2, **CPU}
@@ -144,6 +149,7 @@ def test_memory_beside_inputs_is_told_apart() -> None:
     assert ours < loop / 2
 
 
+@pytest.mark.slow
 def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> None:
     """At 1,100 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
     layers, kv_heads, d_head = 16, 4, 64

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from rich.cells import cell_len
 
 from tests.support.folders import model_folder
 from tests.support.screens import Ran, run
+from tests.support.undrawn import undrawn
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +27,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def perturbkv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ran]:
-    """Run the command in this process, in an empty folder; no screen of it is wider than the terminal."""
+def perturbkv(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Ran]]:
+    """Run the command in this process, in an empty folder; no screen of it is wider than the terminal.
+
+    Nothing is drawn in the files of its figures, but in tests marked `drawn`.
+    """
     monkeypatch.chdir(tmp_path)
 
     def narrow(*words: object) -> Ran:
@@ -35,7 +42,8 @@ def perturbkv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         assert coloured or "--json" in words or all(cell_len(line) <= 80 for line in ran.out.splitlines()), ran.out
         return ran
 
-    return narrow
+    with nullcontext() if request.node.get_closest_marker("drawn") else undrawn():
+        yield narrow
 
 
 @pytest.fixture

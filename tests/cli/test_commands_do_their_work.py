@@ -96,6 +96,7 @@ def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[objec
     assert "evicts nothing" in ran.err
 
 
+@pytest.mark.drawn
 def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from perturbkv.models import aliases
 
@@ -165,6 +166,7 @@ def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_pat
         np.testing.assert_array_equal(found.arrays[name], array)
 
 
+@pytest.mark.slow
 def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "_SEVEN_B", {"d_model": 1024, "heads": 8, "kv_heads": 2})
     ran = perturbkv(

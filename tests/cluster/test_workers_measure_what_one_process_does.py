@@ -30,6 +30,8 @@ from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
 from tests.support.pages import commands
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Adapter:

@@ -58,6 +58,7 @@ def made(folder: Path, task: str, lengths: tuple[int, ...], seed: int, samples: 
     )
 
 
+@pytest.mark.slow
 def test_every_sample_and_score_is_lm_evals(official: tuple[Path, dict[str, Any]]) -> None:
     import nltk
 

@@ -68,6 +68,7 @@ def _page(longbench: Path, output: Path, page: Path) -> dict[str, list[list[str]
     return {title: rows[2:] for title, rows in sections.items() if rows}
 
 
+@pytest.mark.slow
 def test_every_row_is_read_from_what_its_command_leaves(longbench: Path, output: Path, tmp_path: Path) -> None:
     sections = _page(longbench, output, tmp_path / "paper.md")
     rows = [row for title in functions("paper")["SECTIONS"] for row in sections[title]]

@@ -111,6 +111,7 @@ def test_prompts_are_whole_texts_that_neither_model_finds_too_long(prompts: Path
         assert row.keys() == {"id", "prompt"}
 
 
+@pytest.mark.slow
 def test_the_second_models_measured_layers_are_told(said: str, folders: list[Path]) -> None:
     rows = {row[""]: (row["A"], row["B"]) for row in tables(said)["models"]}
     assert rows["layers measured"] == ("all 2", "1 3 5 of 6")

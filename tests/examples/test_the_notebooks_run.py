@@ -15,6 +15,8 @@ import pytest
 from examples.remake import run
 from tests.support.folders import model_folder
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {
     "first_look": "SAMPLES, LENGTH = 2, 1000",

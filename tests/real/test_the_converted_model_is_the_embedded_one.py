@@ -16,7 +16,7 @@ from perturbkv.models import gguf as gguf_cache
 from perturbkv.models.loading import load_model, open_model
 from perturbkv.models.sources import embedded_gguf
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 LONG = 40
 TEXTS = {
     "English": "The harbour was quiet at dawn; three boats, painted red, lay side by side, and nobody's there. It cost "

@@ -90,6 +90,7 @@ def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple
         assert arrays["perturbation_propagated"][1, 0, layer, head] == pytest.approx(moved, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
     adapter: Adapter, needle: tuple[Prompt, str], generated: list[int], scenario: str
@@ -103,6 +104,7 @@ def test_it_generates_what_transformers_generates_where_nothing_is_evicted(
     assert exact_number(adapter.tokenizer.decode(found.full), (number,)) == 1
 
 
+@pytest.mark.slow
 def test_heads_that_look_at_the_answer_are_few(adapter: Adapter) -> None:
     samples = load("needle", DatasetOptions(2, lengths=(500,), depths=(0.4,)), adapter.tokenizer).samples
     asked = []
