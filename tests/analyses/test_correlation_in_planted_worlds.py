@@ -66,6 +66,7 @@ def test_without_a_link_intervals_hold_none_in_at_least_92_percent_of_worlds(
     assert np.mean(small) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / len(small))
 
 
+@pytest.mark.slow
 def test_where_only_the_budget_carries_the_link_one_budget_at_a_time_says_none() -> None:
     """Over all budgets ρ is near −1; at each of them perturbation and score are drawn apart."""
     draw, held, found = np.random.default_rng(5), [], []

@@ -114,6 +114,7 @@ def test_a_figure_shows_itself_without_pyplot() -> None:
     assert int.from_bytes(content[16:20], "big") == int(174 / 25.4 * 100)
 
 
+@pytest.mark.slow
 def test_no_hint_of_tqdm_reaches_a_notebook_without_widgets() -> None:
     """tqdm warns when it is first imported where this module of ipykernel is loaded."""
     script = """

@@ -29,11 +29,11 @@ def commands() -> list[Refusal]:
 
 
 def state(folder: Path) -> dict[Path, bytes | None]:
-    """Return what lies in a folder but the sweep file, which the test itself writes."""
+    """Return what lies in a folder but the sweep file, which the test itself writes, and what Python compiles."""
     return {
         path: path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
-        if path != folder / "sweep.yaml"
+        if path != folder / "sweep.yaml" and "__pycache__" not in path.parts
     }
 
 

@@ -44,6 +44,7 @@ def ran(hub: Hub, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([script, *COMMAND], cwd=home, env={**clean, **settings}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_readmes_command_ends_in_a_figure(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

@@ -70,6 +70,7 @@ def trace_and_journal(path: Path) -> None:
     opened(path, OLD, samples=2).append(measured("s1", OLD[1:], optional=False), OLD[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param(finished_trace, marks=pytest.mark.chaos), trace_and_journal])
 def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
     tmp_path: Path, start: Callable[[Path], None]
@@ -111,6 +112,7 @@ def test_killed_at_any_operation_growing_loses_at_most_the_part_in_flight(
     assert_same_file(path, expected)
 
 
+@pytest.mark.slow
 def test_killed_at_any_operation_overwriting_leaves_one_whole_trace_and_goes_on(tmp_path: Path) -> None:
     new = partial(opened, configs=NEW[:1], samples=2)
     former = fill(opened(tmp_path / "former.h5", OLD[:1], samples=1)).read_bytes()
