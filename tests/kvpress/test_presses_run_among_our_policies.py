@@ -155,14 +155,14 @@ def test_a_press_is_written_in_one_way_and_stored_whole() -> None:
 @pytest.mark.parametrize(
     ("written", "kind", "said"),
     [
-        ("kvpress:SnapPress", UnknownNameError, "unknown press 'SnapPress'; known: SnapKVPress, "),
+        ("kvpress:SnapPress", UnknownNameError, "unknown press 'SnapPress'; nearest of .* known: SnapKVPress, "),
         ("kvpress:SnapKVPress(0.5)", ConfigError, "compression_ratio of press 'SnapKVPress' is what --budget says"),
         ("kvpress:AdaKVPress(KnormPress(compression_ratio=0.5))", ConfigError, "compression_ratio of press 'Knorm"),
         ("kvpress:SnapKVPress(window=3)", ConfigError, "takes no 'window'; its parameters: window_size, kernel_size"),
         ("kvpress:AdaKVPress", ConfigError, "press 'AdaKVPress' needs press: write kvpress:AdaKVPress\\(press=…\\)"),
         ("kvpress:AdaKVPress(AdaKVPress(KnormPress()))", ConfigError, "cannot be made: AssertionError: AdaKVPress"),
         ("kvpress:AdaKVPress(SnapKVPress(), press=KnormPress())", ConfigError, "gets one parameter twice"),
-        ("kvpress:AdaKVPress(StreamPress())", UnknownNameError, "unknown press 'StreamPress'; known: Streaming"),
+        ("kvpress:AdaKVPress(StreamPress())", UnknownNameError, "unknown press 'StreamPress'; nearest of .* known: Streaming"),
         ("kvpress:SnapKVPress:two-stage", ConfigError, "by no selection of ours: leave ':two-stage' out"),
         ("kvpres:SnapKVPress", UnknownNameError, "unknown policy 'kvpres"),
     ],

