@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def test_readings_shows_every_part_and_reads_the_prompts_again(folder: Path, lon
     assert "first layer: L × " in said
     assert "coefficient of variation of ν: " in said
     assert "coefficient of variation of window attention: " in said
+
+
+def test_model_sanity_tells_weights_loss_answer_and_prompt(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = model_folder(tmp_path_factory.mktemp("models") / "long", positions=1200)
+    said = script("model_sanity", folder)
+    assert f"{folder}: float32 (" in said
+    assert re.search(r"loss \d\.\d\d nats per token", said)
+    assert re.search(r"\d+ not found: ", said)
+    assert "A magic number is hidden" in said.rpartition("prompt ")[2]
 
 
 def test_needle_reads_the_four_runs(model: Path, tmp_path: Path) -> None:

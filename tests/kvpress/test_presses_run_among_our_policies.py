@@ -162,7 +162,7 @@ def test_a_press_is_written_in_one_way_and_stored_whole() -> None:
         ("kvpress:AdaKVPress", ConfigError, "press 'AdaKVPress' needs press: write kvpress:AdaKVPress\\(press=…\\)"),
         ("kvpress:AdaKVPress(AdaKVPress(KnormPress()))", ConfigError, "cannot be made: AssertionError: AdaKVPress"),
         ("kvpress:AdaKVPress(SnapKVPress(), press=KnormPress())", ConfigError, "gets one parameter twice"),
-        ("kvpress:AdaKVPress(StreamPress())", UnknownNameError, "unknown press 'StreamPress'; nearest of .* known: Streaming"),
+        ("kvpress:AdaKVPress(StreamPress())", UnknownNameError, "press 'StreamPress'; nearest of .* known: Streaming"),
         ("kvpress:SnapKVPress:two-stage", ConfigError, "by no selection of ours: leave ':two-stage' out"),
         ("kvpres:SnapKVPress", UnknownNameError, "unknown policy 'kvpres"),
     ],
