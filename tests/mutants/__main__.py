@@ -32,6 +32,7 @@ ROOMS = (
     "analyses/stats",
 )
 LEFT_OUT = ("tests/browser", "tests/cluster", "tests/kvpress", "tests/quantised", "tests/real", "tests/mutants")
+QUICK = ("oracle", "core", "analyses", "store", "pipeline")
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 _ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 _BOOLEAN = {ast.And: ast.Or, ast.Or: ast.And}
@@ -152,15 +153,13 @@ def reach(folder: Path, data: Path) -> dict[str, dict[int, set[str]]]:
 
     if not data.exists():
         left_out = [word for name in LEFT_OUT for word in ("--ignore", name)]
-        pytest(folder, "-n", "2", "--cov=perturbkv", "--cov-context=test", "--cov-report=", *left_out)
+        pytest(folder, "-n", "2", "--cov=perturbkv", "--cov=analyses", "--cov-context=test", "--cov-report=", *left_out)
         shutil.move(folder / ".coverage", data)
     measured = CoverageData(str(data))
     measured.read()
     found: dict[str, dict[int, set[str]]] = {}
     for path in measured.measured_files():
-        name = path.partition(f"{folder}/")[2]
-        name = name.replace("perturbkv/analyses/", "analyses/")
-        lines = measured.contexts_by_lineno(path)
+        name, lines = path.partition(f"{folder}/")[2], measured.contexts_by_lineno(path)
         found[name] = {line: {one.partition("|")[0] for one in tests if one} for line, tests in lines.items()}
     return found
 
@@ -173,10 +172,16 @@ def outcome(mutant: Mutant, folder: Path, tests: set[str], limit: float) -> str:
     source = path.read_text()
     path.write_text(mutant.text(source))
     try:
-        code = pytest(folder, "-x", *sorted(tests), limit=limit)
+        code = pytest(folder, "-x", *sorted(tests, key=_quick_ones_first), limit=limit)
     finally:
         path.write_text(source)
     return "slow" if code is None else "missed" if code == 0 else "caught"
+
+
+def _quick_ones_first(test: str) -> tuple[int, str]:
+    """Return a sort key: tests of formulas and analyses before those that run commands and models."""
+    folder = test.split("/")[1]
+    return (QUICK.index(folder) if folder in QUICK else len(QUICK)), test
 
 
 def main() -> None:
@@ -196,7 +201,10 @@ def main() -> None:
 
     def judge(mutant: Mutant) -> dict[str, object]:
         folder, start = free.pop(), time.monotonic()
-        tests = lines.get(mutant.path, {}).get(mutant.line, set())
+        of_file = lines.get(mutant.path, {})
+        tests = of_file.get(mutant.line) or set().union(
+            *of_file.values()
+        )  # none at import
         result = outcome(mutant, folder, tests, asked.limit)
         free.append(folder)
         seconds = round(time.monotonic() - start, 1)
