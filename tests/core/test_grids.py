@@ -196,9 +196,19 @@ def test_protection_that_leaves_nothing_of_a_share_is_found_with_the_prompt() ->
         ),
         ({"preset": "papr"}, PerturbkvError, "unknown preset"),
         ({"policy": ["snapkv", "streaming-llm"]}, ConfigError, "does not combine with selection 'two-stage'"),
+        (
+            {"policy": "pyramidkv(by=tova)", "selection": "random"},
+            ConfigError,
+            "by of policy 'pyramidkv' has no effect",
+        ),
         ({"policy": "adakv", "cache": "rectangular"}, ConfigError, "a rectangular cache cannot hold"),
     ],
 )
 def test_refused(choices: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         grid(**{"budget": 64, **choices})
+
+
+def test_a_score_whose_first_entries_stay_has_an_effect_on_selections_that_look_at_nothing() -> None:
+    (found,) = grid(64, policy="pyramidkv(by=expected-attention)", selection="random")
+    assert found.label().startswith("pyramidkv(by=expected-attention())")

@@ -18,6 +18,7 @@ BY_OTHERS = {
     *(f"paper{part}.py" for part in ("", "_answers", "_bounds", "_cost", "_heads", "_open", "_read", "_steps")),
     "report_pictures.py",
     "second_figure.py",
+    "specification.py",
     "second_model.py",
     "second_prompts.py",
     "vendor.py",

@@ -202,9 +202,7 @@ def main() -> None:
     def judge(mutant: Mutant) -> dict[str, object]:
         folder, start = free.pop(), time.monotonic()
         of_file = lines.get(mutant.path, {})
-        tests = of_file.get(mutant.line) or set().union(
-            *of_file.values()
-        )  # none at import
+        tests = of_file.get(mutant.line) or set().union(*of_file.values())  # none at import
         result = outcome(mutant, folder, tests, asked.limit)
         free.append(folder)
         seconds = round(time.monotonic() - start, 1)
