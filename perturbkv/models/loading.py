@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -338,7 +339,15 @@ def check_memory(files: ModelFiles, dtype: torch.dtype, device: torch.device, ex
     if files.stored.nbytes or getattr(files.config, "quantization_config", None) is None:
         name = f"model '{files.name}'"
         what = f"{name} and its caches need" if extra_bytes else f"the weights of {name} need"
-        memory.check(files.weights_bytes(dtype) + extra_bytes, device, what, "a smaller model or --dtype takes less")
+        needed = files.weights_bytes(dtype) + max(extra_bytes, _reading_bytes(files))
+        memory.check(needed, device, what, "a smaller model or --dtype takes less")
+
+
+def _reading_bytes(files: ModelFiles) -> int:
+    """Return what reading takes beside the weights: of a GGUF file, its largest tensor in float32, and a copy of it."""
+    if files.source is None or files.source.gguf_file is None:
+        return 0
+    return 2 * 4 * max(math.prod(shape) for shape in files.shapes().values())
 
 
 def _device_arguments(files: ModelFiles, device: torch.device, spread: bool) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from perturbkv.errors import ModelError
-from perturbkv.models import sources, stored_weights
+from perturbkv import memory
+from perturbkv.errors import ModelError, NoMemoryError
+from perturbkv.models import gguf, sources, stored_weights
 from perturbkv.models.aliases import ALIASES, DEFAULT
 from perturbkv.models.gguf import read_header
-from perturbkv.models.loading import load_model, open_model
+from perturbkv.models.loading import load_model, load_weights, open_model
 from perturbkv.models.sources import Source, embedded_gguf, resolve
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
@@ -32,10 +33,10 @@ def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_is_the_wheel_and_the_other_alias_is_the_hub() -> None:
-    gguf = embedded_gguf()
-    assert gguf is not None
+    file = embedded_gguf()
+    assert file is not None
     assert DEFAULT == "smollm2-135m-q4_1"
-    assert resolve(DEFAULT) == Source(DEFAULT, str(gguf.parent), gguf.name)
+    assert resolve(DEFAULT) == Source(DEFAULT, str(file.parent), file.name)
     assert resolve("smollm2-135m") == Source("smollm2-135m", HUB, hub_id=HUB)
 
 
@@ -66,6 +67,24 @@ def test_a_gguf_file_says_what_it_holds(tmp_path: Path, monkeypatch: pytest.Monk
     files = open_model(str(gguf_file(tmp_path / "tiny.gguf")))
     assert files.stored == stored_weights.WeightStorage("Q4_1", "Q4_1 matrices, Q8_0 embeddings, F32 norms", True)
     assert files.stored.as_run("bfloat16") == "Q4_1 → bfloat16"
+
+
+def test_memory_for_reading_a_file_that_is_not_converted_counts_its_largest_tensor_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERTURBKV_CACHE", str(tmp_path / "cache"))
+    path = str(gguf_file(tmp_path / "tiny.gguf"))
+    converted = open_model(path)
+    weights = converted.weights_bytes(torch.float32)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights)
+    load_weights(converted, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(gguf, "LARGEST", 0)
+    as_it_is = open_model(path)
+    with pytest.raises(NoMemoryError, match="the weights of model .* need .* --dtype takes less"):
+        load_weights(as_it_is, torch.float32, torch.device("cpu"))
+    largest = max(weight.numel() for weight in load_model(path, "bfloat16", "cpu").model.parameters())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 8 * largest)
+    load_weights(as_it_is, torch.float32, torch.device("cpu"))
 
 
 def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
