@@ -7,7 +7,7 @@ precision whatever the model's dtype; bounds have the unit of the L1 norm of a h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -215,6 +215,15 @@ class Distances:
     l1: Float[Tensor, "*batch"]
     l2: Float[Tensor, "*batch"]
     cosine: Float[Tensor, "*batch"]
+
+    @classmethod
+    def names(cls, quantity: str, l1: str = "") -> tuple[str, ...]:
+        """Return the names of a quantity's variables: `quantity` + `l1`, `quantity`_l2, `quantity`_cosine."""
+        return tuple(quantity + (l1 if field.name == "l1" else f"_{field.name}") for field in fields(cls))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the distances, in the order of `names`."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def distances(full: Float[Tensor, "*#batch d_model"], moved: Float[Tensor, "*batch d_model"]) -> Distances:

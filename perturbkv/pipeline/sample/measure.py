@@ -112,7 +112,8 @@ def isolated_quantities(
 
 def _distance_variables(name: str, distances: Distances, suffix: str = "") -> dict[str, Tensor]:
     """Return the distances of all rows but row 0 as variables: `name` + `suffix` (L1), `name`_l2, `name`_cosine."""
-    return {name + suffix: distances.l1[1:], f"{name}_l2": distances.l2[1:], f"{name}_cosine": distances.cosine[1:]}
+    evicted = (one[1:] for one in distances.tensors())
+    return dict(zip(Distances.names(name, suffix), evicted, strict=True))
 
 
 def _floor_variables(
@@ -122,8 +123,8 @@ def _floor_variables(
 
     `inputs` is the dtype in which the rounding is counted.
     """
-    floors = theory.noise_floors(Distances(distances.l1[0], distances.l2[0], distances.cosine[0]), full, inputs)
-    return {name: floors.l1, f"{name}_l2": floors.l2, f"{name}_cosine": floors.cosine}
+    floors = theory.noise_floors(Distances(*(one[0] for one in distances.tensors())), full, inputs)
+    return dict(zip(Distances.names(name), floors.tensors(), strict=True))
 
 
 def _norm_variables(name: str, full: Float[Tensor, "*batch d_model"]) -> dict[str, Tensor]:

@@ -86,5 +86,5 @@ def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, C
         changed = theory.corrected_output(kept, stays.sum(dim=-1) + sink, correction.stand_in.value, mass)
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
         evicts = correction.evicted.any(dim=-1)
-        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine]).where(evicts, torch.nan)
+        result[index] = torch.stack(moved.tensors()).where(evicts, torch.nan)
     return result

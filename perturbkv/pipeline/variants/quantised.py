@@ -18,7 +18,7 @@ from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.full_layer import FullLayer
 
-ISOLATED_VARIABLES = ("perturbation_isolated", "perturbation_isolated_l2", "perturbation_isolated_cosine")
+ISOLATED_VARIABLES = theory.Distances.names("perturbation_isolated")
 
 
 def check_finite(finite: FiniteCheck, layer: int, entries: KeptEntries) -> None:
@@ -49,7 +49,7 @@ def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, K
         cached = _with_decoded(entries, keys[:, layer.tokens :], values[:, layer.tokens :])
         changed = theory.attention_output(query, *cached[:2], *scale_and_sinks, present=cached[2])
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
-        result[index] = torch.stack([moved.l1, moved.l2, moved.cosine])
+        result[index] = torch.stack(moved.tensors())
     return result
 
 
