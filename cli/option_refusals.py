@@ -287,7 +287,7 @@ def usage_message(message: str, error: Any) -> str:
         return f"No such option: {option}; {hint}"
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    if advice := _owner_advice(option):
+    if advice := _owner_advice(option) or (_command_advice(option, context) if context and option else ""):
         return f"No such option: {option}; {advice}"
     separator = "" if line.endswith("?") else ";"
     return f"{line}{separator} {context.command_path} --help lists what there is" if context else line
@@ -300,6 +300,14 @@ def _extra_message(extra: str, command: Any) -> str:
     measures = not names and any(one.name == "dry_run" for one in command.params)
     hint = "; it measures for itself and takes no finished trace" if measures else ""
     return f"expected {expected}, got '{extra}'{' too' if names else ''}{hint}"
+
+
+def _command_advice(option: str, context: Any) -> str:
+    """Return which commands have an option; empty where none has, or more than three."""
+    root = context.find_root()
+    commands = {name: root.command.get_command(root, name) for name in root.command.list_commands(root)}
+    owners = [name for name, one in commands.items() if any(option in each.opts for each in one.params)]
+    return f"it belongs to `perturbkv {'` or `perturbkv '.join(owners)}`" if 0 < len(owners) <= 3 else ""
 
 
 def _owner_advice(option: str) -> str:

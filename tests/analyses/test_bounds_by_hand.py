@@ -145,6 +145,7 @@ def test_rank_correlation_is_spearmans() -> None:
     expected = [spearmanr(first[:, column], second[:, column]).statistic for column in range(4)]
     np.testing.assert_allclose(spearman(first, second), expected)
     assert np.isnan(spearman(np.ones((3, 1)), first[:3, :1])).all()
+    assert np.isnan(spearman(np.ones((0, 4)), np.ones((0, 4)))).tolist() == [True] * 4  # of no values
 
 
 def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_two() -> None:
