@@ -197,7 +197,7 @@ def test_answers_that_came_are_kept_and_the_same_call_goes_on(tmp_path: Path) ->
         ("twice", {}, "each once, got '[0-9a-f]+' .given already, of sample 'a' .full cache.."),
         ("unknown", {}, 'each once, got "nobody\'s" .unknown.'),
         ("prose", {}, "lines from the judge that are JSON objects, got 'I think it is good.'"),
-        ("silent", {"time_limit": 5}, "said nothing for 5 seconds; raise --time-limit"),
+        ("silent", {"time_limit": 2}, "said nothing for 2 seconds; raise --time-limit"),
         ("unnumbered", {}, r"of sample 'a' \(full cache\), a `score` that is a number, got 'good'"),
         ("unfinite", {}, "lines from the judge that are JSON objects"),
         ("huge", {}, "a `score` that is a number, got 1000"),

@@ -18,6 +18,7 @@ from tests.support.notebook import CONFIGS, prompt
 from tests.support.traces import run_config
 
 
+@pytest.mark.slow
 def test_a_script_says_nothing_of_its_own(folder: Path, data: Path) -> None:
     """Neither do the libraries that it stands on, whose bars pytest's own environment switches off."""
     script = f"""

@@ -184,6 +184,7 @@ def documents(
     return found
 
 
+@pytest.mark.slow
 def test_every_key_of_every_document_stands_on_the_page_with_its_type(documents: dict[str, Any]) -> None:
     walk = Walk(read_page(PAGE.read_text()))
     for section, document in documents.items():

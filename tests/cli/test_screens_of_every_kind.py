@@ -49,6 +49,7 @@ def test_a_closed_output_is_no_error() -> None:
     assert ran(">&- 2>&-", "list", "models", "--json")[0] == 0
 
 
+@pytest.mark.slow
 def test_an_encoding_without_our_letters_gets_escapes_and_json_that_is_json() -> None:
     code, out, err = ran("", "list", "policies", PYTHONIOENCODING="ascii", COLUMNS="0")
     assert (code, err) == (0, b"")

@@ -49,6 +49,7 @@ def test_one_file_holds_checks_ties_and_rows(perturbkv: Run, small: list[object]
     refused(again, "--overwrite")
 
 
+@pytest.mark.slow
 def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

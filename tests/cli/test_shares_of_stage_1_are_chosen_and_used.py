@@ -56,6 +56,7 @@ def said(ran: Any) -> str:
     return " ".join(ran.out.split())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_a_finished_trace_has_its_folds_beside_it(perturbkv: Run, six: list[object]) -> None:
     asked = [*six, *GRID, "--granularity", "kv", "--folds", 2]
     plain = perturbkv("question", "alpha", *asked, "--no-kl", "-o", "out")
@@ -101,6 +102,7 @@ def test_a_dry_run_says_that_samples_are_run_again(perturbkv: Run, six: list[obj
     assert "once more" not in perturbkv("question", "alpha", *six, "--dry-run", "--no-kl").err
 
 
+@pytest.mark.slow
 def test_workers_and_resumed_runs_need_no_file(perturbkv: Run, six: list[object]) -> None:
     Path("a.json").write_text(json.dumps({"by": "head", "alpha": [[0, 0.5, 1, 0.25]] * 2, "layers": [0, 1]}))
     asked = ["--selection", "two-stage(alpha=a.json)", "--selection", "attention"]

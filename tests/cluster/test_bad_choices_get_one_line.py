@@ -86,6 +86,7 @@ def test_without_ray_the_command_that_brings_it_is_told(monkeypatch: pytest.Monk
         joining.import_ray()
 
 
+@pytest.mark.slow
 def test_a_port_at_which_somebody_else_answers_is_no_cluster() -> None:
     """One that says something, and one that says nothing, which is waited for no longer than seconds."""
     for reply in (b"HTTP/1.1 400 Bad Request\r\n", b""):

@@ -268,6 +268,7 @@ assert len(compiled) == 6
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-c", COMPILED]

@@ -87,7 +87,7 @@ ODD: dict[str, Callable[[], Trace]] = {
 }
 
 
-@pytest.mark.parametrize("width", [84, 174])
+@pytest.mark.parametrize("width", [84, pytest.param(174, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ODD)
 def test_every_figure_is_drawn(name: str, width: int) -> None:
     drawn = [render(figure) for figure in figures(ODD[name](), width)]

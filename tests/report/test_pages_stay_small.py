@@ -81,6 +81,7 @@ def test_full_pages_hold_every_head() -> None:
     assert sorted(told["prompts"]["2"]["held"]) == list(range(32))
 
 
+@pytest.mark.slow
 def test_a_large_trace_leaves_out_single_samples_of_bounds_before_those_of_perturbations() -> None:
     """As large as 32 samples × 24 configurations × 1,024 heads, in which nothing is like anything else."""
     begin = time.perf_counter()

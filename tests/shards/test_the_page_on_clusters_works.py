@@ -81,6 +81,7 @@ def served(door: socket.socket, bash: subprocess.Popen[bytes], run: Callable[...
     return left
 
 
+@pytest.mark.slow
 def test_every_command_runs_as_it_is_written(
     perturbkv: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
