@@ -306,7 +306,11 @@ def _command_advice(option: str, context: Any) -> str:
     """Return which commands have an option; empty where none has, or more than three."""
     root = context.find_root()
     commands = {name: root.command.get_command(root, name) for name in root.command.list_commands(root)}
-    owners = [name for name, one in commands.items() if any(option in each.opts for each in one.params)]
+    owners = [
+        name
+        for name, command in commands.items()
+        if command and any(option in (*one.opts, *one.secondary_opts) for one in command.params)
+    ]
     return f"it belongs to `perturbkv {'` or `perturbkv '.join(owners)}`" if 0 < len(owners) <= 3 else ""
 
 

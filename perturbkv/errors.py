@@ -31,7 +31,7 @@ class BudgetError(ConfigError):
 
 
 class UnknownNameError(PerturbkvError):
-    """A name that no registry has; the message lists the known ones, the nearest first, and of many the nearest."""
+    """A name that no registry has; the message lists all known names, nearest first; of more than 12 the nearest 6."""
 
     _MANY, _SHOWN = 12, 6
 

@@ -217,9 +217,9 @@ class Distances:
     cosine: Float[Tensor, "*batch"]
 
     @classmethod
-    def names(cls, quantity: str, l1: str = "") -> tuple[str, ...]:
-        """Return the names of a quantity's variables: `quantity` + `l1`, `quantity`_l2, `quantity`_cosine."""
-        return tuple(quantity + (l1 if field.name == "l1" else f"_{field.name}") for field in fields(cls))
+    def names(cls, quantity: str, l1_suffix: str = "") -> tuple[str, ...]:
+        """Return the names of a quantity's variables: `quantity` + `l1_suffix`, `quantity`_l2, `quantity`_cosine."""
+        return tuple(quantity + (l1_suffix if field.name == "l1" else f"_{field.name}") for field in fields(cls))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the distances, in the order of `names`."""

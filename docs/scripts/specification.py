@@ -1,7 +1,7 @@
 """The paper's headline comparisons over every setting that can be had here, for docs/results.md.
 
 `python docs/scripts/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the
-other and adds its rows to docs/specification.csv; what stands there, or is measured already, is not measured again.
+other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again.
 `--only WORD` takes the runs whose name holds a word. `python docs/scripts/specification.py draw` draws the picture and
 prints in how many settings each comparison holds. The rules stand in docs/rules.md, which was written first.
 """
@@ -24,7 +24,8 @@ from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.trace import Trace
 
 DOCS = Path(__file__).resolve().parents[1]
-ROWS, PICTURE, RUNS = DOCS / "specification.csv", DOCS / "figures" / "specification.png", Path("runs/specification")
+ROWS, PICTURE = DOCS / "specification", DOCS / "figures" / "specification.png"
+RUNS = DOCS.parent / "runs" / "specification"
 SAMPLES = {
     "smollm2-135m-q4_1": 16,
     "gemma-3-270m-q4_k_m": 16,
@@ -45,6 +46,7 @@ WINDOWS, GRANULARITIES, PRESETS = (8, 32), ("query", "kv"), ("paper", "paper-v2"
 CONTRADICTING = {("released-v2", "query"): "product-of-means is of a group's heads, which share one kept set"}
 """(preset, granularity) that is left out -> why."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
+COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "comparison", "value", "low", "high")
 
@@ -58,6 +60,7 @@ class Comparison:
         kind: isolated, propagated, or the last layer.
         even: the value at which neither is better.
         sign: 1 where more than even is the treatment's gain, -1 where less is.
+        text: what the number is.
     """
 
     baseline: str
@@ -68,12 +71,13 @@ class Comparison:
     text: str
 
     def verdict(self, low: float, high: float) -> str:
-        """Return holds, turned or undecided: the whole interval on one side of even, or not."""
+        """Return holds, turned or undecided: whether the whole interval lies on one side of even; NaN: undecided."""
         ends = sorted(self.sign * (end - self.even) for end in (low, high))
         return "holds" if ends[0] > 0 else "turned" if ends[1] < 0 else "undecided"
 
 
 def _comparisons() -> dict[str, Comparison]:
+    """Return name -> comparison, in the order of the rules."""
     found = {}
     for kind in ("isolated", "propagated"):
         sides = "attention", "two-stage", kind
@@ -162,60 +166,67 @@ def rows(trace: Trace, model: str, template: bool, dataset: str) -> Iterator[dic
 
 
 def number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, OptionalInterval]:
-    """Return a comparison's number in one setting, with its interval."""
+    """Return a comparison's number in one setting and its interval; None where the rules give it no verdict.
+
+    In shares a tie counts half, so that two selections that keep the same are even.
+    """
     if comparison.kind == "last layer":
         if title.endswith("prompts"):
-            return drift.improved_share, drift.improved_share_interval
+            decided = drift.verdict[drift.verdict != 0]
+            return shares(drift.verdict).mean(), intervals.of_share(decided == 1) if len(decided) else None
         return drift.mean_ratio, drift.mean_ratio_interval
     kind = getattr(pair, comparison.kind)
     if title.startswith("heads by means"):
-        return by_means(kind.differences)
+        return float(shares(kind.verdict).mean()), None
     if title.startswith("heads by sample"):
-        return kind.better_share, kind.better_share_interval
+        each = shares(np.sign(kind.differences)).reshape(len(kind.differences), -1)
+        return float(each.mean()), intervals.of_mean(each.mean(axis=1), share_kind(each.shape[1]))
     return kind.sum_ratio, kind.sum_ratio_interval
 
 
-def by_means(differences: np.ndarray) -> tuple[float, OptionalInterval]:
-    """Return the share of heads whose mean difference over samples is above 0, with its interval over samples."""
-    samples, heads = len(differences), differences[0].size
-    flat = differences.reshape(samples, -1)
-
-    def share(weights: np.ndarray) -> np.ndarray:
-        return np.asarray((weights @ flat > 0).mean(axis=-1))
-
-    return float(share(np.full(samples, 1 / samples))), intervals.of_statistic(share, samples, share_kind(heads))
+def shares(verdicts: np.ndarray) -> np.ndarray:
+    """Return 1 for better, 1/2 for tied, 0 for worse, of verdicts 1, 0, -1."""
+    return np.asarray((verdicts + 1) / 2)
 
 
 def read() -> list[dict[str, str]]:
-    """Return the rows that were measured so far, as they stand in the file."""
-    if not ROWS.exists():
-        return []
-    with ROWS.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+    """Return the rows of every run that was measured, in the order of `runs`."""
+    found: list[dict[str, str]] = []
+    for path in (ROWS / f"{name(*run)}.csv" for run in runs()):
+        if path.exists():
+            with path.open(newline="") as stream:
+                found += csv.DictReader(stream)
+    return found
 
 
-def add(more: Sequence[dict[str, Any]]) -> None:
-    """Add rows to the file."""
-    kept: list[dict[str, Any]] = [*read(), *({key: _cell(one[key]) for key in COLUMNS} for one in more)]
-    with ROWS.open("w", newline="") as stream:
+def write(run: tuple[str, bool, str], measured: Sequence[dict[str, Any]]) -> None:
+    """Write the rows of a run, which appear at once."""
+    ROWS.mkdir(parents=True, exist_ok=True)
+    path = ROWS / f"{name(*run)}.csv"
+    with path.with_suffix(".tmp").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept)
+        writer.writerows({key: _cell(row[key]) for key in COLUMNS} for row in measured)
+    path.with_suffix(".tmp").replace(path)
 
 
 def _cell(value: Any) -> str:
+    """Return a number with four digits, anything else as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per comparison: in how many settings it holds, turns, or is undecided."""
+    """Yield a line per comparison: settings, those on the claimed side, and where it holds, turns, is undecided."""
     for title, comparison in COMPARISONS.items():
-        verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in _of(found, title)]
+        rows = _of(found, title)
+        claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
+        verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
         counts = {verdict: verdicts.count(verdict) for verdict in ("holds", "turned", "undecided")}
-        yield f"| {title} | {comparison.text} | {len(verdicts)} | {' | '.join(map(str, counts.values()))} |"
+        yield f"| {title} | {comparison.text} | {len(rows)} | {claimed} | {' | '.join(map(str, counts.values()))} |"
 
 
 def _of(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
+    """Return the rows of one comparison."""
     return [row for row in found if row["comparison"] == title]
 
 
@@ -236,7 +247,7 @@ def draw(found: Sequence[dict[str, str]], path: Path) -> None:
             for row in _of(found, title):
                 place = order[tuple(row[name] for name in SETTINGS)]
                 value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-                colour = {"holds": "C0", "turned": "C1", "undecided": "0.6"}[comparison.verdict(low, high)]
+                colour = COLOURS[comparison.verdict(low, high)]
                 axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
                 axis.plot(place, value, ".", color=colour, markersize=2.5)
             axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
@@ -263,9 +274,8 @@ def main() -> None:
         say("\n".join(tally(read())))
         return
     for run in runs():
-        there = {(row["model"], row["template"], row["dataset"]) for row in read()}
-        if (run[0], str(run[1]), run[2]) not in there and asked.only in name(*run):
-            add(list(rows(measure(*run, asked.longbench), *run)))
+        if not (ROWS / f"{name(*run)}.csv").exists() and asked.only in name(*run):
+            write(run, list(rows(measure(*run, asked.longbench), *run)))
 
 
 if __name__ == "__main__":

