@@ -328,6 +328,7 @@ def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
     assert plain == spread_out == array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["perturbkv.api.inputs", "perturbkv.api.auditing", "perturbkv.api.questions", "perturbkv.datasets.encode"]
 )

@@ -199,6 +199,7 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(EvictionConfig, "label", lambda config: OPAQUE[config])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_analysis_says_the_same_whatever_the_labels_are(
     opaque: Callable[[], None], tmp_path: Path, command: str

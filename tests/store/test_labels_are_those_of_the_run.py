@@ -103,6 +103,7 @@ SPOILT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spoil", "words"), SPOILT)
 @pytest.mark.parametrize("read", [read_trace, describe, ExistingTrace])
 def test_a_file_whose_axes_are_not_its_runs_is_refused(
