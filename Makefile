@@ -1,4 +1,4 @@
-# Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the whole suite.
+# Two commands for a fresh machine: `make demo` shows it at work, `make test` runs the tests that take no time of their own, `make test-slow` the others.
 # `make figures` remakes the documentation's pictures; `make tables LONGBENCH=folder` and `make needle` its tables;
 # `make second-model LONGBENCH=folder` fetches a second model and sets it beside the embedded one.
 # The demo needs the package alone; tests, checks and tables also LongBench's prompts and metrics, 800 MB with their needs.

@@ -55,17 +55,17 @@ class Key:
 
     @property
     def is_eviction_choice(self) -> bool:
-        """Whether the key is a choice of how to evict, which may differ between configurations."""
+        """True if the key is a choice of how to evict, which may differ between configurations."""
         return self.field in FIELDS or self.field in grid.known_options()
 
     @property
     def is_run_option(self) -> bool:
-        """Whether the key is an option of the whole run; the seed is both a run option and an eviction choice."""
+        """True if the key is an option of the whole run; the seed is both a run option and an eviction choice."""
         return not self.is_eviction_choice or self.field == _SHARED_OPTION
 
     @property
     def takes_list(self) -> bool:
-        """Whether the key takes a list of values at the top level of the file."""
+        """True if the key takes a list of values at the top level of the file."""
         return self.many or not self.is_run_option
 
     @property

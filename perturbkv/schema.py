@@ -37,12 +37,12 @@ class Variable:
 
     @property
     def in_rows(self) -> bool:
-        """Whether the values of all samples are concatenated along one axis, instead of stacked by sample."""
+        """True if the values of all samples are concatenated along one axis, instead of stacked by sample."""
         return not ROWS.keys().isdisjoint(self.dims)
 
     @property
     def raw(self) -> bool:
-        """Whether the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
+        """True if the variable holds head outputs, hidden states or attention, stored only with `--save outputs`."""
         return not {"d_head", "d_model", "key"}.isdisjoint(self.dims)
 
 

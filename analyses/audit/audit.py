@@ -146,7 +146,7 @@ class Audit(Result):
 
     @derived()
     def controls_protect_less(self) -> bool:
-        """Whether controls protect fewer entries, as the eviction keeps hardly more than it protects."""
+        """True if controls protect fewer entries, as the eviction keeps hardly more than it protects."""
         return self.trace.freed
 
     @derived()

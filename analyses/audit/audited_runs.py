@@ -153,7 +153,7 @@ class AuditedRun(Record):
 
     @derived(heading="keys and values", json=False)
     def intact(self) -> str | None:
-        """Whether the kept keys and values are the full cache's, or in how many kept sets they are not."""
+        """Text on the kept keys and values: as in the full cache, or in how many kept sets they are not."""
         if self.entries is None:
             return None
         return f"{len(self.entries.altered)} of {self.entries.sets} altered" if self.entries.altered else "intact"

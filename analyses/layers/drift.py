@@ -101,7 +101,7 @@ class LayerDrift(DriftPair):
 
     @derived()
     def noise_floor_known(self) -> bool:
-        """Whether the trace holds the distance's noise floor."""
+        """True if the trace holds the distance's noise floor."""
         return self.noise_floor is not None
 
     @derived(heading="#layers\n+ / = / −", json=False)

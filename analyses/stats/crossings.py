@@ -67,12 +67,12 @@ class Crossing(Record):
 
     @derived()
     def beyond(self) -> str:
-        """Where no budget is known: `below 0.005` or `above 0.4`; else empty."""
+        """Text in place of a budget that is not known: `below 0.005` or `above 0.4`; empty where it is known."""
         return self._beyond_text(self.value)
 
     @derived()
     def mean_beyond(self) -> str:
-        """Where no budget is known for the mean: `below 0.005` or `above 0.4`; else empty."""
+        """The same for the mean: `below 0.005` or `above 0.4`; empty where its budget is known."""
         return self._beyond_text(self.mean)
 
     @derived(heading="#from\nbudget", json=False)

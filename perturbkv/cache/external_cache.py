@@ -154,7 +154,7 @@ class LayerKept:
 
     @property
     def ascending(self) -> list[bool]:
-        """Whether each head's entries are in ascending order of position."""
+        """True if each head's entries are in ascending order of position."""
         known = [position[position != NOWHERE] for position in self.positions]
         return [bool((position[1:] >= position[:-1]).all()) for position in known]
 

@@ -170,7 +170,7 @@ class EvictionConfig:
 
     @property
     def is_external(self) -> bool:
-        """Whether the kept sets are external."""
+        """True if the kept sets are external."""
         return self.selection.name == GIVEN
 
     @property
@@ -198,12 +198,12 @@ class EvictionConfig:
 
     @property
     def euclidean(self) -> bool:
-        """Whether the selection uses ‖V_i W_O^h‖₂ instead of ‖V_i W_O^h‖₁."""
+        """True if the selection uses ‖V_i W_O^h‖₂ instead of ‖V_i W_O^h‖₁."""
         return self.selection.options.get("norm") == L2
 
     @property
     def quantised(self) -> bool:
-        """Whether the entries before the window are quantised."""
+        """True if the entries before the window are quantised."""
         return self.precision.name != FULL
 
     @property
@@ -213,27 +213,27 @@ class EvictionConfig:
 
     @property
     def corrected(self) -> bool:
-        """Whether the outputs are corrected for the evicted entries."""
+        """True if the outputs are corrected for the evicted entries."""
         return self.correction.name != NONE
 
     @property
     def reads_pages(self) -> bool:
-        """Whether the policy reads some pages per step instead of evicting, so that b counts the entries read."""
+        """True if the policy reads some pages per step instead of evicting, so that b counts the entries read."""
         return selections.reads_pages(self.policy)
 
     @property
     def has_sparse_prefill(self) -> bool:
-        """Whether the prefill is sparse, so that b is the maximum number of entries that a query attends to."""
+        """True if the prefill is sparse, so that b is the maximum number of entries that a query attends to."""
         return selections.has_sparse_prefill(self.policy)
 
     @property
     def evicts(self) -> bool:
-        """Whether entries are removed for good; otherwise all stay in the cache."""
+        """True if entries are removed for good; otherwise all stay in the cache."""
         return not self.reads_pages and not self.has_sparse_prefill
 
     @property
     def only_evicts(self) -> bool:
-        """Whether eviction alone changes the outputs, so that the theorems apply."""
+        """True if eviction alone changes the outputs, so that the theorems apply."""
         return not self.quantised and not self.corrected
 
     def protected_counts(self, kept: int) -> tuple[int, int]:

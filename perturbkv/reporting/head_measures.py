@@ -42,7 +42,7 @@ class Measure:
 
     @property
     def less(self) -> bool:
-        """Whether smaller values of the measure are better."""
+        """True if smaller values of the measure are better."""
         return self.kind != SHARE
 
     @property

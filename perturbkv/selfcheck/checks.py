@@ -48,7 +48,7 @@ class Check:
 
     @property
     def equal(self) -> bool:
-        """Whether the distance was measured and is within the bound; False for NaN."""
+        """True if the distance was measured and is within the bound; False for NaN."""
         return self.distance is not None and self.distance <= self.bound
 
     def to_dict(self) -> dict[str, Any]:

