@@ -32,11 +32,29 @@ def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.
 def test_every_run_that_can_be_had_is_asked_for(spec: dict[str, Any]) -> None:
     found = spec["runs"]()
     assert len(found) == len(set(found)) == (2 * MODELS - 1) * DATA_SETS
-    assert not any(template for model, template, _ in found if model in spec["WITHOUT_TEMPLATE"])
+    assert len({run.name for run in found + spec["runs"](confirm=True)}) == len(found) + 2 * MODELS - 1
+    assert not any(run.template for run in found if run.model in spec["WITHOUT_TEMPLATE"])
+
+
+def test_confirming_prompts_are_of_a_folder_of_their_own(
+    spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def refuse(*_: Any, data_dir: Path, **__: Any) -> None:
+        asked.append(data_dir)
+        raise LookupError
+
+    monkeypatch.setattr(pk, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr(pk, "load_prompts", refuse)
+    for run in (spec["runs"]()[0], spec["runs"](confirm=True)[0]):
+        with pytest.raises(LookupError):
+            spec["measure"](run, tmp_path)
+    assert asked == [tmp_path, tmp_path / "confirm"]
 
 
 def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace: pk.Trace) -> None:
-    found = list(spec["rows"](trace, "tiny", False, "needle"))
+    found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     settings = {tuple(row[name] for name in spec["SETTINGS"]) for row in found}
     assert len(settings) == 10
     assert len(found) == 10 * len(spec["COMPARISONS"])
@@ -48,7 +66,7 @@ def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace
 
 
 def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.Trace) -> None:
-    found = list(spec["rows"](trace, "tiny", False, "needle"))
+    found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     pairs = list(pk.compare_heads(trace, "attention", "two-stage"))
     for kind in ("isolated", "propagated"):
         lost = trace.arrays[f"perturbation_{kind}"][:, :, 0].astype(float)
@@ -93,13 +111,25 @@ def test_rows_are_kept_counted_and_drawn(
     monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
     first = spec["runs"]()[0]
     for run in spec["runs"]()[:2]:
-        spec["write"](run, list(spec["rows"](trace, *run)))
+        spec["write"](run, list(spec["rows"](trace, run)))
     read = spec["read"]()
     assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
-    assert read[0]["model"] == first[0]
+    assert read[0]["model"] == first.model
     assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
-    lines = list(spec["tally"](read))
+    lines = [line.strip("| ").split(" | ") for line in spec["tally"](read)]
     assert len(lines) == len(spec["COMPARISONS"])
-    assert all(sum(map(int, line.strip("| ").split(" | ")[4:])) == 20 for line in lines)
-    spec["draw"](read, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    for title, _, count, _, *verdicts in lines:
+        assert int(count) == sum(map(int, verdicts)) == (12 if title.startswith("un-pooling") else 20)
+    levels = dict(line.strip("| ").split(" | ", 1) for line in spec["by_level"](read))
+    assert all(cell.endswith((" of 10", " of 6")) for cell in levels["window: 8"].split(" | "))
+    for kind in spec["PANELS"]:
+        spec["draw"](read, kind, tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dict[str, Any], trace: pk.Trace) -> None:
+    told: dict[str, list[float]] = {"paper": [], "paper-v2": []}
+    for row in spec["rows"](trace, spec["Run"]("tiny", False, "needle")):
+        if row["comparison"].startswith("un-pooling") and row["preset"] in told:
+            told[row["preset"]].append(row["value"])
+    assert told["paper"] == told["paper-v2"]
