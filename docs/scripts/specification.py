@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,15 @@ def by_preset() -> dict[str, tuple[Any, ...]]:
     }
 
 
+@lru_cache(maxsize=1)
+def model(name: str) -> Any:
+    """Return a model, read once for the runs that follow each other with it."""
+    return pk.load_model(name, device="cpu", dtype="float32")
+
+
 def measure(run: Run, longbench: Path) -> Trace:
     """Return a run's trace, measured or finished; says how the first prompt begins and ends."""
-    loaded = pk.load_model(run.model, device="cpu", dtype="float32")
+    loaded = model(run.model)
     folder = longbench / "confirm" if run.confirm else longbench
     prompts = pk.load_prompts(
         run.dataset, loaded, samples=run.prompts, seed=SEED, chat_template=run.template, data_dir=folder,

@@ -132,4 +132,4 @@ def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dic
     for row in spec["rows"](trace, spec["Run"]("tiny", False, "needle")):
         if row["comparison"].startswith("un-pooling") and row["preset"] in told:
             told[row["preset"]].append(row["value"])
-    assert told["paper"] == told["paper-v2"]
+    assert told["paper"] == pytest.approx(told["paper-v2"], rel=1e-4)
