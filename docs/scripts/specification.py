@@ -57,15 +57,19 @@ BUDGET, SEED = 128, 0
 WINDOWS, GRANULARITIES, PRESETS = (8, 32), ("query", "kv"), ("paper", "paper-v2", "released-v2")
 CONTRADICTING = {("released-v2", "query"): "product-of-means is of a group's heads, which share one kept set"}
 """(preset, granularity) that is left out -> why."""
-REPEATED = {("un-pooling", "paper-v2"): "the same two selections as under the preset paper"}
-"""(first words of a comparison, preset) that is counted once, elsewhere -> why."""
+UNCOUNTED = {
+    ("un-pooling", "paper-v2"): "the same two selections as under the preset paper",
+    ("stages", "paper-v2"): "both stages read pooled scores and keep what attention keeps",
+    ("stages", "released-v2"): "both stages read pooled scores and keep what attention keeps",
+}
+"""(first words of a comparison, preset) that is not counted -> why."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
 COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
 PANELS = {
-    "propagated": ("heads by sample", "sum", "value norms", "un-pooling", "last layer, sum"),
-    "isolated": ("heads by sample", "sum", "value norms", "un-pooling"),
+    "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
+    "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
 }
 """Kind -> the first words of the comparisons in its picture's panels."""
 
@@ -129,8 +133,14 @@ def _comparisons() -> dict[str, Comparison]:
         found[f"heads by means, {kind}"] = Comparison(*sides, 0.5, 1, "share of heads whose mean is lower")
         found[f"heads by sample, {kind}"] = Comparison(*sides, 0.5, 1, "mean share of a prompt's heads that are lower")
         found[f"sum, {kind}"] = Comparison(*sides, 1, -1, "sum over heads and prompts over the baseline's")
-        found[f"value norms, {kind}"] = Comparison("two-stage-uniform", "two-stage", kind, 1, -1, "sum, equal stages")
-        found[f"un-pooling, {kind}"] = Comparison("attention", "attention-unpooled", kind, 1, -1, "sum, no value norms")
+        stages = "attention", "two-stage-uniform", kind
+        found[f"stages, {kind}"] = Comparison(*stages, 1, -1, "sum, ν = 1, over attention's")
+        found[f"value norms, {kind}"] = Comparison(
+            "two-stage-uniform", "two-stage", kind, 1, -1, "sum, over that of equal stages with ν = 1"
+        )
+        found[f"un-pooling, {kind}"] = Comparison(
+            "attention", "attention-unpooled", kind, 1, -1, "sum, neither stages nor ν, over attention's"
+        )
     last = "attention", "two-stage", "last layer"
     found["last layer, prompts"] = Comparison(*last, 0.5, 1, "share of prompts that drift less")
     found["last layer, sum"] = Comparison(*last, 1, -1, "sum of drifts over the baseline's")
@@ -296,9 +306,9 @@ def _counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int
 
 
 def _of(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
-    """Return the rows of one comparison, each number once."""
+    """Return the rows of one comparison that are counted."""
     words = title.split(",")[0]
-    return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in REPEATED]
+    return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in UNCOUNTED]
 
 
 def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
