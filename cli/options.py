@@ -156,10 +156,6 @@ class RunOptions(DataOptions):
         int | None,
         _eviction_option(metavar="N", help="Last queries, which vote and always stay", show_default=_BY_PRESET),
     ] = None
-    window_queries: Annotated[
-        list[str] | None,
-        _rare_option(_EVICT, metavar="NAME", help="Queries that vote: all, text (no template's)", show_default="all"),
-    ] = None
     granularity: Annotated[
         list[str] | None,
         _eviction_option(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
@@ -309,7 +305,6 @@ class RunOptions(DataOptions):
             "policy": self.policy or "snapkv",
             "budget": check_distinct("--budget", [Budget.parse(text) for text in self.budget or ["128"]]),
             "alpha": self.alpha or None,
-            "window_queries": self.window_queries or None,
             "seed": self.seed,
             **{name: getattr(self, name) or None for name in ("granularity", "precision", "correction")},
         }
