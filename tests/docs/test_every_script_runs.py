@@ -21,6 +21,7 @@ BY_OTHERS = {
     "specification.py",
     "second_model.py",
     "second_prompts.py",
+    "template_window.py",
     "vendor.py",
 }
 """Scripts that have a test of their own."""
