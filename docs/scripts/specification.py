@@ -285,17 +285,21 @@ def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
         yield f"| {title} | {comparison.text} | {' | '.join(map(str, _counts(_of(found, title), comparison)))} |"
 
 
-def by_level(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per level of the settings: of each comparison, on the claimed side / holds / turned, of how many."""
+def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Iterator[str]:
+    """Yield a line per level of the settings: of each of a picture's comparisons, holds / turned, of how many."""
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
             cells = []
-            for title, comparison in COMPARISONS.items():
-                count, claimed, holds, turned, _ = _counts(
-                    [row for row in _of(found, title) if row[name] == level], comparison
-                )
-                cells.append(f"{claimed} / {holds} / {turned} of {count}")
-            yield f"| {name}: {level} | {' | '.join(cells)} |"
+            for title in _titles(kind):
+                rows = [row for row in _of(found, title) if row[name] == level]
+                count, _, holds, turned, _ = _counts(rows, COMPARISONS[title])
+                cells.append(f"{holds} / {turned} of {count}" if count else "–")
+            yield f"| {_level(name, level)} | {' | '.join(cells)} |"
+
+
+def _titles(kind: str) -> list[str]:
+    """Return the comparisons in the panels of one kind's picture."""
+    return [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
 
 
 def _counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
@@ -320,10 +324,10 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
     key = {_setting(row): float(row["value"]) for row in sums}
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
     levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
-    titles = [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
+    titles = _titles(kind)
     with style.use():
-        figure = style.figure(174, 40 * len(titles) + 55)
-        axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [1.6])
+        figure = style.figure(174, 27 * len(titles) + 48)
+        axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2])
         for axis, title in zip(axes, titles, strict=False):
             _panel(axis, _of(found, title), COMPARISONS[title], order)
             axis.set_title(f"{title}: {COMPARISONS[title].text}", loc="left")
@@ -333,10 +337,21 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
         for place, (name, level) in enumerate(levels):
             on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
             axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
-        axes[-1].set_yticks(range(len(levels)), [f"{name}: {level}" for name, level in levels])
+        for verdict, colour in COLOURS.items():
+            axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=verdict)
+        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="heads by means")
+        axes[0].legend(loc="lower left", ncols=2)
+        axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
         axes[-1].invert_yaxis()
         axes[-1].set_xlabel(f"{len(order)} settings, sorted by the second panel")
         figure.savefig(path, dpi=200)
+
+
+def _level(name: str, level: str) -> str:
+    """Return a level's label."""
+    if name == "template":
+        return "with chat template" if level == "True" else "no chat template"
+    return level if name in ("model", "dataset") else f"{name} {level}"
 
 
 def _panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, order: dict[Any, int]) -> None:
