@@ -97,12 +97,14 @@ def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     if document["better_below"] is None:
         return [("smallest effect", "none: fewer than 5 samples have no interval")]
-    below, above = document["better_below"], document["worse_above"]
-    runs = "in four of five runs if prompts spread by"
-    rows = [("smallest effect", f"a sum × {below:.2g} or × {above:.2g}, {runs} {document['spread']:g}")]
+    from perturbkv.analyses import text
+
+    below, above = (text.decimal(document[name]) for name in ("better_below", "worse_above"))
+    runs = "four of five runs show it where prompts spread by"
+    rows = [("smallest effect", f"a sum {below} or {above} times the other's: {runs} {document['spread']:g}")]
     if document["margin"] is not None:
-        known = f"equal sums, {runs} at most {document['equivalent_spread']:.2g} (docs/statistics.md)"
-        rows.append((f"within {100 * document['margin']:.4g} %", known))
+        equal = f"equal sums: {runs} at most {document['equivalent_spread']:.2g} (docs/statistics.md)"
+        rows.append((f"within {100 * document['margin']:.4g} %", equal))
     return rows
 
 

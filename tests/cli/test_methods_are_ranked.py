@@ -50,9 +50,10 @@ def test_a_dry_run_tells_the_smallest_effect(perturbkv: Run, tiny: list[object])
     assert (told["samples"], told["margin"]) == (6, 0.05)
     assert told["better_below"] < 1 < told["worse_above"]
     shown = " ".join(perturbkv(*asked).out.split())
-    runs = "in four of five runs if prompts spread by"
-    assert f"smallest effect a sum × {told['better_below']:.2g} or × {told['worse_above']:.2g}, {runs}" in shown
-    assert f"within 5 % equal sums, {runs} at most {told['equivalent_spread']:.2g}" in shown
+    runs = "four of five runs show it where prompts spread by"
+    below, above = f"{told['better_below']:.2f}", f"{told['worse_above']:.2f}"
+    assert f"smallest effect a sum {below} or {above} times the other's: {runs} 0.3" in shown
+    assert f"within 5 % equal sums: {runs} at most {told['equivalent_spread']:.2g} (docs/statistics.md)" in shown
     plain = perturbkv("heads", *six, "--dry-run")
     assert "smallest effect" in plain.out
     assert "within 5 %" not in plain.out
