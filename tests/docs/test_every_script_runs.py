@@ -92,6 +92,16 @@ def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:
     assert {row.count(" ×") >= 5 and row.count(" → ") == 5 for row in rows} == {True}
 
 
+def test_equivalence_shows_what_verdicts_err_and_what_n_is_told() -> None:
+    verdicts, told = script("equivalence", 200).split("\n\n")
+    rows = verdicts.splitlines()
+    assert {row.count("|") for row in rows} == {6}
+    assert len(rows) == 12
+    assert rows[2].startswith("| 0.02 | ")
+    assert {row.count("|") for row in told.strip().splitlines()} == {6}
+    assert len(told.strip().splitlines()) == 6
+
+
 def test_tables_shows_every_analysis(folder: Path) -> None:
     said = script("tables", *(folder / part / "summary.json" for part in (".", "ablation", "horizon")))
     analyses = (
