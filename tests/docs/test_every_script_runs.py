@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, SCRIPTS, perturbkv, script
+from tests.support.scripts import DOCS, SCRIPTS, functions, perturbkv, script
 
 BY_OTHERS = {
     "coverage.py",
@@ -104,6 +104,52 @@ def test_tables_shows_every_analysis(folder: Path) -> None:
     )
     for title in (*analyses, "horizon, "):
         assert f"\n{title}" in said
+
+
+def picks(bound: str, share: float, first: str, gain: float | None = None, samples: int = 8) -> dict[str, Any]:
+    """One row of a summary's `concordance`, of `first` and two-stage."""
+    ends = {"low": share - 0.01, "high": share + 0.01, "kind": "interval"}
+    gains = None if gain is None else {"low": gain - 0.02, "high": gain + 0.02, "kind": "interval"}
+    return {
+        "bound": bound, "first": first, "second": "two-stage", "same_stage1": first == "two-stage-uniform",
+        "share": share, "interval": ends, "gain": gain, "gain_interval": gains, "values": 100, "samples": samples,
+    }  # fmt: skip
+
+
+def orders(samples: int = 8) -> dict[str, Any]:
+    """A summary's `rank_agreement` of one budget."""
+    rank = {"selections": list("abcd"), "mean": 0.5, "interval": None, "values": 120, "samples": 9}
+    return {
+        "setting": {"budget": 0.1},
+        "rank_correlations": [{"bound": bound, **rank} for bound in ("θ", "1 − S")],
+        "concordance": [
+            picks("θ", 0.9, "attention", 0.0), picks("1 − S", 0.9, "attention"),
+            picks("θ", 0.85, "two-stage-uniform", 0.06, samples), picks("θ̂", 0.83, "two-stage-uniform", 0.04, samples),
+            picks("1 − S", 0.79, "two-stage-uniform", None, samples),
+        ],
+    }  # fmt: skip
+
+
+def test_tables_show_the_bound_of_a_stage_1_only_where_stage_1_is_one_and_its_paired_difference() -> None:
+    _, heads, rows = functions("tables")["_agreement"]({"rank_agreement": [orders(), orders(samples=4)]})
+    assert heads == ["budget", "", "θ", "θ̂", "1 − S", "θ̂ less 1 − S, points", "n"]
+    assert rows[:3] == [
+        ["0.1", "ρ, four selections", "0.50", "–", "0.50", "–", "120 in 9"],
+        ["", "against attention", "90 % [89, 91]", "–", "90 % [89, 91]", "–", "100 in 8"],
+        ["", "against ν ≡ 1", "85 % [84, 86]", "83 % [82, 84]", "79 % [78, 80]", "4.0 [2.0, 6.0]", "100 in 8"],
+    ]
+    assert rows[5] == ["", "against ν ≡ 1", "–", "–", "–", "–", "100 in 4"]
+
+
+def test_the_papers_row_on_the_bounds_is_decided_by_the_paired_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = functions("paper_bounds")
+    found = {"rank_agreement": [orders()]}
+    monkeypatch.setitem(page["_orders"].__globals__, "analysis", lambda *_: found)
+    said = page["_orders"](Path("nowhere"))
+    assert said.verdict == "supports"
+    assert said.text.endswith("b = 0.1: 4.0 [2.0, 6.0] points (83 % against 79 %)")
+    found["rank_agreement"][0]["concordance"][3]["gain_interval"]["low"] = -0.01
+    assert page["_orders"](Path("nowhere")).verdict == "undecided"
 
 
 def test_tables_of_curves_that_lack_a_budget_leave_its_cells_out(tmp_path: Path) -> None:
