@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.folders import model_folder
@@ -89,6 +90,31 @@ def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:
     assert head.count("|") == line.count("|") == 7
     assert "| 10 % lose Beta(1, 3) | " in "\n".join(rows)
     assert {row.count(" ×") >= 5 and row.count(" → ") == 5 for row in rows} == {True}
+
+
+def test_rare_prompts_shows_every_population_with_both_ratios_and_their_worst_and_median() -> None:
+    head, line, *rows = script("rare_prompts", 40).splitlines()
+    assert head.count("|") == line.count("|") == 10
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells][0::14] == ["none", "median of these"]
+    assert len(cells) == 1 + 12 + 2
+    shares = np.array([[float(cell.removesuffix(" %")) for cell in row[3:]] for row in cells])
+    assert (shares[0] > 85).all()  # where no prompt is rare
+    np.testing.assert_allclose(shares[-2], shares[1:13].min(axis=0))
+    np.testing.assert_allclose(shares[-1], np.median(shares[1:13], axis=0), atol=1)
+
+
+def test_what_rare_prompts_hold_is_what_very_many_of_them_show() -> None:
+    tool = functions("rare_prompts")
+    for heads in (50, 5):
+        population = tool["Population"](10, 1.6, heads)
+        top, bottom, source = np.zeros(50), np.zeros(50), np.random.default_rng(2)
+        for _ in range(40):
+            baseline, treatment = population.draw(source, 50, 100)
+            top, bottom = top + treatment.sum(axis=(0, 1)), bottom + baseline.sum(axis=(0, 1))
+        truth = tool["ratios"](*population.sums())
+        assert top.sum() / bottom.sum() == pytest.approx(float(truth[0]), rel=0.02)
+        assert sorted(top / bottom)[24:26] == pytest.approx([float(truth[1])] * 2, rel=0.04)
 
 
 def test_tables_shows_every_analysis(folder: Path) -> None:
