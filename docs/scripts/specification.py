@@ -4,7 +4,8 @@
 other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that
 was cut goes on where it was. `--only WORD` takes the runs whose name holds a word. `python
 docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
-and of each level of them. With `--confirm` both are about the confirming runs, on prompts that nothing else has used.
+and of each level of them; `next` tells the sums of preset paper by the token that comes next. With `--confirm` all
+three are about the confirming runs, on prompts that nothing else has used.
 The rules stand in docs/rules.md, which was written first.
 """
 
@@ -63,6 +64,8 @@ UNCOUNTED = {
     ("stages", "released-v2"): "both stages read pooled scores and keep what attention keeps",
 }
 """(first words of a comparison, preset) that is not counted -> why."""
+ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
+"""A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
 COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
@@ -253,6 +256,57 @@ def shares(verdicts: np.ndarray) -> np.ndarray:
     return np.asarray((verdicts + 1) / 2)
 
 
+def specific(trace: Trace) -> np.ndarray:
+    """Return (prompt,) whether the token after each prompt is one that this prompt brought.
+
+    It stands in its own prompt, and in at most `ELSEWHERE` of the others.
+    """
+    arrays = trace.arrays
+    starts, counts = arrays["prompt_offset"].astype(int), arrays["prompt_count"].astype(int)
+    seen = [
+        set(arrays["prompt_token"][start : start + count].tolist()) for start, count in zip(starts, counts, strict=True)
+    ]
+    following = arrays["token_id"].reshape(len(seen), -1)[:, 0].tolist()
+    return np.array([
+        token in seen[at] and np.mean([token in other for place, other in enumerate(seen) if place != at]) <= ELSEWHERE
+        for at, token in enumerate(following)
+    ])  # fmt: skip
+
+
+def by_next_token(run: Run) -> Iterator[str]:
+    """Yield a line per setting of the preset paper: two-stage's propagated sum over attention's, by the next token.
+
+    Ratios are geometric means over prompts; p is of a permutation of which prompts are followed by a specific token.
+    """
+    trace = pk.read_trace(RUNS / f"{run.name}.h5")
+    kinds = specific(trace)
+    if min(kinds.sum(), (~kinds).sum()) < LEAST:
+        say(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific")
+        return
+    for pair in pk.compare_heads(trace, "attention", "two-stage"):
+        config = pair.treatment
+        if config not in by_preset()["paper"]:
+            continue
+        sums = [
+            trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
+            for one in (pair.baseline, config)
+        ]
+        logs = np.log(sums[1] / sums[0])
+        common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
+        p = permuted(logs, kinds)
+        cells = run.model, run.template, config.window, config.granularity.name, (~kinds).sum(), kinds.sum()
+        yield f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {p:.4f} |"
+
+
+def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
+    """Return the two-sided p of the difference of two kinds' means, over random permutations of the kinds."""
+    source = np.random.default_rng(SEED)
+    drawn = source.permuted(np.tile(kinds, (PERMUTATIONS, 1)), axis=1)
+    means = [values @ chosen.T / chosen.sum(axis=1) for chosen in (drawn, ~drawn)]
+    seen = abs(values[kinds].mean() - values[~kinds].mean())
+    return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
+
+
 def read(confirm: bool = False) -> list[dict[str, str]]:
     """Return the rows of every run that was measured, in the order of `runs`."""
     found: list[dict[str, str]] = []
@@ -376,7 +430,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 def main() -> None:
     """Measure the runs that are missing, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw"))
+    parser.add_argument("work", choices=("measure", "draw", "next"))
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
     parser.add_argument("--confirm", action="store_true", help="the confirming runs")
@@ -386,6 +440,10 @@ def main() -> None:
         for kind in PANELS:
             draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
         say("\n".join((*tally(found), "", *by_level(found))))
+        return
+    if asked.work == "next":
+        measured = [run for run in runs(asked.confirm) if run.rows.exists() and asked.only in run.name]
+        say("\n".join(line for run in measured for line in by_next_token(run)))
         return
     for run in runs(asked.confirm):
         if not run.rows.exists() and asked.only in run.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,3 +136,48 @@ def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dic
         if row["comparison"].startswith("un-pooling") and row["preset"] in told:
             told[row["preset"]].append(row["value"])
     assert told["paper"] == pytest.approx(told["paper-v2"], rel=1e-4)
+
+
+def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(spec: dict[str, Any]) -> None:
+    prompts = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 5, 7], [1, 8, 9]]
+    following = [2, 4, 5, 11, 1]  # in one of four others; in none; in one of four; nowhere; everywhere
+    arrays = {
+        "prompt_offset": np.cumsum([0, *(len(prompt) for prompt in prompts[:-1])]),
+        "prompt_count": np.array([len(prompt) for prompt in prompts]),
+        "prompt_token": np.concatenate(prompts),
+        "token_id": np.array(following)[:, None],
+    }
+    assert spec["specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
+
+
+def test_kinds_of_prompts_are_told_apart_by_permuting_them(spec: dict[str, Any]) -> None:
+    kinds = np.array([True] * 4 + [False] * 4)
+    apart, alike = np.arange(8.0), np.array([1.0, 4, 6, 7, 2, 3, 5, 8])
+    for values in (apart, alike):
+        chosen = list(itertools.combinations(range(8), 4))
+        means = [values[list(own)].mean() - np.delete(values, own).mean() for own in chosen]
+        exact = np.mean(np.abs(means) >= abs(values[kinds].mean() - values[~kinds].mean()) - 1e-9)
+        assert spec["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
+
+
+def test_sums_by_the_next_token_are_by_hand(
+    spec: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = spec["by_next_token"].__globals__
+    run = spec["Run"]("tiny", False, "needle")
+    monkeypatch.setitem(own, "RUNS", tmp_path)
+    monkeypatch.setitem(own, "LEAST", 2)
+    monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
+    trace.save(tmp_path / f"{run.name}.h5")
+    lines = [line.strip("| ").split(" | ") for line in spec["by_next_token"](run)]
+    assert len(lines) == 4
+    lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
+    of_paper = spec["by_preset"]()["paper"]
+    pairs = [one for one in pk.compare_heads(trace, "attention", "two-stage") if one.treatment in of_paper]
+    for (_, _, window, granularity, common, specific, low, high, _), pair in zip(lines, pairs, strict=True):
+        assert (window, granularity) == (str(pair.treatment.window), pair.treatment.granularity.name)
+        assert (common, specific) == ("3", "2")
+        sides = [lost[:, trace.run.configs.index(one)].sum(axis=(1, 2)) for one in (pair.treatment, pair.baseline)]
+        ratios = sides[0] / sides[1]
+        assert float(low) == pytest.approx(np.prod(ratios[2:]) ** (1 / 3), abs=0.006)
+        assert float(high) == pytest.approx(np.prod(ratios[:2]) ** (1 / 2), abs=0.006)
