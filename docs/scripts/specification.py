@@ -133,20 +133,20 @@ def _comparisons() -> dict[str, Comparison]:
     found = {}
     for kind in ("isolated", "propagated"):
         sides = "attention", "two-stage", kind
-        found[f"heads by means, {kind}"] = Comparison(*sides, 0.5, 1, "share of heads whose mean is lower")
-        found[f"heads by sample, {kind}"] = Comparison(*sides, 0.5, 1, "mean share of a prompt's heads that are lower")
-        found[f"sum, {kind}"] = Comparison(*sides, 1, -1, "sum over heads and prompts over the baseline's")
+        found[f"heads by means, {kind}"] = Comparison(*sides, 0.5, 1, "share of heads that change less, by their means")
+        found[f"heads by sample, {kind}"] = Comparison(*sides, 0.5, 1, "share of a prompt's heads that change less")
+        found[f"sum, {kind}"] = Comparison(*sides, 1, -1, "changes, two-stage over attention")
         stages = "attention", "two-stage-uniform", kind
-        found[f"stages, {kind}"] = Comparison(*stages, 1, -1, "sum, ν = 1, over attention's")
+        found[f"stages, {kind}"] = Comparison(*stages, 1, -1, "changes, two-stage with ν = 1 over attention")
         found[f"value norms, {kind}"] = Comparison(
-            "two-stage-uniform", "two-stage", kind, 1, -1, "sum, over that of equal stages with ν = 1"
+            "two-stage-uniform", "two-stage", kind, 1, -1, "changes, two-stage over the same with ν = 1"
         )
         found[f"un-pooling, {kind}"] = Comparison(
-            "attention", "attention-unpooled", kind, 1, -1, "sum, neither stages nor ν, over attention's"
+            "attention", "attention-unpooled", kind, 1, -1, "changes, attention without pooling over attention"
         )
     last = "attention", "two-stage", "last layer"
     found["last layer, prompts"] = Comparison(*last, 0.5, 1, "share of prompts that drift less")
-    found["last layer, sum"] = Comparison(*last, 1, -1, "sum of drifts over the baseline's")
+    found["last layer, sum"] = Comparison(*last, 1, -1, "drifts, two-stage over attention")
     return found
 
 
@@ -384,7 +384,10 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
         axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2])
         for axis, title in zip(axes, titles, strict=False):
             _panel(axis, _of(found, title), COMPARISONS[title], order)
-            axis.set_title(f"{title}: {COMPARISONS[title].text}", loc="left")
+            comparison = COMPARISONS[title]
+            better = "above" if comparison.sign > 0 else "below"
+            words = title.removesuffix(f", {kind}")
+            axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
         for row in _of(found, f"heads by means, {kind}"):
             axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
                          markeredgewidth=0.4)  # fmt: skip
@@ -392,12 +395,20 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
             on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
             axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
         for verdict, colour in COLOURS.items():
-            axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=verdict)
-        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="heads by means")
+            axes[0].plot(
+                [],
+                [],
+                ".-",
+                color=colour,
+                markersize=2.5,
+                linewidth=0.6,
+                label=f"{verdict}, 95 %" if verdict != "undecided" else verdict,
+            )
+        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
         axes[0].legend(loc="lower left", ncols=2)
         axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
         axes[-1].invert_yaxis()
-        axes[-1].set_xlabel(f"{len(order)} settings, sorted by the second panel")
+        axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
         figure.savefig(path, dpi=200)
 
 
