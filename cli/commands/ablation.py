@@ -49,11 +49,9 @@ def _method_ranking(
     look: LookOptions,
     methods: Annotated[
         str | None,
-        Option(metavar="NAMES", help="Rank whole methods: all, or policies separated by commas", show_default=False),
+        Option(metavar="NAMES", help="Rank whole methods: all, or policies with commas", show_default=False),
     ] = None,
-    margin: Annotated[
-        float, Option(metavar="X", help="With --methods: equal within this share of a control's sum")
-    ] = MARGIN,
+    margin: Annotated[float, Option(metavar="X", help="With --methods: sums this near are equal")] = MARGIN,
 ) -> Analysis:
     """Rank whole methods against snapkv, and against random entries and attention's with the same protection."""
     check_margin(margin, "--margin")
