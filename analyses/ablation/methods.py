@@ -388,7 +388,7 @@ class MethodRanking(SettingsResult):
 
     @property
     def _verdict_note(self) -> str:
-        """How the verdicts are made; empty without intervals."""
+        """Return a sentence on how the verdicts are made; empty without intervals."""
         if self.identity.samples < MIN_SAMPLES:
             return ""
         return (

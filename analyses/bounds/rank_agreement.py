@@ -169,7 +169,7 @@ class _Group:
 
     @property
     def same_stage1(self) -> bool:
-        """Whether all selections have stages: their options are equal, so stage 1 holds the same entries."""
+        """True where all selections have stages: as their options are equal, stage 1 holds the same entries."""
         return set(self.names) <= {*STAGED}
 
 

@@ -56,7 +56,7 @@ def _tight(output: Path) -> Told:
 
 
 def _orders(output: Path) -> Told:
-    """How often the lower θ̂ has the lower L, of two selections of one stage 1, less how often the lower 1 − S has."""
+    """Return how often the lower θ̂ has the lower L, of two selections of one stage 1, less how often 1 − S has."""
     cells, verdicts = [], []
     for agreement in analysis(output, "shares", "bound-tightness")["rank_agreement"]:
         bound, mass = (_of_one_stage1(agreement, name) for name in ("θ̂", "1 − S"))
@@ -69,7 +69,7 @@ def _orders(output: Path) -> Told:
 
 
 def _of_one_stage1(agreement: Document, bound: str) -> Document:
-    """How a bound orders the two selections that have the same stage 1."""
+    """Return how a bound orders the two selections that have the same stage 1."""
     (only,) = (one for one in agreement["concordance"] if one["same_stage1"] and one["bound"] == bound)
     found: Document = only
     return found

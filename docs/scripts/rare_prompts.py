@@ -65,7 +65,7 @@ POPULATIONS = (
 
 
 def _head_scales() -> Floats:
-    """How much a head perturbs: a few heads carry half of the sum."""
+    """Return how much each head perturbs: a few heads carry half of the sum."""
     return np.exp(np.linspace(-1.5, 1.5, HEADS)[np.random.default_rng(5).permutation(HEADS)])
 
 
