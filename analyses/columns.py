@@ -21,10 +21,10 @@ Value = TypeVar("Value")
 AnyRecord = TypeVar("AnyRecord")
 _KEY = "column"
 _EMPTY = ("", "–")
-_NAME_WIDTH = 24
-"""Letters per line of a name in a table's first column."""
-_MOST_WIDE = 3
-"""Largest number of columns with intervals beside their numbers; of more, intervals are below them."""
+_NAME_WIDTH, _NARROW_NAME_WIDTH = 24, 18
+"""Letters per line of a name in a table's first column, and of one beside six or more columns."""
+_MOST_WIDE, _MOST_NARROW = 3, 5
+"""Largest number of columns with intervals beside their numbers, of more they are below; and with names in full."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ def table(title: str, lines: Sequence[Line], names: Sequence[str], first: str = 
     separator = "\n" if len(names) > _MOST_WIDE else " "
     cells = {name: [_cell_text(line.records, name, separator) for line in lines] for name in names}
     shown = [name for name in names if any(cell not in _EMPTY for cell in cells[name])]
-    rows = [[fold(line.name, _NAME_WIDTH), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
+    width = _NARROW_NAME_WIDTH if len(shown) > _MOST_NARROW else _NAME_WIDTH
+    rows = [[fold(line.name, width), *(cells[name][row] for name in shown)] for row, line in enumerate(lines)]
     return Table(title, [first, *(declared[name].heading or name for name in shown)], rows)
 
 

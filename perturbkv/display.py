@@ -36,9 +36,10 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        has_header = any(self.columns)
+        numbers = sum(heading.startswith("#") for heading in self.columns)
+        gap = 0 if numbers > 4 and len(self.columns) > 6 else 1  # beside the box's own
         table = RichTable(
-            box=box.SIMPLE_HEAD, show_header=has_header, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+            box=box.SIMPLE_HEAD, show_header=any(self.columns), show_edge=False, pad_edge=False, padding=(0, gap, 0, 0)
         )
         for index, heading in enumerate(self.columns):
             justify: JustifyMethod = "right" if heading.startswith("#") else "left"

@@ -47,7 +47,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
     """
 
     SECTION = "heads"
-    SHOWN = ("name", "cache_share", "better_share", "sum_ratio", "counts")
+    SHOWN = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity

@@ -67,7 +67,7 @@ class SignFlips(Record):
         """Number of tests that must reach the smallest p for any to be significant; null: none can be."""
         return self.least_tests or None
 
-    @derived(heading="#significant\n+ / −", json=False)
+    @derived(heading="#signif.\n+ / −", json=False)
     def counts(self) -> str:
         """Heads better / worse beyond chance (sign flips, corrected)."""
         return f"{self.above}/{self.below}"
