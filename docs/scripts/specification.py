@@ -5,7 +5,8 @@ other and writes its rows to docs/specification/RUN.csv; a run whose file is the
 was cut goes on where it was. `--only WORD` takes the runs whose name holds a word. `python
 docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
 and of each level of them; `next` tells the sums of preset paper by the token that comes next. With `--confirm` all
-three are about the confirming runs, on prompts that nothing else has used.
+three are about the confirming runs, on prompts that nothing else has used; `sentences` judges by them what was read off
+the other runs.
 The rules stand in docs/rules.md, which was written first.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,6 +71,10 @@ SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled
 COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
+SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
+POOLED = ("paper-v2", "released-v2")
+BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
+"""Both kinds; of a confirmed sentence's settings, at least so many are on its side, and at most so few against it."""
 PANELS = {
     "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
     "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
@@ -151,6 +156,59 @@ def _comparisons() -> dict[str, Comparison]:
 
 
 COMPARISONS = _comparisons()
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of docs/rules.md that the confirming runs judge.
+
+    Attributes:
+        text: the sentence.
+        comparison: first words of the comparison that it speaks of.
+        kinds: isolated, propagated or both, judged apart; empty for the last layer's.
+        wanted: the verdict that agrees with it, `holds` or `turned`.
+        levels: setting's name -> the levels that it names; of others all.
+    """
+
+    text: str
+    comparison: str
+    kinds: tuple[str, ...]
+    wanted: str
+    levels: Mapping[str, tuple[str, ...]]
+
+    def judged(self, found: Sequence[dict[str, str]]) -> str:
+        """Return a line with a cell for isolated and one for propagated."""
+        cells = {kind: self._cell(found, f"{self.comparison}, {kind}") for kind in self.kinds or ("propagated",)}
+        return f"| {self.text} | {cells.get('isolated', '')} | {cells['propagated']} |"
+
+    def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
+        """Return how many settings are on its side, agree, and are against it, and the verdict."""
+        title = title if self.kinds else self.comparison
+        rows = [row for row in _of(found, title) if all(row[name] in said for name, said in self.levels.items())]
+        count, claimed, holds, turned, _ = _counts(rows, COMPARISONS[title])
+        if self.wanted == "turned":
+            claimed, holds, turned = count - claimed, turned, holds
+        return judged(count, claimed, holds, turned)
+
+
+SENTENCES = (
+    Sentence("1: `paper`, most heads change less", "heads by sample", BOTH, "holds", {"preset": ("paper",)}),
+    Sentence("2: `paper`, the stages alone lower the sum", "stages", BOTH, "holds", {"preset": ("paper",)}),
+    Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "turned",
+             {"model": (SMALL,), "preset": POOLED}),
+    Sentence("4: value norms lower Qwen's sums", "value norms", BOTH, "holds", {"model": QWEN}),
+    Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "turned",
+             {"model": (SMALL,), "preset": ("paper",)}),
+    Sentence("6: the last layer's drift is lower", "last layer, sum", (), "holds", {}),
+)  # fmt: skip
+
+
+def judged(count: int, claimed: int, holds: int, turned: int) -> str:
+    """Return the counts, 'on its side / holds / turned of settings', and the verdict that docs/rules.md gives them."""
+    refuted = turned > FEW * count or count - claimed > count / 2
+    confirmed = claimed >= MANY * count and holds >= count / 2
+    verdict = "refuted" if refuted else "confirmed" if confirmed else "open"
+    return f"{claimed} / {holds} / {turned} of {count}: {verdict}"
 
 
 def say(text: str) -> None:
@@ -273,11 +331,35 @@ def specific(trace: Trace) -> np.ndarray:
     ])  # fmt: skip
 
 
-def by_next_token(run: Run) -> Iterator[str]:
-    """Yield a line per setting of the preset paper: two-stage's propagated sum over attention's, by the next token.
+@dataclass(frozen=True)
+class NextToken:
+    """Two-stage's propagated sum over attention's in one setting of the preset paper, by the kind of the next token.
 
-    Ratios are geometric means over prompts; p is of a permutation of which prompts are followed by a specific token.
+    Attributes:
+        run: of the setting.
+        window, granularity: of the setting.
+        prompts: whose next token is common, is specific.
+        ratios: their geometric means.
+        p: of a permutation of which prompts are followed by a specific token.
     """
+
+    run: Run
+    window: int
+    granularity: str
+    prompts: tuple[int, int]
+    ratios: tuple[float, float]
+    p: float
+
+    def line(self) -> str:
+        """Return the line of its table."""
+        template = "with" if self.run.template else "without"
+        common, own = self.ratios
+        cells = self.run.model, template, self.window, self.granularity, *self.prompts
+        return f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {self.p:.4f} |"
+
+
+def by_next_token(run: Run) -> Iterator[NextToken]:
+    """Yield what each setting of the preset paper says, or say that a run has too few prompts of one kind."""
     trace = pk.read_trace(RUNS / f"{run.name}.h5")
     kinds = specific(trace)
     if min(kinds.sum(), (~kinds).sum()) < LEAST:
@@ -293,9 +375,17 @@ def by_next_token(run: Run) -> Iterator[str]:
         ]
         logs = np.log(sums[1] / sums[0])
         common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
-        p = permuted(logs, kinds)
-        cells = run.model, run.template, config.window, config.granularity.name, (~kinds).sum(), kinds.sum()
-        yield f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {p:.4f} |"
+        prompts = int((~kinds).sum()), int(kinds.sum())
+        yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
+
+
+def seventh(found: Sequence[NextToken]) -> str:
+    """Return the line of the seventh sentence of docs/rules.md, that the gain is lost at specific tokens."""
+    larger = [one.ratios[1] > one.ratios[0] for one in found]
+    decided = [one.p < FEW for one in found]
+    holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
+                      for wanted in (True, False))  # fmt: skip
+    return f"| 7: less gain at specific tokens |  | {judged(len(found), sum(larger), holds, against)} |"
 
 
 def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
@@ -395,17 +485,10 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
             on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
             axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
         for verdict, colour in COLOURS.items():
-            axes[0].plot(
-                [],
-                [],
-                ".-",
-                color=colour,
-                markersize=2.5,
-                linewidth=0.6,
-                label=f"{verdict}, 95 %" if verdict != "undecided" else verdict,
-            )
+            label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
+            axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
         axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
-        axes[0].legend(loc="lower left", ncols=2)
+        figure.legend(loc="outside upper center", ncols=4)
         axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
         axes[-1].invert_yaxis()
         axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
@@ -441,7 +524,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 def main() -> None:
     """Measure the runs that are missing, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw", "next"))
+    parser.add_argument("work", choices=("measure", "draw", "next", "sentences"))
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
     parser.add_argument("--confirm", action="store_true", help="the confirming runs")
@@ -452,9 +535,14 @@ def main() -> None:
             draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
         say("\n".join((*tally(found), "", *by_level(found))))
         return
-    if asked.work == "next":
-        measured = [run for run in runs(asked.confirm) if run.rows.exists() and asked.only in run.name]
-        say("\n".join(line for run in measured for line in by_next_token(run)))
+    if asked.work in ("next", "sentences"):
+        confirm = asked.confirm or asked.work == "sentences"
+        measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
+        tokens = [one for run in measured for one in by_next_token(run)]
+        if asked.work == "next":
+            say("\n".join(one.line() for one in tokens))
+        else:
+            say("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))))
         return
     for run in runs(asked.confirm):
         if not run.rows.exists() and asked.only in run.name:

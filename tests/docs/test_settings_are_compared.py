@@ -169,7 +169,8 @@ def test_sums_by_the_next_token_are_by_hand(
     monkeypatch.setitem(own, "LEAST", 2)
     monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
     trace.save(tmp_path / f"{run.name}.h5")
-    lines = [line.strip("| ").split(" | ") for line in spec["by_next_token"](run)]
+    found = list(spec["by_next_token"](run))
+    lines = [one.line().strip("| ").split(" | ") for one in found]
     assert len(lines) == 4
     lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
     of_paper = spec["by_preset"]()["paper"]
@@ -181,3 +182,41 @@ def test_sums_by_the_next_token_are_by_hand(
         ratios = sides[0] / sides[1]
         assert float(low) == pytest.approx(np.prod(ratios[2:]) ** (1 / 3), abs=0.006)
         assert float(high) == pytest.approx(np.prod(ratios[:2]) ** (1 / 2), abs=0.006)
+
+
+def test_confirming_runs_judge_by_the_rules_shares(spec: dict[str, Any]) -> None:
+    """On its side in 80 %, holding in half, against in at most 5 %; refuted where more are against, or most not for it."""
+    verdict = {
+        (20, 16, 10, 1): "confirmed",
+        (20, 15, 15, 0): "open",
+        (20, 20, 9, 0): "open",
+        (20, 16, 10, 2): "refuted",
+        (20, 9, 9, 0): "refuted",
+        (20, 10, 10, 1): "open",
+    }
+    for counts, said in verdict.items():
+        assert spec["judged"](*counts).endswith(f" of {counts[0]}: {said}")
+
+
+def test_a_sentence_that_wants_the_opposite_counts_turned_settings(spec: dict[str, Any]) -> None:
+    row = {"model": spec["SMALL"], "preset": "paper", "comparison": "value norms, propagated"}
+    found = [
+        row | {"value": "1.1", "low": "1.05", "high": "1.2"},
+        row | {"value": "1.2", "low": "0.9", "high": "1.5"},
+        row | {"value": "0.9", "low": "0.8", "high": "0.95"},
+        row | {"value": "0.5", "low": "0.4", "high": "0.6", "preset": "paper-v2"},
+        row | {"value": "0.5", "low": "0.4", "high": "0.6", "model": "another"},
+    ]
+    (fifth,) = (one for one in spec["SENTENCES"] if one.text.startswith("5"))
+    assert fifth.judged(found).endswith("|  | 2 / 1 / 1 of 3: refuted |")
+    (fourth,) = (one for one in spec["SENTENCES"] if one.text.startswith("4"))
+    of_qwen = [one | {"model": spec["QWEN"][0], "comparison": f"value norms, {kind}"}
+               for one in found[:3] for kind in spec["BOTH"]]  # fmt: skip
+    assert fourth.judged(of_qwen).count("1 / 1 / 1 of 3: refuted") == 2
+
+
+def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(spec: dict[str, Any]) -> None:
+    run = spec["Run"]("tiny", False, "multi_news")
+    of = [((0.6, 1.2), 0.01), ((0.6, 0.9), 0.2), ((0.9, 0.6), 0.01), ((0.9, 0.6), 0.2)]
+    found = [spec["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
+    assert "2 / 1 / 1 of 4" in spec["seventh"](found)
