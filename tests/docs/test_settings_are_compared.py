@@ -185,7 +185,7 @@ def test_sums_by_the_next_token_are_by_hand(
 
 
 def test_confirming_runs_judge_by_the_rules_shares(spec: dict[str, Any]) -> None:
-    """On its side in 80 %, holding in half, against in at most 5 %; refuted where more are against, or most not for it."""
+    """On its side in 80 %, holding in half, against in at most 5 %; refuted if more are against or most not for it."""
     verdict = {
         (20, 16, 10, 1): "confirmed",
         (20, 15, 15, 0): "open",
