@@ -6,7 +6,7 @@ was cut goes on where it was. `--only WORD` takes the runs whose name holds a wo
 docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
 and of each level of them; `next` tells the sums of preset paper by the token that comes next. With `--confirm` all
 three are about the confirming runs, on prompts that nothing else has used; `sentences` judges by them what was read off
-the other runs.
+the other runs; `bounds` tells how near the bounds are to the change, in one setting of each run.
 The rules stand in docs/rules.md, which was written first.
 """
 
@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tables import percent, points
 
 import perturbkv as pk
+from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.figures import style
@@ -63,6 +65,8 @@ UNCOUNTED = {
     ("un-pooling", "paper-v2"): "the same two selections as under the preset paper",
     ("stages", "paper-v2"): "both stages read pooled scores and keep what attention keeps",
     ("stages", "released-v2"): "both stages read pooled scores and keep what attention keeps",
+    ("stages beyond un-pooling", "paper-v2"): "un-pooling the other way round",
+    ("stages beyond un-pooling", "released-v2"): "un-pooling the other way round",
 }
 """(first words of a comparison, preset) that is not counted -> why."""
 ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
@@ -149,6 +153,10 @@ def _comparisons() -> dict[str, Comparison]:
         found[f"un-pooling, {kind}"] = Comparison(
             "attention", "attention-unpooled", kind, 1, -1, "changes, attention without pooling over attention"
         )
+        found[f"stages beyond un-pooling, {kind}"] = Comparison(
+            "attention-unpooled", "two-stage-uniform", kind, 1, -1,
+            "changes, two-stage with ν = 1 over attention without pooling",
+        )  # fmt: skip
     last = "attention", "two-stage", "last layer"
     found["last layer, prompts"] = Comparison(*last, 0.5, 1, "share of prompts that drift less")
     found["last layer, sum"] = Comparison(*last, 1, -1, "drifts, two-stage over attention")
@@ -379,6 +387,25 @@ def by_next_token(run: Run) -> Iterator[NextToken]:
         yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
 
 
+def bounds(run: Run) -> str:
+    """Return a run's line of the table of bounds: preset paper, window 32, a set per query head.
+
+    Medians of θ/L and θ̂/L over prompts and heads with σ > ½; and of two-stage and the same with ν = 1, in how many of
+    the heads the lower bound has the lower L, of θ with what it gains on 1 − S in points.
+    """
+    chosen = [config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"]
+    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5").sel(where=chosen.__contains__))
+    (two_stage,) = (one for one in found.configs if one.config.selection.name == "two-stage")
+    times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
+    (agreement,) = found.agreements
+    told = {one.bound: one for one in agreement.pairs if one.same_stage1}
+    gains = (points(told[name].gain, json_value(told[name].gain_interval)) for name in ("θ", "θ̂"))
+    template = "with" if run.template else "without"
+    checked = found.inequalities_checked["L ≤ θ"]
+    cells = run.model, template, run.prompts, f"{found.violations} of {checked:,}", *times, percent(told["θ"].share)
+    return f"| {' | '.join(map(str, (*cells, percent(told['1 − S'].share), *gains)))} |"
+
+
 def seventh(found: Sequence[NextToken]) -> str:
     """Return the line of the seventh sentence of docs/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
@@ -524,7 +551,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 def main() -> None:
     """Measure the runs that are missing, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw", "next", "sentences"))
+    parser.add_argument("work", choices=("measure", "draw", "next", "sentences", "bounds"))
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
     parser.add_argument("--confirm", action="store_true", help="the confirming runs")
@@ -534,6 +561,11 @@ def main() -> None:
         for kind in PANELS:
             draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
         say("\n".join((*tally(found), "", *by_level(found))))
+        return
+    if asked.work == "bounds":
+        for run in runs(asked.confirm):
+            if run.rows.exists() and asked.only in run.name:
+                say(bounds(run))
         return
     if asked.work in ("next", "sentences"):
         confirm = asked.confirm or asked.work == "sentences"
