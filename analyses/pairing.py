@@ -18,7 +18,7 @@ from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTED, CORRECTION_OPTIONS, PRECISION_OPTIONS, QUANTISE
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.selections import SELECTIONS
+from perturbkv.configs.selections import ALL_QUERIES, SCORED, SELECTIONS, WINDOW_QUERIES
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
@@ -181,7 +181,8 @@ def _has_option(choice: Choice, name: str, value: Any) -> bool:
     if name == UNNAMED and "by" not in choice.options:
         return any(_matches_value(value, option) for option in choice.options.values())
     name = name or "by"
-    return name in choice.options and _matches_value(value, choice.options[name])
+    options = {WINDOW_QUERIES: ALL_QUERIES, **choice.options}
+    return name in options and _matches_value(value, options[name])
 
 
 def _matches_value(request: Any, value: Any) -> bool:
@@ -199,9 +200,15 @@ def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set
     Options and window belong to the policy: they may differ between different policies.
     """
     systems = () if first.policy.name == second.policy.name else ("policy", "window")
-    sides, one, other = ("selection", "granularity_product", *systems), first.flat(), second.flat()
+    sides, one, other = ("selection", "granularity_product", *systems), _choices_of(first), _choices_of(second)
     common_names = (one.keys() & other.keys()) - free
     return all(one[name] == other[name] for name in common_names if not name.startswith(sides))
+
+
+def _choices_of(config: EvictionConfig) -> dict[str, Any]:
+    """Return `EvictionConfig.flat`, and that all queries of the window vote where a score has no other option."""
+    default = {f"policy_{WINDOW_QUERIES}": ALL_QUERIES} if config.selection.name in SCORED else {}
+    return default | config.flat()
 
 
 def _options_agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:
@@ -238,7 +245,9 @@ def group_settings(run: RunConfig, *free: str) -> list[list[EvictionConfig]]:
 
     Choices are named as in `EvictionConfig.flat`. A configuration without an option is in the group of each value.
     """
-    choices = [{name: value for name, value in config.flat().items() if name not in free} for config in run.configs]
+    choices = [
+        {name: value for name, value in _choices_of(config).items() if name not in free} for config in run.configs
+    ]
     groups = [tuple(range(len(choices)))]
     for name in dict.fromkeys(name for config in choices for name in config):
         groups = list(dict.fromkeys(part for group in groups for part in _split_by_value(group, choices, name)))

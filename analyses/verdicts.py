@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.trace import Trace
 
 
@@ -55,6 +55,16 @@ def non_default_terms(distance: str, step: int) -> list[str]:
 
 TIE_FLOORS = 2
 """Two perturbations tie where they differ by at most this many noise floors (METHOD: the protocol, 4)."""
+
+MARGIN = 0.05
+"""δ where none is given: two sums of which one is within 5 % of the other are equivalent (METHOD: the protocol, 13)."""
+
+
+def check_margin(margin: float, name: str = "margin") -> None:
+    """Raise ConfigError, which names δ `name`, for a number that is not between 0 and 1."""
+    if not 0 < margin < 1:
+        msg = f"expected {name} between 0 and 1, the difference that counts as none, got {margin:g}; 0.05 is 5 %"
+        raise ConfigError(msg)
 
 
 def verdicts(

@@ -25,13 +25,28 @@ _MIB = 2**20
 
 
 def show(
-    plans: Sequence[Plan], as_json: bool, folder: Path | None, shard: Shard | None = None, by_dataset: bool = False
+    plans: Sequence[Plan],
+    as_json: bool,
+    folder: Path | None,
+    shard: Shard | None = None,
+    by_dataset: bool = False,
+    compares_sums: bool = False,
+    margin: float | None = None,
 ) -> None:
-    """Print the plans of runs, or of a shard of them; `folder` receives their traces, None for runs without a trace.
+    """Print the plans of runs, or of a shard of them.
 
-    As JSON they are a list `runs` with `by_dataset`, else one document of the only plan.
+    Args:
+        plans: one per run.
+        as_json: print JSON: a list `runs` with `by_dataset`, else one document of the only plan.
+        folder: receives their traces; None for runs without a trace.
+        shard: the part of each run that is measured.
+        by_dataset: whether the runs are of several data sets.
+        compares_sums: tell the smallest effect that the samples can show in a ratio of sums.
+        margin: δ, where equivalence of such sums is asked, too.
     """
     documents = [describe(plan, folder, shard) for plan in plans]
+    for document in documents if compares_sums else []:
+        document["smallest_effect"] = _smallest_effect(document["samples"], margin)
     if as_json:
         console.print_json({"runs": documents} if by_dataset else documents[0])
         return
@@ -57,6 +72,7 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         ("full cache", f"{document['full_cache_mib']:,.1f} MiB for the longest sample"),
         ("evicted caches", f"{document['evicted_caches_mib']:,.1f} MiB for the longest sample, all configurations"),
         ("decoded", _batches_text(document)),
+        *_effect_rows(document["smallest_effect"]),
         ("time", f"{duration(estimate_seconds(planned))} in one process, by a quick estimate"),
         *_memory_rows(document),
     ]
@@ -66,6 +82,30 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         for kept, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
     console.table("configurations", ["configuration", "#entries kept"], kept_rows)
+
+
+def _smallest_effect(samples: int, margin: float | None) -> dict[str, Any]:
+    """Return the smallest effect that a number of samples can show, as a JSON document."""
+    from perturbkv.analyses.stats.equivalence import smallest_effect
+
+    return smallest_effect(samples, margin).to_dict()
+
+
+def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the table rows on the smallest effect, from its JSON document; none for None."""
+    if document is None:
+        return []
+    if document["better_below"] is None:
+        return [("smallest effect", "none: fewer than 5 samples have no interval")]
+    from perturbkv.analyses import text
+
+    below, above = (text.decimal(document[name]) for name in ("better_below", "worse_above"))
+    runs = "four of five runs show it where prompts spread by"
+    rows = [("smallest effect", f"a sum {below} or {above} times the other's: {runs} {document['spread']:g}")]
+    if document["margin"] is not None:
+        equal = f"equal sums: {runs} at most {document['equivalent_spread']:.2g} (docs/statistics.md)"
+        rows.append((f"within {100 * document['margin']:.4g} %", equal))
+    return rows
 
 
 def _shard_text(document: dict[str, Any]) -> str:
@@ -115,6 +155,7 @@ def describe(planned: Plan, folder: Path | None, shard: Shard | None = None) -> 
         "scenario": run.scenario,
         "compressed_tokens_max": compressed,
         "steps": run.steps,
+        "smallest_effect": None,
         "weights_mib": weights / _MIB,
         "full_cache_mib": shape.full_cache_bytes(longest) / _MIB,
         "evicted_caches_mib": sum(shape.kept_bytes(eviction, compressed) for eviction in run.configs) / _MIB,

@@ -145,8 +145,8 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "explain",
-    "compare", "distance", "per_sample", "budgets", "selection", "methods", "restrictions", "traces", "right", "lost",
-    "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
+    "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
+    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
     "savings", "bytes", "cliff", "sample", "layer", "head",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""

@@ -199,6 +199,8 @@ class Analysis:
         options: the options that summary.json keeps, where they are not those of the command.
         outputs: function from the output folder to the further files that `analyse` writes.
         dry_note: note printed with the plan of a dry run.
+        compares_sums: tell, in a dry run, the smallest effect on a ratio of sums of perturbation.
+        margin: δ, where the result tells whether these sums are equivalent.
         exit_code: function from a result to the exit code.
         writes: write figures and numbers to files.
     """
@@ -218,6 +220,8 @@ class Analysis:
     options: Mapping[str, Any] | None = None
     outputs: Callable[[Path], Sequence[OutputFile]] = lambda folder: ()
     dry_note: str = ""
+    compares_sums: bool = False
+    margin: float | None = None
     exit_code: Callable[[Any], int] = lambda result: 0
     writes: bool = True
 
@@ -285,7 +289,9 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
     if analysis.by_dataset:
         warn_of_missing_budgets(planned, analysis.name)
     if run.dry_run:
-        dry_run.show(planned, run.as_json, folder, run.parsed_shard, analysis.by_dataset)
+        dry_run.show(
+            planned, run.as_json, folder, run.parsed_shard, analysis.by_dataset, analysis.compares_sums, analysis.margin
+        )
         if analysis.dry_note:
             console.note(analysis.dry_note)
         return None

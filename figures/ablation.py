@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ablation import Ablation
@@ -18,6 +19,7 @@ from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_
 from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
 from perturbkv.analyses.pairing import short_names
+from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share
 from perturbkv.figures.panels import (
@@ -92,7 +94,7 @@ def _cache_share_range(result: Setting) -> str:
 
 
 _METHODS_WIDE, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
-_MARKS = {"over snapkv": ("o", -0.16), "over random entries with the same protection": ("s", 0.16)}
+_MARKS = {"over snapkv": ("o", -0.16), "over random entries of the same protection": ("s", 0.16)}
 
 
 def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
@@ -105,17 +107,19 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
         figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for panel, one in zip(panels, ordered, strict=False):
-            _draw_methods_setting(panel, one)
+            _draw_methods_setting(panel, one, result.margin)
         for panel in list(panels)[len(ordered) :]:
             panel.set_axis_off()
         handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 2)
+        band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
+        figure.legend(handles=[*handles, band], loc="outside upper left", ncols=1 if columns < _METHODS_WIDE else 3)
         style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
     return figure
 
 
-def _draw_methods_setting(axes: Axes, result: MethodSetting) -> None:
-    """Draw a method per row: its ratio to SnapKV and to random entries with the same protection."""
+def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> None:
+    """Draw a method per row: its ratio to SnapKV and to random entries of the same protection; the margin as a band."""
+    axes.axvspan(1 / (1 + margin), 1 + margin, color="0.9", linewidth=0, zorder=0, gid="margin")
     axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
     for index, row in enumerate(result.rows):
         for name, comparison in zip(_MARKS, (row, row.controls.get("random")), strict=True):

@@ -1,4 +1,4 @@
-"""Figures of the bounds: ratios per budget, tightness against retained mass, rank agreement, and maps per head.
+"""Figures of the bounds: ratios per budget, tightness against retained mass, order of selections, maps per head.
 
 The maps of σ are layer × head, three readings, a row each, per budget and α (paper, figure 4).
 """
@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from perturbkv.analyses import text
 from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAssumption
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
-from perturbkv.analyses.bounds.rank_agreement import BOUNDS, CONTENDERS, RankAgreement, RankCorrelation
+from perturbkv.analyses.bounds.rank_agreement import BOUNDS, Concordance, RankAgreement
 from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
 from perturbkv.analyses.pairing import budget_names, fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
@@ -37,11 +37,11 @@ _WIDE, _LETTERS, _ACROSS = 5, 16, 34
 
 
 def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw by budget: ratios of bounds, tightness over retained mass, and rank agreement of selections."""
+    """Draw by budget: ratios of bounds, tightness over retained mass, and how often a bound picks the better of two."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         configs = sort_by_cache_share(result.shown, lambda config: config.cache_share)
-        ranked = _sort_agreements([one for one in result.agreements if one.correlations], configs)
+        ranked = _sort_agreements([one for one in result.agreements if one.shown], configs)
         named, settings = _axis_names(configs, ranked)
         note = f"{_cache_shares_text(configs)} · {_bars_text(len(configs), result.identity.samples)}"
         extra_mm = labels.key_height_mm(named.key, width_mm) + style.long_foot_mm(result.identity, note, width_mm)
@@ -91,7 +91,7 @@ def _bars_text(configs: int, samples: int) -> str:
     """Return the foot's text on bars: spreads in the first two panels, intervals over samples in the last."""
     band = ", quartiles" if configs <= _BANDS else ""
     spreads = f"first panel: median, quartiles (bars) over samples and heads · second: median{band}"
-    return f"{spreads} · third: {style.interval_legend(samples)}; below: heads ranked, in how many samples"
+    return f"{spreads} · third: {style.interval_legend(samples)}; below: heads that count, in how many samples"
 
 
 def draw_heads(result: BoundTightness, width_mm: float = style.WIDE_MM) -> Figure:
@@ -203,57 +203,54 @@ def _draw_by_mass(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]
     return list(axes.get_legend_handles_labels()[0])
 
 
-def _draw_agreement(axes: Axes, ranked: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
-    """Draw Spearman's ρ of each bound with L where σ > 0.5: contenders filled, all selections hollow.
+def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequence[str]) -> list[Line2D]:
+    """Draw the share of heads in which the lower bound has the lower L: at one stage 1 filled, of others hollow.
 
-    No point where fewer than five samples have such heads. Return the legend.
+    No point where fewer than five samples have heads that count. Return the legend.
     """
-    for index, agreement in enumerate(ranked):
-        for correlation in agreement.correlations:
-            if correlation.evidence_samples >= MIN_SAMPLES:
-                _draw_correlation(axes, index, correlation)
-    axes.axhline(0, color="0.55", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(ranked)), names)
-    _set_budget_label(axes, [agreement.most_specific for agreement in ranked])
-    axes.set_ylabel("Spearman's ρ with L")
-    bottom = min(axes.get_ylim()[0], 0) if axes.containers else -0.05
-    low = bottom - 0.34 * (1.02 - bottom)  # room for n, below the line
-    axes.set(ylim=(low, 1.04), xlim=(-0.6, max(len(ranked), 1) - 0.4))
-    axes.set_yticks([tick for tick in (-1, -0.5, 0, 0.5, 1) if tick >= bottom - 0.01])
-    axes.set_title("Order of selections, σ > 0.5", loc="left")
-    if not ranked:
-        style.draw_note(axes, "needs three or more selections per budget", middle=True)
+    for index, agreement in enumerate(compared):
+        for pair in agreement.shown:
+            if pair.samples >= MIN_SAMPLES:
+                _draw_concordance(axes, index, pair)
+    axes.axhline(0.5, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_xticks(range(len(compared)), names)
+    _set_budget_label(axes, [agreement.most_specific for agreement in compared])
+    axes.set_ylabel("share of heads (%)")
+    bottom = max(0.0, min(axes.get_ylim()[0], 0.48)) if axes.containers else 0.48
+    axes.set(ylim=(bottom - 0.34 * (1.02 - bottom), 1.03), xlim=(-0.6, max(len(compared), 1) - 0.4))  # room for n
+    ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1) if tick >= bottom]
+    axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
+    axes.set_title("Lower bound, lower L?", loc="left")
+    if not compared:
+        style.draw_note(axes, "needs two-stage beside attention\nor two-stage-uniform", middle=True)
     elif not axes.containers:
-        style.draw_note(
-            axes, f"fewer than {MIN_SAMPLES} samples have a head\nwith σ > 0.5 in every selection", middle=True
-        )
-    for index, agreement in enumerate(ranked):
+        style.draw_note(axes, f"fewer than {MIN_SAMPLES} samples\nhave heads that count", middle=True)
+    for index, agreement in enumerate(compared):
         axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
                   fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
     handles = [_dot_entry(colour, colour, symbols_to_tex(name)) for name, colour in _bound_colours().items()]
-    return [*handles, _dot_entry("0.3", "white", "controls included")]
+    return [*handles, _dot_entry("0.3", "0.3", "against ν ≡ 1"), _dot_entry("0.3", "white", "against attention")]
 
 
 def _counts_text(agreement: RankAgreement) -> str:
-    """Return the numbers of ranked heads and samples as text, for θ among the contenders."""
-    one = agreement.correlations[0]
-    return f"{one.evidence_values:,}\nin {one.evidence_samples}"
+    """Return the numbers of heads and samples that count as text, of the pair of one stage 1 where there is one."""
+    one = agreement.shown[-1]
+    return f"{one.values:,}\nin {one.samples}"
 
 
-def _draw_correlation(axes: Axes, index: int, correlation: RankCorrelation) -> None:
-    """Draw one bound's ρ with its interval, filled where all ranked selections are contenders."""
-    filled = set(correlation.selections) <= set(CONTENDERS)
-    colour = _bound_colours()[correlation.bound]
+def _draw_concordance(axes: Axes, index: int, pair: Concordance) -> None:
+    """Draw one bound's share of right picks with its interval, filled where both selections have one stage 1."""
+    colour = _bound_colours()[pair.bound]
     axes.errorbar(
-        [index + (BOUNDS.index(correlation.bound) - 1) * 0.2],
-        [correlation.evidence_mean],
-        yerr=style.error_bars(correlation.evidence_mean, correlation.evidence_mean_interval),
+        [index + (BOUNDS.index(pair.bound) - 1) * 0.2],
+        [pair.share],
+        yerr=style.error_bars(pair.share, pair.share_interval),
         color=colour,
         marker="o",
         markersize=3.6,
-        markerfacecolor=colour if filled else "white",
+        markerfacecolor=colour if pair.same_stage1 else "white",
         linewidth=0.8,
-        gid=f"{'contenders' if filled else 'all'} {correlation.bound}",
+        gid=f"{'one stage 1' if pair.same_stage1 else 'attention'} {pair.bound}",
     )
 
 

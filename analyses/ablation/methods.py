@@ -1,4 +1,8 @@
-"""Eviction methods ranked by perturbation, with the gain of their protected entries alone (METHOD: Protection)."""
+"""Eviction methods ranked by perturbation, each held against controls of the same protection (METHOD: Protection).
+
+A control keeps random entries, or attention's, under the method's own window and protected entries. Each comparison
+ends in a verdict of `perturbkv.analyses.stats.equivalence`: better, worse, equivalent within δ, or undecided.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,22 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.heads import head_comparison
-from perturbkv.analyses.heads.head_comparison import HeadComparison
+from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
+from perturbkv.analyses.outcomes import (
+    Outcome,
+    OutcomeSetting,
+    SettingsResult,
+    field_values,
+    head_rows,
+    next_token_kl,
+)
 from perturbkv.analyses.pairing import common, distinct_choices, group_settings, matches
-from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.analyses.stats import equivalence
+from perturbkv.analyses.stats.equivalence import BETTER, EQUIVALENT, WORSE, ControlVerdict
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, median_level
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
+from perturbkv.analyses.verdicts import MARGIN, check_margin
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
@@ -34,7 +48,73 @@ _FREE = ("policy", "selection", "window", "protect_first", "protect_recent", "gr
 
 
 @record
-class Row(Outcome):
+class ControlComparison(HeadComparison):
+    """A method against a control of the same protection, with a verdict for each kind of perturbation.
+
+    Attributes:
+        margin: δ of these verdicts.
+    """
+
+    SECTION = "comparison with a control"
+
+    isolated_verdict: ControlVerdict = column("of the isolated sums")
+    propagated_verdict: ControlVerdict = column("of the propagated sums")
+    margin: float
+
+    @classmethod
+    def compare(
+        cls, trace: Trace, control: EvictionConfig, method: EvictionConfig, step: int, margin: float
+    ) -> ControlComparison:
+        """Return the comparison of a method with its control. Raises as `head_comparison.summarise`."""
+        compared = head_comparison.summarise(trace, control, method, step)
+        isolated, propagated = (
+            equivalence.decide(kind.sample_sums[1], kind.sample_sums[0], margin, tied=not kind.differences.any())
+            for kind in (compared.isolated, compared.propagated)
+        )
+        return cls(**field_values(compared), isolated_verdict=isolated, propagated_verdict=propagated, margin=margin)
+
+    @property
+    def kinds(self) -> dict[str, tuple[HeadKind, ControlVerdict]]:
+        """Name of each kind of perturbation -> its sums and the verdict on them."""
+        return {
+            "isolated": (self.isolated, self.isolated_verdict),
+            "propagated": (self.propagated, self.propagated_verdict),
+        }
+
+    def cell(self, name: str) -> str:
+        """Return a kind's ratio of sums with its interval, and the verdict on the next line."""
+        kind, verdict = self.kinds[name]
+        return f"{text.decimal(kind.sum_ratio, kind.sum_ratio_interval)}\n{verdict.words(self.margin)}"
+
+
+class _Controlled:
+    """Columns of a record with `controls`: its sums over those of each control of the same protection."""
+
+    controls: Mapping[str, ControlComparison]
+
+    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("propagated"))
+    def over_random(self) -> ControlComparison | None:
+        """Propagated sum over that of random entries under the method's own window and protection, and the verdict."""
+        return self.controls.get("random")
+
+    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("propagated"))
+    def over_attention(self) -> ControlComparison | None:
+        """Propagated sum over SnapKV's under the method's own window and protection, and the verdict."""
+        return self.controls.get("attention")
+
+    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("isolated"))
+    def isolated_over_random(self) -> ControlComparison | None:
+        """Isolated sum over that of random entries under the method's own window and protection, and the verdict."""
+        return self.controls.get("random")
+
+    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("isolated"))
+    def isolated_over_attention(self) -> ControlComparison | None:
+        """Isolated sum over SnapKV's under the method's own window and protection, and the verdict."""
+        return self.controls.get("attention")
+
+
+@record
+class Row(_Controlled, Outcome):
     """One eviction method against SnapKV, and against controls with the method's own window and protected entries.
 
     Attributes:
@@ -43,7 +123,7 @@ class Row(Outcome):
 
     SECTION = "methods row"
 
-    controls: Mapping[str, HeadComparison] = column(
+    controls: Mapping[str, ControlComparison] = column(
         "the method against snapkv's entries so selected (random, attention) with its own window and protection"
     )
     difference: str = ""
@@ -56,55 +136,27 @@ class Row(Outcome):
         name = policy if plain_selection else f"{policy}:{self.treatment.selection}"
         return f"{name} {self.difference}".strip()
 
-    @derived(
-        json=False, heading="#random,\nsame ends", interval=lambda row: _propagated_ratio(row.controls.get("random"))[1]
-    )
-    def random_ratio(self) -> float:
-        """Propagated sum over that of random entries under the method's own window and protection."""
-        return _propagated_ratio(self.controls.get("random"))[0]
-
-    @derived(
-        json=False,
-        heading="#snapkv,\nsame ends",
-        interval=lambda row: _propagated_ratio(row.controls.get("attention"))[1],
-    )
-    def protected_ratio(self) -> float:
-        """Propagated sum over that of SnapKV's entries under the method's own window and protection."""
-        return _propagated_ratio(self.controls.get("attention"))[0]
-
 
 @record
-class MethodSetting(OutcomeSetting):
+class MethodSetting(_Controlled, OutcomeSetting):
     """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
 
     SECTION = "methods setting"
 
     baseline: EvictionConfig = column("snapkv:attention, which every row is compared with")
     rows: tuple[Row, ...] = column("each method, that which perturbs least first")
-    controls: Mapping[str, HeadComparison] = column("the same controls of the baseline as each row has of its method")
+    controls: Mapping[str, ControlComparison] = column(
+        "the same controls of the baseline as each row has of its method"
+    )
 
     @property
     def setting(self) -> str:
         """The choices that all rows share, in a label's notation."""
         return common((self.baseline,), "policy", "selection", "window", "alpha", "pool")
 
-    @derived(
-        json=False, heading="#random,\nsame ends", interval=lambda row: _propagated_ratio(row.controls.get("random"))[1]
-    )
-    def random_ratio(self) -> float:
-        """The baseline's propagated sum over that of random entries under its own window and protection."""
-        return _propagated_ratio(self.controls.get("random"))[0]
-
     def lines(self) -> Sequence[Line]:
         """Return the baseline's line, then one per method."""
         return [Line("snapkv (= 1)", (self,)), *(Line(row.name, (row,)) for row in self.rows)]
-
-
-def _propagated_ratio(comparison: HeadComparison | None) -> tuple[float, OptionalInterval]:
-    """Return a comparison's ratio of propagated perturbation with its interval; NaN and None without a comparison."""
-    if comparison is None:
-        return float("nan"), None
-    return comparison.propagated.sum_ratio, comparison.propagated.sum_ratio_interval
 
 
 def protection(config: EvictionConfig) -> tuple[int | float, int | float] | None:
@@ -147,7 +199,9 @@ def control(baseline: EvictionConfig, config: EvictionConfig, selection: str) ->
     )
 
 
-def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[MethodSetting, ...]:
+def settings(
+    trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN
+) -> tuple[MethodSetting, ...]:
     """Return a setting per budget and granularity that holds SnapKV and another method, or one of those in `only`.
 
     Raises TraceError where none does, and as `head_comparison.summarise`.
@@ -155,7 +209,7 @@ def settings(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> tuple[Met
     results = [
         setting
         for group in _setting_groups(trace.run)
-        if (base := baseline_of(group)) and (setting := _setting(trace, group, base, step, only)).rows
+        if (base := baseline_of(group)) and (setting := _setting(trace, group, base, step, only, margin)).rows
     ]
     if not results:
         names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
@@ -217,7 +271,7 @@ def _control_key(config: EvictionConfig) -> tuple[Any, ...]:
 
 
 def _setting(
-    trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str]
+    trace: Trace, group: list[EvictionConfig], baseline: EvictionConfig, step: int, only: Sequence[str], margin: float
 ) -> MethodSetting:
     """Return a group's setting: its methods, or only those named in `only`, compared with the baseline."""
     methods = [
@@ -230,14 +284,14 @@ def _setting(
             baseline,
             config,
             step,
-            controls=_compare_with_controls(trace, baseline, config, group, step),
+            controls=_compare_with_controls(trace, baseline, config, group, step, margin),
         )
         for config in methods
     ]
     return MethodSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
-        controls=_compare_with_controls(trace, baseline, baseline, group, step),
+        controls=_compare_with_controls(trace, baseline, baseline, group, step, margin),
         rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity(trace, group, step),
     )
@@ -254,8 +308,13 @@ def _with_distinct_names(rows: list[Row]) -> list[Row]:
 
 
 def _compare_with_controls(
-    trace: Trace, baseline: EvictionConfig, config: EvictionConfig, group: list[EvictionConfig], step: int
-) -> dict[str, HeadComparison]:
+    trace: Trace,
+    baseline: EvictionConfig,
+    config: EvictionConfig,
+    group: list[EvictionConfig],
+    step: int,
+    margin: float,
+) -> dict[str, ControlComparison]:
     """Return control's name -> comparison of a method with that control, for the controls in the group."""
     by_key = {_control_key(member): member for member in group if member != config}
     controls = {
@@ -264,7 +323,7 @@ def _compare_with_controls(
         if (expected := control(baseline, config, name)) is not None
     }
     return {
-        name: head_comparison.summarise(trace, member, config, step)
+        name: ControlComparison.compare(trace, member, config, step, margin)
         for name, member in controls.items()
         if member is not None
     }
@@ -275,15 +334,15 @@ class MethodRanking(SettingsResult):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
     SECTION = "ablation --methods"
-    SHOWN = ("cache_share", "propagated_ratio", "random_ratio", "protected_ratio", "kl_median")
+    SHOWN = ("cache_share", "propagated_ratio", "over_random", "over_attention")
     FIRST = "method"
-    HAS_MEDIANS = True
     IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
 
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")
+    margin: float = column("share of a control's sum within which a method is equivalent to it: δ")
 
     def conclusion(self) -> str:
-        """Return how many methods perturb less than SnapKV, and which one perturbs least."""
+        """Return how many methods perturb less than SnapKV, which one least, and the verdicts against the controls."""
         rows = [row for setting in self.settings for row in setting.rows]
         verdicts = [row.propagated.case().verdict for row in rows]
         if FEW in verdicts:
@@ -294,7 +353,29 @@ class MethodRanking(SettingsResult):
         where = (f" at {name}" if name else "" for name in self.setting_names())
         least = ", ".join(f"{clause}{at}" for clause, at in zip(best, where, strict=True))
         note = sample_note(self.identity.samples)
-        return sentence(f"{first}; lowest: {least} (propagated, all heads; {note})", *(row.name for row in rows))
+        against = [self._against(name) for name in CONTROLS] if self.identity.samples >= MIN_SAMPLES else []
+        protected = f" At equal protection {'; '.join(filter(None, against))}." if any(against) else ""
+        return (
+            sentence(f"{first}; lowest: {least} (propagated, all heads; {note})", *(row.name for row in rows))
+            + protected
+        )
+
+    def _against(self, control: str) -> str:
+        """Return how many methods are better, worse, equivalent and undecided against a control; empty without it."""
+        rows = [row for setting in self.settings for row in setting.rows]
+        found = [row.controls[control].propagated_verdict.verdict for row in rows if control in row.controls]
+        words = {
+            BETTER: (f"better than {control}", "better"),
+            WORSE: (f"worse than {control}", "worse"),
+            EQUIVALENT: (f"{self._within} of {control}", self._within),
+            UNDECIDED: (f"undecided against {control}", "undecided"),
+        }
+        return tally(found, words, "method") if found else ""
+
+    @property
+    def _within(self) -> str:
+        """The margin as text: 'within 5 %'."""
+        return f"within {equivalence.margin_text(self.margin)}"
 
     def title(self) -> str:
         """Return the table's title: the baseline, and the choices of a single setting."""
@@ -302,22 +383,51 @@ class MethodRanking(SettingsResult):
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the note that defines 'same ends': the window and protection of the controls."""
-        return ["Same ends: under the method's own window and protection."]
+        """Return the notes that define 'same ends', and the verdicts against the controls."""
+        return list(filter(None, ["Same ends: under the method's own window and protection.", self._verdict_note]))
+
+    @property
+    def _verdict_note(self) -> str:
+        """Return a sentence on how the verdicts are made; empty without intervals."""
+        if self.identity.samples < MIN_SAMPLES:
+            return ""
+        return (
+            f"Better or worse: by the interval; {self._within}: by two one-sided tests at 5 %; undecided: about n such "
+            "samples would decide."
+        )
 
     def details(self) -> Sequence[Part]:
-        """Return the isolated perturbation and the drift of every method, and the noise floor."""
-        names = ("isolated_ratio", "drift_ratio", "kl_median")
-        kind = self.settings[0].rows[0].propagated
-        return [table("over snapkv's, and KL", self.lines(), names, self.FIRST),
-                text.noise_floor_note(kind.floor_relative_median)]  # fmt: skip
+        """Return each method's isolated perturbation over SnapKV's and the controls', its drift and KL, the floor."""
+        isolated = ("isolated_ratio", "isolated_over_random", "isolated_over_attention")
+        kind, samples = self.settings[0].rows[0].propagated, self.identity.samples
+        level = f", whose intervals have {100 * median_level(samples):.0f} %" if samples >= MIN_SAMPLES else ""
+        return [
+            table("isolated L1, likewise", self.lines(), isolated, self.FIRST),
+            table("over snapkv's, and KL", self.lines(), ("drift_ratio", "kl_median"), self.FIRST),
+            f"KL: medians{level}.",
+            text.noise_floor_note(kind.floor_relative_median),
+        ]
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method, kind, layer and head: both sides' mean L1, their floor and the verdict.
 
-        `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse).
+        `baseline` is SnapKV's label. A verdict is 1 (better), 0 (tied) or −1 (worse). `against_random` and
+        `against_attention` are the verdicts on the sum of all heads against the control of the same protection.
         """
-        return [head for setting in self.settings for row in setting.rows for head in head_rows(row, name=row.name)]
+        return [
+            {**head, **_control_verdicts(row, head["kind"])}
+            for setting in self.settings
+            for row in setting.rows
+            for head in head_rows(row, name=row.name)
+        ]
+
+
+def _control_verdicts(row: Row, kind: str) -> dict[str, str | None]:
+    """Return against_<control> -> verdict on a method's sum of a kind; None where the trace lacks the control."""
+    return {
+        f"against_{name}": row.controls[name].kinds[kind][1].verdict if name in row.controls else None
+        for name in CONTROLS
+    }
 
 
 _VERDICT_CLAUSES = {
@@ -337,8 +447,8 @@ def _best_text(setting: MethodSetting) -> str:
     return f"snapkv ({first.name} is next, {ratio} of it)"
 
 
-def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRanking:
-    """Rank eviction methods by perturbation, each with the gain of its protected entries alone.
+def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:
+    """Rank eviction methods by perturbation, each with a verdict against controls of the same protection.
 
     Compared is propagated L1 over all heads (METHOD: the quantities) with SnapKV's at the same budget, and with
     random entries and SnapKV's under the method's own window and protected entries, where the trace holds them.
@@ -347,13 +457,15 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = ()) -> MethodRank
         trace: what was measured.
         step: decode step.
         only: policies, or `policy:selection`, where not all that the trace holds are to be ranked.
+        margin: δ, the share of a control's sum within which a method counts as equivalent to it; chosen beforehand.
 
     Raises TraceError where no budget holds SnapKV and another policy, or the trace has no complete sample or not what
-    is needed; ConfigError where it has no such step.
+    is needed; ConfigError where it has no such step, and for a margin that is not between 0 and 1.
     """
+    check_margin(margin)
     for name in only:
         if not any(matches(config, name) for config in trace.run.configs):
             names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
             msg = f"expected {name} among the trace's methods, got a trace of {names}"
             raise TraceError(msg)
-    return MethodRanking.from_settings(trace, settings(trace, step, only), step)
+    return MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)

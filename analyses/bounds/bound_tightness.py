@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, RankAgreement, RankCorrelation, compare_orders
+from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, RankAgreement, compare_orders
 from perturbkv.analyses.bounds.ratios import (
     LEVELS,
     Tightness,
@@ -41,12 +41,16 @@ _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 _PER_HEAD = ("least", "median", "largest")
 _ORDER_CLAUSES = {
-    1: ("the selection with the lower bound perturbs less", "less"),
-    -1: ("the selection with the lower bound perturbs more", "more"),
-    0: ("whether the selection with the lower bound perturbs less is undecided", "undecided"),
+    1: ("of two-stage and two-stage-uniform, the one with the lower θ̂ perturbs less in most heads", "in most"),
+    -1: ("of two-stage and two-stage-uniform, the one with the lower θ̂ perturbs more in most heads", "more in most"),
+    0: ("whether θ̂ tells which of two-stage and two-stage-uniform perturbs less is undecided", "undecided"),
 }
-_COMPARED = ("attention", "two-stage-uniform")
-"""Selections that a table compares with two-stage."""
+_GAIN_CLAUSES = {
+    1: ("θ̂ tells this more often than the attention given up, 1 − S", "more often"),
+    -1: ("θ̂ tells this less often than the attention given up, 1 − S", "less often"),
+    0: ("whether θ̂ tells this more often than the attention given up, 1 − S, is undecided", "undecided"),
+}
+_PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
 _RATIOS = ("share", "l_theta", "l_theta_hat", "theta_theta_hat", "hat_relax")
 
 
@@ -96,7 +100,7 @@ class BoundTightness(Result):
         return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
 
     def conclusion(self) -> str:
-        """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L."""
+        """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
         return sentence(f"{self._looseness_clause()}; {self._order_clause()}")
 
     def title(self) -> str:
@@ -180,40 +184,49 @@ class BoundTightness(Result):
         return "perturbation and bounds are 0"
 
     def _order_clause(self) -> str:
-        """Return a clause on whether a lower θ̂ means a lower L, with the number of settings and ρ."""
-        correlations = [rho for agreement in self.agreements for rho in agreement.correlations]
-        ranked = [rho for rho in correlations if _is_evidence(rho)]
-        if not ranked:
-            few = "too few samples hold ranks where σ > 0.5" if correlations else "fewer than three of a budget"
-            return f"whether the selection with the lower bound perturbs less cannot be said: {few}"
-        rhos = [("", rho.evidence_mean, text.decimal(rho.evidence_mean, rho.evidence_mean_interval)) for rho in ranked]
-        clause = tally([interval_verdict(rho.evidence_mean_interval, 0) for rho in ranked], _ORDER_CLAUSES, "setting")
-        samples = min(rho.evidence_samples for rho in ranked)
-        return f"{clause}: ρ = {extremes(rhos)} ({sample_note(samples)})"
+        """Return a clause on how often, of two selections of one stage 1, the lower θ̂ has the lower L.
+
+        And on whether that is more often than with 1 − S in its place, from the paired difference.
+        """
+        named = zip(self._settings(), self.agreements, strict=True)
+        pairs = [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
+        known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
+        if not known:
+            few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else (
+                "θ̂ compares selections of one stage 1, two-stage and two-stage-uniform"
+            )  # fmt: skip
+            return f"whether a lower θ̂ means a lower perturbation cannot be said: {few}"
+        shares = [(name, pair.share, text.percent(pair.share, pair.share_interval)) for name, pair in known]
+        gains = [(name, pair.gain, f"{text.points(pair.gain, pair.gain_interval)} points") for name, pair in known]
+        ordered = tally([interval_verdict(pair.share_interval, 0.5) for _, pair in known], _ORDER_CLAUSES, "setting")
+        gained = tally([interval_verdict(pair.gain_interval, 0) for _, pair in known], _GAIN_CLAUSES, "setting")
+        samples = sample_note(min(pair.samples for _, pair in known))
+        return f"{ordered}: {extremes(shares)}; {gained}: {extremes(gains)} ({samples})"
+
+    def _settings(self) -> list[str]:
+        """Return a short name per setting of several selections."""
+        return short_names([agreement.most_specific for agreement in self.agreements], "selection")
 
     def _order_tables(self) -> list[Part]:
         """Return tables of ρ between each bound and L, and of how often a bound picks the better of two selections."""
-        settings = short_names([agreement.most_specific for agreement in self.agreements], "selection")
-        named = list(zip(settings, self.agreements, strict=True))
+        named = list(zip(self._settings(), self.agreements, strict=True))
         ranks = [
             Line(name if index == 0 else "", (rho,))
             for name, agreement in named
             for index, rho in enumerate(rho for rho in agreement.correlations if set(rho.selections) <= {*CONTENDERS})
         ]
         picks = [
-            Line(f"{name} {pair.second} or {pair.first}".strip(), (pair,))
+            Line(f"{name} {pair.first} or {pair.second}".strip() if pair.bound == "θ" else "", (pair,))
             for name, agreement in named
-            for pair in agreement.pairs
-            if pair.second == "two-stage" and pair.first in _COMPARED
+            for pair in agreement.shown
         ]
-        numbers, first = ("evidence_values", "evidence_samples"), "setting"
+        numbers, first = ("values", "samples"), "setting"
         return [
-            table("order of selections by a bound and by L", ranks, ("bound", "rho", "evidence_rho", *numbers), first)
+            table("order of selections by a bound and by L, all heads", ranks, ("bound", "mean", *numbers), first)
             if ranks
             else "Rank correlation needs three or more selections of one budget; this trace has fewer.",
-            *([table("the better of two selections", picks, ("bound", "evidence_agreement", *numbers), first)]
-              if picks else []),
-        ]  # fmt: skip
+            *([table(_PICKS_TITLE, picks, ("bound", "agreement", "advantage", *numbers), first)] if picks else []),
+        ]
 
 
 def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -> BoundTightness:
@@ -265,8 +278,3 @@ def _factor_text(ratios: Floats) -> str:
         1 / float(ratios[index]) if ratios[index] else float("inf") for index in (_MEDIAN, _LOW, _HIGH)
     )
     return f"{factor(median)} ({text.decimal(least, digits=1)} to {text.decimal(largest, digits=1)})"
-
-
-def _is_evidence(rho: RankCorrelation) -> bool:
-    """Return whether a correlation counts for the conclusion: of θ̂, among contenders only, from enough samples."""
-    return rho.bound == _BOUND and set(rho.selections) <= {*CONTENDERS} and rho.evidence_samples >= MIN_SAMPLES

@@ -1,10 +1,13 @@
-"""Order of selections by a bound and by the perturbation L: rank correlations within each head.
+"""Order of selections by a bound and by the perturbation L: rank correlations within each head, and pairs.
 
-Beside θ and θ̂ there is 1 − S, the evicted attention, as the order that ignores values.
+Beside θ and θ̂ there is 1 − S, the evicted attention, as the order that ignores values. θ and 1 − S compare any kept
+sets. Theorem 3 fixes stage 1, so θ̂ compares only selections that have the same one (METHOD: the protocol, 12): two of
+them do, of which a rank correlation would be ±1, and their pair is counted instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -12,21 +15,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses import text
 from perturbkv.analyses.bounds.ratios import Bounds
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats
 from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import CORRELATION, MIN_SAMPLES, OptionalInterval, mean_where_known, share_kind
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    DIFFERENCE,
+    MIN_SAMPLES,
+    OptionalInterval,
+    mean_where_known,
+    share_kind,
+)
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
+from perturbkv.configs.selections import STAGED
 
 ANALYSIS = "bound-tightness"
 CONTENDERS = ("attention", "attention-unpooled", "two-stage-uniform", "two-stage")
 """Selections to choose among in practice; controls are so much worse that any bound ranks them last."""
-BOUNDS = ("θ", "θ̂", "1 − S")
+STAGED_BOUND, MASS = "θ̂", "1 − S"
+BOUNDS = ("θ", STAGED_BOUND, MASS)
+RANKED = ("θ", MASS)
+"""Bounds that need no stage 1: those that rank all selections."""
+_SHOWN = ({"attention", "two-stage"}, {"two-stage-uniform", "two-stage"})
+"""Pairs that tables and figures show; the second has one stage 1."""
 LEAST_SELECTIONS = 3
 """Smallest number of selections with a rank correlation; for two, `Concordance` counts right orders."""
 
@@ -35,54 +52,52 @@ LEAST_SELECTIONS = 3
 class RankCorrelation(Record):
     """Spearman's ρ between a bound and the perturbation L across selections, within each head and sample."""
 
-    bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
+    bound: str = column("bound θ or 1 − S; θ̂ is compared in pairs of one stage 1 alone", heading="bound")
     selections: tuple[str, ...] = column("selections that are ranked")
-    mean: float = column("Spearman's ρ with L, mean over samples and heads; null where no value is left")
+    mean: float = column(
+        "Spearman's ρ with L, mean over samples and heads; null where no value is left", heading="#ρ with L"
+    )
     mean_interval: OptionalInterval = column("over samples", key="interval")
-    evidence_mean: float = column("Spearman's ρ where σ > 0.5 in every selection: all bounds on the same heads")
-    evidence_mean_interval: OptionalInterval = column("over samples", key="evidence_interval")
-    evidence_values: int = column("(sample, head) with σ > 0.5 in every selection", heading="#heads")
-    evidence_samples: int = column("samples that hold such heads", heading="#samples")
     by_head: Floats = column("ρ of each head, mean over samples", dims=("layer", "head"))
-    values: int = column("(sample, head) that were ranked")
-    flagged: int = column("(sample, head) left out because σ ≤ 0.5 in one of the selections (θ̂ alone)")
-
-    @derived(heading="#ρ with L", json=False, interval=lambda row: row.mean_interval)
-    def rho(self) -> float:
-        """Spearman's ρ with L of all heads; θ̂ has none, as Theorem 3 is silent on some."""
-        return float("nan") if self.bound == "θ̂" else self.mean
-
-    @derived(heading="#ρ where\nσ > 0.5", json=False, interval=lambda row: row.evidence_mean_interval)
-    def evidence_rho(self) -> float:
-        """Spearman's ρ with L where σ > 0.5 in every selection; a dash of fewer than five samples."""
-        return self.evidence_mean if self.evidence_samples >= MIN_SAMPLES else float("nan")
+    values: int = column("(sample, head) that were ranked", heading="#heads")
+    samples: int = column("samples that hold such heads", heading="#samples")
 
 
 @record
 class Concordance(Record):
-    """The share of heads in which the selection with the lower bound also has the lower L, of two selections."""
+    """The share of heads in which the selection with the lower bound also has the lower L, of two selections.
+
+    All bounds of a pair stand on the same heads, those in which L and each of them differ.
+    """
 
     first: str = column("first selection")
     second: str = column("second selection")
+    same_stage1: bool = column("whether both have stages, and so the same stage 1: only then θ̂ is compared")
     bound: str = column("bound θ, θ̂ or 1 − S", heading="bound")
     share: float = column(
-        "heads in which the selection with the lower bound has the lower L too, a share of those in which both differ, "
-        "mean over samples; null where none does",
+        "heads in which the selection with the lower bound has the lower L too, a share of those in which L and all "
+        "bounds differ, mean over samples; null where none does",
         unit="share",
     )
     share_interval: OptionalInterval = column("over samples", key="interval")
-    evidence_share: float = column("share where σ > 0.5 in both: all bounds on the same heads", unit="share")
-    evidence_share_interval: OptionalInterval = column("over samples", key="evidence_interval")
-    evidence_values: int = column("(sample, head) with σ > 0.5 in both", heading="#heads")
-    evidence_samples: int = column("samples that hold such heads", heading="#samples")
-    values: int = column("(sample, head) in which bound and L differ")
+    gain: float = column(
+        "the share less that of 1 − S in the same heads, mean over samples; null for 1 − S itself", unit="share"
+    )
+    gain_interval: OptionalInterval = column("of the paired difference, over samples")
+    values: int = column("(sample, head) that count: of one stage 1 those with σ > 0.5, else all", heading="#heads")
+    samples: int = column("samples that hold such heads", heading="#samples")
+
+    @derived(unit="share", heading="#lower bound,\nlower L", json=False, interval=lambda row: row.share_interval)
+    def agreement(self) -> float:
+        """Heads in which the selection with the lower bound has the lower L; a dash of fewer than five samples."""
+        return self.share if self.samples >= MIN_SAMPLES else float("nan")
 
     @derived(
-        unit="share", heading="#lower bound,\nlower L", json=False, interval=lambda row: row.evidence_share_interval
+        heading="#less that of\n1 − S, points", json=False, text=text.points, interval=lambda row: row.gain_interval
     )
-    def evidence_agreement(self) -> float:
-        """Heads with σ > 0.5 in which the lower bound has the lower L; a dash of fewer than five samples."""
-        return self.evidence_share if self.evidence_samples >= MIN_SAMPLES else float("nan")
+    def advantage(self) -> float | None:
+        """That share less the one of 1 − S in the same heads, in points; a dash of fewer than five samples."""
+        return None if self.bound == MASS or self.samples < MIN_SAMPLES else self.gain
 
 
 @record
@@ -93,10 +108,12 @@ class RankAgreement(Record):
 
     configs: tuple[EvictionConfig, ...] = column("one per selection", json=False)
     correlations: tuple[RankCorrelation, ...] = column(
-        "over the contenders and over all, for each bound; empty for fewer than three selections",
+        "over the contenders and over all, of θ and of 1 − S; empty for fewer than three selections",
         key="rank_correlations",
     )
-    pairs: tuple[Concordance, ...] = column("every two selections, for each bound", key="concordance")
+    pairs: tuple[Concordance, ...] = column(
+        "every two selections, of θ and of 1 − S, and of θ̂ where they have the same stage 1", key="concordance"
+    )
 
     @derived()
     def setting(self) -> dict[str, Any]:
@@ -108,10 +125,31 @@ class RankAgreement(Record):
         """The configuration with the most options, whose choices name the setting."""
         return max(self.configs, key=lambda config: len(config.flat()))
 
+    @property
+    def shown(self) -> tuple[Concordance, ...]:
+        """The rows of two-stage beside attention, and beside two-stage-uniform, which has the same stage 1."""
+        return tuple(pair for names in _SHOWN for pair in self.pairs if {pair.first, pair.second} == names)
+
 
 def compare_orders(bounds: Bounds, run: RunConfig) -> tuple[RankAgreement, ...]:
     """Return, for each setting of several selections, how well the order by each bound agrees with that by L."""
     return tuple(_agreement(bounds, group) for group in group_by_selection(run) if len(group) > 1)
+
+
+def concordant(
+    bounds: Sequence[Floats], perturbation: Floats, counted: NDArray[np.bool_] | None = None
+) -> tuple[Floats, ...]:
+    """Return, per bound, whether it orders two selections as L does: 1 or 0, and NaN where L or any bound is equal.
+
+    Args:
+        bounds: each (selection, sample, layer, head), of two selections.
+        perturbation: L, alike.
+        counted: (sample, layer, head) that may count; by default all.
+    """
+    lower, wanted = [bound[1] < bound[0] for bound in bounds], perturbation[1] < perturbation[0]
+    differing = np.all([array[0] != array[1] for array in (perturbation, *bounds)], axis=0)
+    differing = differing if counted is None else differing & counted
+    return tuple(np.where(differing, each == wanted, np.nan) for each in lower)
 
 
 @dataclass(frozen=True)
@@ -129,10 +167,10 @@ class _Group:
         bounds = {bound: array[indices] for bound, array in self.bounds.items()}
         return _Group(names, self.perturbation[indices], bounds, self.sigma[indices])
 
-    def evidence(self, bound: str) -> NDArray[np.bool_]:
-        """Return (sample, layer, head) True where a bound is valid: for θ̂ if all σ > 0.5, for others everywhere."""
-        everywhere = np.ones(self.sigma.shape[1:], dtype=bool)
-        return np.asarray((self.sigma > EVIDENCE).all(axis=0)) if bound == "θ̂" else everywhere
+    @property
+    def same_stage1(self) -> bool:
+        """True where all selections have stages: as their options are equal, stage 1 holds the same entries."""
+        return set(self.names) <= {*STAGED}
 
 
 def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
@@ -149,56 +187,51 @@ def _agreement(bounds: Bounds, group: dict[str, int]) -> RankAgreement:
     ranked = [names for names in dict.fromkeys((contenders, whole.names)) if len(names) >= LEAST_SELECTIONS]
     return RankAgreement(
         configs=tuple(bounds.configs[index] for index in indices),
-        correlations=tuple(_correlation(whole.select(names), bound) for names in ranked for bound in whole.bounds),
-        pairs=tuple(
-            _concordance(whole.select(pair), bound) for pair in combinations(whole.names, 2) for bound in whole.bounds
-        ),
+        correlations=tuple(_correlation(whole.select(names), bound) for names in ranked for bound in RANKED),
+        pairs=tuple(row for pair in combinations(whole.names, 2) for row in _concordances(whole.select(pair))),
     )
 
 
 def _correlation(group: _Group, bound: str) -> RankCorrelation:
     """Return Spearman's ρ between a bound and L over all selections of a group."""
-    valid = group.evidence(bound)
-    rho = np.where(valid, spearman(group.bounds[bound], group.perturbation), np.nan)
+    rho = spearman(group.bounds[bound], group.perturbation)
     per_sample = mean_where_known(rho, (1, 2))
-    proven = np.where(group.evidence("θ̂"), rho, np.nan)
-    evidence = mean_where_known(proven, (1, 2))
     return RankCorrelation(
         bound=bound,
         selections=group.names,
         mean=float(mean_where_known(per_sample)),
         mean_interval=intervals.of_mean(per_sample, CORRELATION),
-        evidence_mean=float(mean_where_known(evidence)),
-        evidence_mean_interval=intervals.of_mean(evidence, CORRELATION),
-        evidence_values=_count(proven),
-        evidence_samples=_count(evidence),
         by_head=mean_where_known(rho),
         values=_count(rho),
-        flagged=int((~valid).sum()),
+        samples=_count(per_sample),
     )
 
 
-def _concordance(pair: _Group, bound: str) -> Concordance:
-    """Return the share of heads in which the selection with the lower bound has the lower L, for two selections."""
-    limit, perturbation = (np.sign(array[1] - array[0]) for array in (pair.bounds[bound], pair.perturbation))
-    differing = pair.evidence(bound) & (limit != 0) & (perturbation != 0)
-    agreeing = np.where(differing, limit == perturbation, np.nan)
-    per_sample = mean_where_known(agreeing, (1, 2))
-    proven = np.where(pair.evidence("θ̂"), agreeing, np.nan)
-    evidence = mean_where_known(proven, (1, 2))
-    share = share_kind(agreeing[0].size if len(agreeing) else 0)
-    return Concordance(
-        first=pair.names[0],
-        second=pair.names[1],
-        bound=bound,
-        share=float(mean_where_known(per_sample)),
-        share_interval=intervals.of_mean(per_sample, share),
-        evidence_share=float(mean_where_known(evidence)),
-        evidence_share_interval=intervals.of_mean(evidence, share),
-        evidence_values=_count(proven),
-        evidence_samples=_count(evidence),
-        values=int(differing.sum()),
-    )
+def _concordances(pair: _Group) -> list[Concordance]:
+    """Return, for each bound that compares two selections, how often the lower bound has the lower L."""
+    names = BOUNDS if pair.same_stage1 else RANKED
+    counted = np.asarray((pair.sigma > EVIDENCE).all(axis=0)) if pair.same_stage1 else None
+    agreeing = concordant([pair.bounds[name] for name in names], pair.perturbation, counted)
+    per_sample = {name: mean_where_known(each, (1, 2)) for name, each in zip(names, agreeing, strict=True)}
+    share = share_kind(agreeing[0][0].size if len(agreeing[0]) else 0)
+    rows = []
+    for name, shares in per_sample.items():
+        gains = np.full_like(shares, np.nan) if name == MASS else shares - per_sample[MASS]
+        rows.append(
+            Concordance(
+                first=pair.names[0],
+                second=pair.names[1],
+                same_stage1=pair.same_stage1,
+                bound=name,
+                share=float(mean_where_known(shares)),
+                share_interval=intervals.of_mean(shares, share),
+                gain=float(mean_where_known(gains)),
+                gain_interval=intervals.of_mean(gains, DIFFERENCE),
+                values=_count(agreeing[0]),
+                samples=_count(shares),
+            )
+        )
+    return rows
 
 
 def _count(values: Floats) -> int:

@@ -35,6 +35,7 @@ class HeadKind(Record):
         baseline_mean, treatment_mean, noise_floor: (layer, head) means over samples, in the distance's unit.
         verdict: (layer, head) of these means: 1 improved, 0 tied, −1 worsened.
         differences: (sample, layer, head) baseline − treatment, 0 where they are tied.
+        sample_sums: (sample,) sums over heads of the baseline and of the treatment.
     """
 
     SECTION = "heads of a kind"
@@ -62,6 +63,7 @@ class HeadKind(Record):
         key="half_of_the_sum_in_share_of_heads",
     )
     differences: Floats
+    sample_sums: tuple[Floats, Floats]
     floor_relative_median: float = column("noise floor over ‖o_h‖, the median head", key="noise_floor_relative_median")
     floor_relative_max: float = column("the same of the head where it is largest", key="noise_floor_relative_max")
 
@@ -151,6 +153,7 @@ def compare_kind(
         median_ratio_interval=intervals.of_statistic(weighted_median, samples, RATIO),
         half_share=half_share(means[0]),
         differences=np.where(by_sample == 0, 0, baseline - treatment),
+        sample_sums=(baseline.sum(axis=(1, 2)), treatment.sum(axis=(1, 2))),
         floor_relative_median=relative[0],
         floor_relative_max=relative[1],
     )

@@ -72,7 +72,7 @@ class Crossing(Record):
 
     @derived()
     def mean_beyond(self) -> str:
-        """The same for the mean: `below 0.005` or `above 0.4`; empty where its budget is known."""
+        """Text on the mean: `below 0.005` or `above 0.4`; empty where its budget is known."""
         return self._beyond_text(self.mean)
 
     @derived(heading="#from\nbudget", json=False)

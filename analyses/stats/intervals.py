@@ -85,6 +85,7 @@ class StatisticKind:
         heads: how many heads each sample's share is of; 0 where the number is no share of heads. The shares can be
             the same in all samples seen: they never count for more than so many independent heads would.
         rare: whether it is of differences, of which most can be 0.
+        level: how often the interval promises to hold the number.
     """
 
     freedom: float
@@ -92,10 +93,15 @@ class StatisticKind:
     limits: tuple[float, float] = (-np.inf, np.inf)
     heads: int = 0
     rare: bool = False
+    level: float = LEVEL
 
     def degrees(self, samples: float) -> float:
         """Return Student's degrees of freedom for a number of samples."""
         return max(1.0, min(self.freedom * samples, samples - 1.0))
+
+    def errors(self, samples: float) -> float:
+        """Return how many standard errors lie between the number and each end of its interval: Student's t."""
+        return float(special.stdtrit(self.degrees(samples), (1 + self.level) / 2))  # without importing `scipy.stats`
 
 
 RATIO = StatisticKind(7 / 32, log=True, limits=(0, np.inf))
@@ -228,7 +234,7 @@ def jackknife(
     """
     count = len(left_out)
     sure = deciding or count
-    reach = special.stdtrit(kind.degrees(sure), (1 + LEVEL) / 2)  # Student's t, without the import of `scipy.stats`
+    reach = kind.errors(sure)
     plain = reach * np.sqrt(_variance(left_out) + _heads_variance(value, count, kind))
     low, high = value - plain, value + plain
     if kind.log:
@@ -257,7 +263,7 @@ def _widen_for_unseen(
 ) -> tuple[Floats, Floats]:
     """Return the interval's ends, moved outward to allow for rare values that no sample shows."""
     count, (least, most) = len(left_out), kind.limits
-    rest = 1 - ((1 - LEVEL) / 2) ** (1 / deciding)
+    rest = 1 - ((1 - kind.level) / 2) ** (1 / deciding)
     each = count * value - (count - 1) * left_out  # the samples that the mean is of
     alike = np.zeros_like(value) if kind.heads else 1.0 * (np.ptp(each, axis=0) < count * _ROUNDING)
     unsure = [np.maximum(alike, _single_departure(np.abs(each - limit), count)) for limit in kind.limits]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from perturbkv.analyses.verdicts import MARGIN, check_margin
 from perturbkv.cli import console
 from perturbkv.cli.choices import check_distinct, split_names
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
@@ -38,8 +39,9 @@ def _ingredients(run: RunOptions, look: LookOptions) -> Analysis:
         return ablation(session.trace, look.step)
 
     return Analysis(
-        "ablation", run, lambda: _ingredient_configs(run), analyse, options={"methods": None, "step": look.step}
-    )
+        "ablation", run, lambda: _ingredient_configs(run), analyse, options={"methods": None, "step": look.step},
+        compares_sums=True,
+    )  # fmt: skip
 
 
 def _method_ranking(
@@ -47,10 +49,12 @@ def _method_ranking(
     look: LookOptions,
     methods: Annotated[
         str | None,
-        Option(metavar="NAMES", help="Rank whole methods: all, or policies separated by commas", show_default=False),
+        Option(metavar="NAMES", help="Rank whole methods: all, or policies with commas", show_default=False),
     ] = None,
+    margin: Annotated[float, Option(metavar="X", help="With --methods: sums this near are equal")] = MARGIN,
 ) -> Analysis:
-    """Rank whole methods against snapkv, and against random entries with the same protection."""
+    """Rank whole methods against snapkv, and against random entries and attention's with the same protection."""
+    check_margin(margin, "--margin")
     names = split_names(methods or "")
     if not names:
         msg = "--methods takes all, or policies such as caote,h2o; got none"
@@ -63,9 +67,12 @@ def _method_ranking(
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.ablation.methods import methods
 
-        return methods(session.trace, look.step, only)
+        return methods(session.trace, look.step, only, margin)
 
-    return Analysis("ablation-methods", run, lambda: _method_configs(run, only), analyse, command="ablation --methods")
+    return Analysis(
+        "ablation-methods", run, lambda: _method_configs(run, only), analyse, command="ablation --methods",
+        compares_sums=True, margin=margin,
+    )  # fmt: skip
 
 
 def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfig, ...]:
@@ -163,7 +170,8 @@ def _restrictions(run: RunOptions, look: LookOptions) -> Analysis:
         return restriction(session.trace, look.step)
 
     return Analysis(
-        "ablation-restrictions", run, lambda: _restriction_configs(run), analyse, command="ablation --restrictions"
+        "ablation-restrictions", run, lambda: _restriction_configs(run), analyse, command="ablation --restrictions",
+        compares_sums=True,
     )  # fmt: skip
 
 
@@ -200,6 +208,6 @@ def ablation() -> None:
     """Measure what each ingredient or restriction brings.
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
-    query head and per kv head. --methods ranks policies against snapkv and against random entries of the same
-    protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
+    query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
+    of the same protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
     """

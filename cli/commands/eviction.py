@@ -54,7 +54,7 @@ def heads(
         session.save(result.plot(session.width_mm), result.identity, stem)
         return result
 
-    return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name])
+    return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name], compares_sums=True)
 
 
 @show_defaults(budget=" ".join(FRACTIONS))

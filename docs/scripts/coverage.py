@@ -1,15 +1,17 @@
-"""How often an interval of eight samples holds the truth: `python docs/scripts/coverage.py TRACE.h5 [DRAWS]`.
+"""How often an interval of n samples holds the truth: `python docs/scripts/coverage.py TRACE.h5`.
 
-The trace's samples are the population, its numbers over all of them the truth. Eight are drawn with replacement, many
-times, and each way of making an interval is asked whether it holds the truth. Forty samples or more, please: METHOD
-wants at least 92 % of draws. A row is one statistic over all configurations: the worst and the median coverage, and
-the median width over the truth.
+The trace's samples are the population, its numbers over all of them the truth. n of them are drawn with replacement,
+many times, and each way of making an interval is asked whether it holds the truth: a finite population, so n may be as
+large as it is, and no draw holds a prompt that the truth has not seen. Forty samples or more, please: METHOD wants at
+least 92 % of draws. A row is one statistic over all configurations: for each n the worst and the median coverage, and
+the median width over the truth. `--bootstrap` adds the percentile bootstrap, which takes an hour.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,26 @@ from perturbkv.analyses.measurements import EVIDENCE, Measurements
 from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
-from perturbkv.analyses.stats.intervals import CORRELATION, POSITIVE, RATIO, StatisticKind, rare_share_kind, share_kind
+from perturbkv.analyses.stats.intervals import (
+    CORRELATION,
+    DIFFERENCE,
+    POSITIVE,
+    RATIO,
+    StatisticKind,
+    mean_where_known,
+    rare_share_kind,
+    share_kind,
+)
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.analyses.verdicts import verdicts
+from perturbkv.configs.selections import STAGED
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
 
-SAMPLES, DRAWS = 8, 4000
+SAMPLES, DRAWS = (8, 16, 36, 40), 4000
+"""The n of the pages' tables."""
 RESAMPLES, RESAMPLED, CHUNK = 400, 400, 100
-"""A bootstrap of every draw would take an hour: of the first 400 draws each is resampled 400 times."""
+"""The bootstrap is of the first 400 draws, each resampled 400 times: of every draw it would take a night."""
 Floats = np.ndarray[Any, Any]
 
 
@@ -67,7 +80,7 @@ def statistics(trace: Trace) -> Iterator[Statistic]:
             for treatment in group.values():
                 if treatment != group["attention"]:
                     yield from compared(trace, group["attention"], treatment)
-        yield from ranked(trace, list(group.values()))
+        yield from ranked(trace, group)
     for config in range(len(trace.run.configs)):
         yield from single(trace, config)
 
@@ -107,17 +120,25 @@ def single(trace: Trace, config: int) -> Iterator[Statistic]:
         yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
 
 
-def ranked(trace: Trace, places: list[int]) -> Iterator[Statistic]:
-    """Rank correlations of the bounds with L, between the selections of one setting."""
-    held = read_bounds(Measurements(trace, "coverage"))
-    if len(places) < rank_agreement.LEAST_SELECTIONS:
-        return
-    for bound in (held.theta, held.theta_hat, 1 - held.mass):
-        found = spearman(np.moveaxis(bound[:, places], 1, 0), np.moveaxis(held.perturbation[:, places], 1, 0))
-        yield mean("rank correlation of a bound", CORRELATION, np.nanmean(found, axis=(1, 2)))
+def ranked(trace: Trace, group: dict[str, int]) -> Iterator[Statistic]:
+    """Rank correlations of θ and 1 − S with L; and, of one stage 1, how much oftener a bound is right than 1 − S."""
+    held, places = read_bounds(Measurements(trace, "coverage")), list(group.values())
+    if len(places) >= rank_agreement.LEAST_SELECTIONS:
+        for bound in (held.theta, 1 - held.mass):
+            found = spearman(np.moveaxis(bound[:, places], 1, 0), np.moveaxis(held.perturbation[:, places], 1, 0))
+            yield mean("rank correlation of a bound", CORRELATION, np.nanmean(found, axis=(1, 2)))
+    if set(STAGED) <= set(group):
+        bounds = (held.theta, held.theta_hat, 1 - held.mass)
+        pair = [group[name] for name in STAGED]
+        *arrays, moved = (np.moveaxis(array[:, pair], 1, 0) for array in (*bounds, held.perturbation))
+        right = rank_agreement.concordant(arrays, moved, (held.sigma[:, pair] > EVIDENCE).all(axis=1))
+        *shares, mass = (mean_where_known(each, (1, 2)) for each in right)
+        for share in shares:
+            if not np.isnan(share).any():
+                yield mean("right picks of a bound less those of 1 − S", DIFFERENCE, share - mass)
 
 
-def coverage(one: Statistic, drawn: Floats) -> dict[str, tuple[float, float]]:
+def coverage(one: Statistic, drawn: Floats, bootstrap: bool = False) -> dict[str, tuple[float, float]]:
     """Method -> share of draws that hold the truth, and median width over the truth; `drawn` is (draw, sample)."""
     if one.of is None:
         found = intervals.of_medians(one.each[drawn].T)
@@ -136,7 +157,9 @@ def coverage(one: Statistic, drawn: Floats) -> dict[str, tuple[float, float]]:
         "ours": one.kind,
     }
     told = {name: _told(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()}
-    return {"percentile bootstrap": _told(truth, *_percentile(one.of, drawn[:RESAMPLED], population)), **told}
+    if bootstrap:
+        told["percentile bootstrap"] = _told(truth, *_percentile(one.of, drawn[:RESAMPLED], population))
+    return told
 
 
 def _percentile(of: Callable[[Floats], Floats], drawn: Floats, population: int) -> tuple[Floats, Floats]:
@@ -158,24 +181,33 @@ def _told(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
     return float(held.mean()), float(np.median(high - low) / (abs(truth) or 1.0))
 
 
-def table(trace: Trace, draws: int) -> list[str]:
-    """The Markdown table, line by line."""
-    drawn = np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, SAMPLES))
-    rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
+def table(trace: Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: bool = False) -> list[str]:
+    """The Markdown table, line by line: per n 'worst, median; width'."""
+    drawn = [np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, size)) for size in sizes]
+    rows: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
     for one in statistics(trace):
         if one.of is None or np.ptp(one.each) > 0:  # what is the same in every sample cannot be missed
-            for method, told in coverage(one, drawn).items():
-                rows.setdefault((one.name, method), []).append(told)
-    lines = ["| statistic | method | configurations | worst | median | width |", "|---|---|---|---|---|---|"]
-    for (name, method), told in rows.items():
-        held, width = (np.array(part) for part in zip(*told, strict=True))
-        lines.append(
-            f"| {name} | {method} | {len(told)} | {100 * held.min():.1f} % | {100 * np.median(held):.1f} % "
-            f"| {np.median(width):.2g} |"
-        )
+            for place, each in enumerate(drawn):
+                for method, told in coverage(one, each, bootstrap).items():
+                    rows.setdefault((one.name, method), [[] for _ in sizes])[place].append(told)
+    heads = " | ".join(f"n = {size}: worst, median; width" for size in sizes)
+    lines = [f"| statistic | method | configurations | {heads} |", "|---" * (3 + len(sizes)) + "|"]
+    for (name, method), by_size in rows.items():
+        lines.append(f"| {name} | {method} | {len(by_size[0])} | {' | '.join(map(_cell, by_size))} |")
     return lines
 
 
+def _cell(told: list[tuple[float, float]]) -> str:
+    held, width = (np.array(part) for part in zip(*told, strict=True))
+    return f"{100 * held.min():.1f} %, {100 * np.median(held):.1f} %; {np.median(width):.2g}"
+
+
 if __name__ == "__main__":
-    shown = table(read_trace(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else DRAWS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
+    parser.add_argument("--bootstrap", action="store_true")
+    given = parser.parse_args()
+    shown = table(read_trace(given.trace), given.draws, given.samples, given.bootstrap)
     sys.stdout.write("\n".join(shown) + "\n")

@@ -20,11 +20,11 @@ from paper_verdicts import (
     paired,
     verdict,
 )
-from tables import number, percent, selection
+from tables import number, percent, points, selection
 
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import mean_where_known, share_kind
+from perturbkv.analyses.stats.intervals import share_kind
 
 _HALF = 0.5
 
@@ -70,32 +70,24 @@ def _tight(output: Path) -> Told:
 
 
 def _orders(output: Path) -> Told:
-    """θ̂ against 1 − S, of two selections that share stage 1: two-stage, and the same with ν ≡ 1."""
-    measured = trace(output, "shares/trace.h5")
-    found = indices(measured)
+    """Return how often the lower θ̂ has the lower L, of two selections of one stage 1, less how often 1 − S has."""
     cells, verdicts = [], []
-    for policy, way, budget in found:
-        if way == "two-stage":
-            sides = [found[policy, way, budget], found[policy, "two-stage-uniform", budget]]
-            evidence = measured["sigma_stage1"][:, sides] > _HALF
-            bounds = [measured["theta_hat"][:, sides], 1 - measured["retained_mass"][:, sides]]
-            shares = concordant(measured["perturbation_isolated"][:, sides], bounds, evidence)
-            cell, one = compared(shares)
-            cells.append(f"b = {budget}: {cell}")
-            verdicts.append(one.verdict)
-    text = "heads in which the lower bound has the lower isolated L, of two-stage and ν ≡ 1 at equal stage 1, σ > ½"
-    return Told(f"{text}, by θ̂ and by 1 − S: {listed(cells)}; n = {measured.samples}", joined(verdicts))
+    for agreement in analysis(output, "shares", "bound-tightness")["rank_agreement"]:
+        bound, mass = (_of_one_stage1(agreement, name) for name in ("θ̂", "1 − S"))
+        verdicts.append(verdict(bound["gain_interval"], 0, 1))
+        gain = points(bound["gain"], bound["gain_interval"])
+        shares = f"{percent(bound['share'])} against {percent(mass['share'])}"
+        cells.append(f"b = {agreement['setting']['budget']}: {gain} points ({shares})")
+    which = "of two-stage and ν ≡ 1 at equal stage 1, σ > ½"
+    text = f"heads in which the lower θ̂ has the lower isolated L, {which}, less those in which the lower 1 − S has it"
+    return Told(f"{text}: {listed(cells)}", joined(verdicts))
 
 
-def concordant(perturbation: Floats, bounds: list[Floats], evidence: np.ndarray) -> list[Floats]:
-    """Each bound's share of heads in which the lower bound has the lower L, (sample,), over the same heads.
-
-    All arrays: (sample, two selections, layer, head). Heads with σ ≤ ½ on a side, or with an equal L or bound, are left
-    out.
-    """
-    signs = [np.sign(np.diff(array, axis=1)[:, 0]) for array in (perturbation, *bounds)]
-    counted = evidence.all(axis=1) & np.all([sign != 0 for sign in signs], axis=0)
-    return [mean_where_known(np.where(counted, sign == signs[0], np.nan), (1, 2)) for sign in signs[1:]]
+def _of_one_stage1(agreement: Document, bound: str) -> Document:
+    """Return how a bound orders the two selections that have the same stage 1."""
+    (only,) = (one for one in agreement["concordance"] if one["same_stage1"] and one["bound"] == bound)
+    found: Document = only
+    return found
 
 
 def compared(shares: list[Floats]) -> tuple[str, Paired]:

@@ -43,7 +43,7 @@ SHOWN = {
         ("after the first measured layer", "after the last measured layer", "samples better"),
     ),
     "bound-tightness": (("budget", "σ"), ("share", "L/θ", "L/θ̂", "θ̂/θ̂_relax")),
-    "rank agreement": (("budget", ""), ("θ", "θ̂", "1 − S")),
+    "rank agreement": (("budget", ""), ("θ", "θ̂", "1 − S", "θ̂ less 1 − S, points")),
     "assumption": (("budget",), ("top ⌊αb⌋: > 0.5", "stage 1: > 0.5", "S: > 0.5", "first layer, others (stage 1)")),
     "ablation": (
         ("", "α"),

@@ -1,18 +1,23 @@
 """The paper's headline comparisons over every setting that can be had here, for docs/results.md.
 
 `python docs/scripts/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the
-other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again.
-`--only WORD` takes the runs whose name holds a word. `python docs/scripts/specification.py draw` draws the picture and
-prints in how many settings each comparison holds. The rules stand in docs/rules.md, which was written first.
+other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that
+was cut goes on where it was. `--only WORD` takes the runs whose name holds a word. `python
+docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
+and of each level of them; `next` tells the sums of preset paper by the token that comes next. With `--confirm` all
+three are about the confirming runs, on prompts that nothing else has used.
+The rules stand in docs/rules.md, which was written first.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,11 @@ import numpy as np
 import perturbkv as pk
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
+from perturbkv.figures import style
 from perturbkv.trace import Trace
 
 DOCS = Path(__file__).resolve().parents[1]
-ROWS, PICTURE = DOCS / "specification", DOCS / "figures" / "specification.png"
+ROWS, FIGURES = DOCS / "specification", DOCS / "figures"
 RUNS = DOCS.parent / "runs" / "specification"
 SAMPLES = {
     "smollm2-135m-q4_1": 16,
@@ -33,6 +39,13 @@ SAMPLES = {
     "qwen2.5-coder-1.5b-q4_k_m": 8,
 }
 """Model -> prompts of each of its runs."""
+CONFIRMING = {
+    "smollm2-135m-q4_1": 60,
+    "gemma-3-270m-q4_k_m": 60,
+    "qwen2.5-coder-0.5b-q4_k_m": 60,
+    "qwen2.5-coder-1.5b-q4_k_m": 16,
+}
+"""Model -> prompts of each of its confirming runs, which are of `multi_news` alone."""
 WITHOUT_TEMPLATE = ("gemma-3-270m-q4_k_m",)
 """Models that have no chat template, so that half of their runs are not there."""
 DATA: dict[str, dict[str, Any]] = {
@@ -45,10 +58,49 @@ BUDGET, SEED = 128, 0
 WINDOWS, GRANULARITIES, PRESETS = (8, 32), ("query", "kv"), ("paper", "paper-v2", "released-v2")
 CONTRADICTING = {("released-v2", "query"): "product-of-means is of a group's heads, which share one kept set"}
 """(preset, granularity) that is left out -> why."""
+UNCOUNTED = {
+    ("un-pooling", "paper-v2"): "the same two selections as under the preset paper",
+    ("stages", "paper-v2"): "both stages read pooled scores and keep what attention keeps",
+    ("stages", "released-v2"): "both stages read pooled scores and keep what attention keeps",
+}
+"""(first words of a comparison, preset) that is not counted -> why."""
+ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
+"""A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
 COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
-COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "comparison", "value", "low", "high")
+COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
+PANELS = {
+    "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
+    "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
+}
+"""Kind -> the first words of the comparisons in its picture's panels."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measuring run: a model with or without its chat template on a data set, or on its confirming prompts."""
+
+    model: str
+    template: bool
+    dataset: str
+    confirm: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of its files."""
+        words = self.model, "template" if self.template else "plain", self.dataset.replace(":", "-")
+        return "-".join((*words, "confirm") if self.confirm else words)
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it measures."""
+        return (CONFIRMING if self.confirm else SAMPLES)[self.model]
+
+    @property
+    def rows(self) -> Path:
+        """The file of its rows."""
+        return ROWS / f"{self.name}.csv"
 
 
 @dataclass(frozen=True)
@@ -81,14 +133,20 @@ def _comparisons() -> dict[str, Comparison]:
     found = {}
     for kind in ("isolated", "propagated"):
         sides = "attention", "two-stage", kind
-        found[f"heads by means, {kind}"] = Comparison(*sides, 0.5, 1, "share of heads whose mean is lower")
-        found[f"heads by sample, {kind}"] = Comparison(*sides, 0.5, 1, "mean share of a prompt's heads that are lower")
-        found[f"sum, {kind}"] = Comparison(*sides, 1, -1, "sum over heads and prompts over the baseline's")
-        found[f"value norms, {kind}"] = Comparison("two-stage-uniform", "two-stage", kind, 1, -1, "sum, equal stages")
-        found[f"un-pooling, {kind}"] = Comparison("attention", "attention-unpooled", kind, 1, -1, "sum, no value norms")
+        found[f"heads by means, {kind}"] = Comparison(*sides, 0.5, 1, "share of heads that change less, by their means")
+        found[f"heads by sample, {kind}"] = Comparison(*sides, 0.5, 1, "share of a prompt's heads that change less")
+        found[f"sum, {kind}"] = Comparison(*sides, 1, -1, "changes, two-stage over attention")
+        stages = "attention", "two-stage-uniform", kind
+        found[f"stages, {kind}"] = Comparison(*stages, 1, -1, "changes, two-stage with ν = 1 over attention")
+        found[f"value norms, {kind}"] = Comparison(
+            "two-stage-uniform", "two-stage", kind, 1, -1, "changes, two-stage over the same with ν = 1"
+        )
+        found[f"un-pooling, {kind}"] = Comparison(
+            "attention", "attention-unpooled", kind, 1, -1, "changes, attention without pooling over attention"
+        )
     last = "attention", "two-stage", "last layer"
     found["last layer, prompts"] = Comparison(*last, 0.5, 1, "share of prompts that drift less")
-    found["last layer, sum"] = Comparison(*last, 1, -1, "sum of drifts over the baseline's")
+    found["last layer, sum"] = Comparison(*last, 1, -1, "drifts, two-stage over attention")
     return found
 
 
@@ -101,13 +159,13 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def runs() -> list[tuple[str, bool, str]]:
-    """Return every run: model, whether with its chat template, data set."""
+def runs(confirm: bool = False) -> list[Run]:
+    """Return every run, or every confirming one."""
     return [
-        (model, template, dataset)
+        Run(model, template, dataset, confirm)
         for model in SAMPLES
         for template in ((False,) if model in WITHOUT_TEMPLATE else (True, False))
-        for dataset in DATA
+        for dataset in (DATA if not confirm else ("multi_news",))
     ]
 
 
@@ -124,13 +182,21 @@ def by_preset() -> dict[str, tuple[Any, ...]]:
     }
 
 
-def measure(model: str, template: bool, dataset: str, longbench: Path) -> Trace:
-    """Return a run's trace, measured or finished."""
-    loaded = pk.load_model(model, device="cpu", dtype="float32")
+@lru_cache(maxsize=1)
+def model(name: str) -> Any:
+    """Return a model, read once for the runs that follow each other with it."""
+    return pk.load_model(name, device="cpu", dtype="float32")
+
+
+def measure(run: Run, longbench: Path) -> Trace:
+    """Return a run's trace, measured or finished; says how the first prompt begins and ends."""
+    loaded = model(run.model)
+    folder = longbench / "confirm" if run.confirm else longbench
     prompts = pk.load_prompts(
-        dataset, loaded, samples=SAMPLES[model], seed=SEED, chat_template=template, data_dir=longbench, **DATA[dataset]
-    )
-    path = RUNS / f"{name(model, template, dataset)}.h5"
+        run.dataset, loaded, samples=run.prompts, seed=SEED, chat_template=run.template, data_dir=folder,
+        **DATA[run.dataset],
+    )  # fmt: skip
+    path = RUNS / f"{run.name}.h5"
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
     say(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}")
@@ -138,16 +204,17 @@ def measure(model: str, template: bool, dataset: str, longbench: Path) -> Trace:
     return pk.measure(loaded, prompts, configs, path=path)
 
 
-def name(model: str, template: bool, dataset: str) -> str:
-    """Return a run's name."""
-    return f"{model}-{'template' if template else 'plain'}-{dataset.replace(':', '-')}"
+def commit() -> str:
+    """Return the commit of the code that measures."""
+    words = ("git", "rev-parse", "--short", "HEAD")
+    return subprocess.run(words, cwd=DOCS, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def rows(trace: Trace, model: str, template: bool, dataset: str) -> Iterator[dict[str, Any]]:
+def rows(trace: Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting and comparison of a run."""
     lengths = trace.arrays["prompt_tokens"][trace.ok]
-    run = {"model": model, "template": template, "dataset": dataset, "n": len(lengths), "seed": SEED,
-           "shortest": int(lengths.min()), "longest": int(lengths.max())}  # fmt: skip
+    same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
+            "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit()}  # fmt: skip
     presets = {config: preset for preset, made in by_preset().items() for config in made}
     pairs: dict[tuple[str, str], tuple[Any, Any]] = {}
     for title, comparison in COMPARISONS.items():
@@ -160,7 +227,7 @@ def rows(trace: Trace, model: str, template: bool, dataset: str) -> Iterator[dic
             value, interval = number(title, comparison, pair, pairs[sides][1][config])
             low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
             yield {
-                **run, "window": config.window, "granularity": config.granularity.name, "preset": presets[config],
+                **same, "window": config.window, "granularity": config.granularity.name, "preset": presets[config],
                 "comparison": title, "value": value, "low": low, "high": high,
             }  # fmt: skip
 
@@ -189,25 +256,76 @@ def shares(verdicts: np.ndarray) -> np.ndarray:
     return np.asarray((verdicts + 1) / 2)
 
 
-def read() -> list[dict[str, str]]:
+def specific(trace: Trace) -> np.ndarray:
+    """Return (prompt,) whether the token after each prompt is one that this prompt brought.
+
+    It stands in its own prompt, and in at most `ELSEWHERE` of the others.
+    """
+    arrays = trace.arrays
+    starts, counts = arrays["prompt_offset"].astype(int), arrays["prompt_count"].astype(int)
+    seen = [
+        set(arrays["prompt_token"][start : start + count].tolist()) for start, count in zip(starts, counts, strict=True)
+    ]
+    following = arrays["token_id"].reshape(len(seen), -1)[:, 0].tolist()
+    return np.array([
+        token in seen[at] and np.mean([token in other for place, other in enumerate(seen) if place != at]) <= ELSEWHERE
+        for at, token in enumerate(following)
+    ])  # fmt: skip
+
+
+def by_next_token(run: Run) -> Iterator[str]:
+    """Yield a line per setting of the preset paper: two-stage's propagated sum over attention's, by the next token.
+
+    Ratios are geometric means over prompts; p is of a permutation of which prompts are followed by a specific token.
+    """
+    trace = pk.read_trace(RUNS / f"{run.name}.h5")
+    kinds = specific(trace)
+    if min(kinds.sum(), (~kinds).sum()) < LEAST:
+        say(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific")
+        return
+    for pair in pk.compare_heads(trace, "attention", "two-stage"):
+        config = pair.treatment
+        if config not in by_preset()["paper"]:
+            continue
+        sums = [
+            trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
+            for one in (pair.baseline, config)
+        ]
+        logs = np.log(sums[1] / sums[0])
+        common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
+        p = permuted(logs, kinds)
+        cells = run.model, run.template, config.window, config.granularity.name, (~kinds).sum(), kinds.sum()
+        yield f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {p:.4f} |"
+
+
+def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
+    """Return the two-sided p of the difference of two kinds' means, over random permutations of the kinds."""
+    source = np.random.default_rng(SEED)
+    drawn = source.permuted(np.tile(kinds, (PERMUTATIONS, 1)), axis=1)
+    means = [values @ chosen.T / chosen.sum(axis=1) for chosen in (drawn, ~drawn)]
+    seen = abs(values[kinds].mean() - values[~kinds].mean())
+    return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
+
+
+def read(confirm: bool = False) -> list[dict[str, str]]:
     """Return the rows of every run that was measured, in the order of `runs`."""
     found: list[dict[str, str]] = []
-    for path in (ROWS / f"{name(*run)}.csv" for run in runs()):
-        if path.exists():
-            with path.open(newline="") as stream:
+    for run in runs(confirm):
+        if run.rows.exists():
+            with run.rows.open(newline="") as stream:
                 found += csv.DictReader(stream)
     return found
 
 
-def write(run: tuple[str, bool, str], measured: Sequence[dict[str, Any]]) -> None:
+def write(run: Run, measured: Sequence[dict[str, Any]]) -> None:
     """Write the rows of a run, which appear at once."""
-    ROWS.mkdir(parents=True, exist_ok=True)
-    path = ROWS / f"{name(*run)}.csv"
-    with path.with_suffix(".tmp").open("w", newline="") as stream:
+    run.rows.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = run.rows.with_suffix(".tmp")
+    with unfinished.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows({key: _cell(row[key]) for key in COLUMNS} for row in measured)
-    path.with_suffix(".tmp").replace(path)
+    unfinished.replace(run.rows)
 
 
 def _cell(value: Any) -> str:
@@ -218,64 +336,129 @@ def _cell(value: Any) -> str:
 def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield a line per comparison: settings, those on the claimed side, and where it holds, turns, is undecided."""
     for title, comparison in COMPARISONS.items():
-        rows = _of(found, title)
-        claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
-        verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
-        counts = {verdict: verdicts.count(verdict) for verdict in ("holds", "turned", "undecided")}
-        yield f"| {title} | {comparison.text} | {len(rows)} | {claimed} | {' | '.join(map(str, counts.values()))} |"
+        yield f"| {title} | {comparison.text} | {' | '.join(map(str, _counts(_of(found, title), comparison)))} |"
+
+
+def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Iterator[str]:
+    """Yield a line per level of the settings: of each of a picture's comparisons, holds / turned, of how many."""
+    for name in SETTINGS:
+        for level in dict.fromkeys(row[name] for row in found):
+            cells = []
+            for title in _titles(kind):
+                rows = [row for row in _of(found, title) if row[name] == level]
+                count, _, holds, turned, _ = _counts(rows, COMPARISONS[title])
+                cells.append(f"{holds} / {turned} of {count}" if count else "–")
+            yield f"| {_level(name, level)} | {' | '.join(cells)} |"
+
+
+def _titles(kind: str) -> list[str]:
+    """Return the comparisons in the panels of one kind's picture."""
+    return [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
+
+
+def _counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
+    """Return how many settings there are, lie on the claimed side, hold, are turned and are undecided."""
+    claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
+    verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
+    return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "turned", "undecided"))
 
 
 def _of(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
-    """Return the rows of one comparison."""
-    return [row for row in found if row["comparison"] == title]
+    """Return the rows of one comparison that are counted."""
+    words = title.split(",")[0]
+    return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in UNCOUNTED]
 
 
-def draw(found: Sequence[dict[str, str]], path: Path) -> None:
-    """Draw every setting's interval, sorted by the first panel, over a matrix of the settings."""
-    from perturbkv.figures import style
+def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
+    """Draw every setting's numbers of one kind with their intervals, sorted by the sum, over a matrix of the settings.
 
-    shown = ("heads by means, propagated", "sum, propagated", "sum, isolated", "last layer, prompts")
-    first = _of(found, shown[0])
-    key = {tuple(row[name] for name in SETTINGS): float(row["value"]) for row in first}
+    Hollow points in the first panel are the shares of heads by their means, which have no interval.
+    """
+    sums = _of(found, f"sum, {kind}")
+    key = {_setting(row): float(row["value"]) for row in sums}
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
-    levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in first)]
+    levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
+    titles = _titles(kind)
     with style.use():
-        figure = style.figure(174, 190)
-        axes = figure.subplots(len(shown) + 1, 1, sharex=True, height_ratios=[1] * len(shown) + [2])
-        for axis, title in zip(axes, shown, strict=False):
+        figure = style.figure(174, 27 * len(titles) + 48)
+        axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2])
+        for axis, title in zip(axes, titles, strict=False):
+            _panel(axis, _of(found, title), COMPARISONS[title], order)
             comparison = COMPARISONS[title]
-            for row in _of(found, title):
-                place = order[tuple(row[name] for name in SETTINGS)]
-                value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-                colour = COLOURS[comparison.verdict(low, high)]
-                axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
-                axis.plot(place, value, ".", color=colour, markersize=2.5)
-            axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
-            axis.set_title(f"{title}: {comparison.text}", loc="left")
+            better = "above" if comparison.sign > 0 else "below"
+            words = title.removesuffix(f", {kind}")
+            axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
+        for row in _of(found, f"heads by means, {kind}"):
+            axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
+                         markeredgewidth=0.4)  # fmt: skip
         for place, (name, level) in enumerate(levels):
             on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
-            axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3.5)
-        labels = [f"{name}: {level}" for name, level in levels]
-        axes[-1].set_yticks(range(len(levels)), labels)
+            axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
+        for verdict, colour in COLOURS.items():
+            axes[0].plot(
+                [],
+                [],
+                ".-",
+                color=colour,
+                markersize=2.5,
+                linewidth=0.6,
+                label=f"{verdict}, 95 %" if verdict != "undecided" else verdict,
+            )
+        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
+        axes[0].legend(loc="lower left", ncols=2)
+        axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
         axes[-1].invert_yaxis()
-        axes[-1].set_xlabel(f"{len(order)} settings, sorted by the first panel")
+        axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
         figure.savefig(path, dpi=200)
+
+
+def _level(name: str, level: str) -> str:
+    """Return a level's label."""
+    if name == "template":
+        return "with chat template" if level == "True" else "no chat template"
+    return level if name in ("model", "dataset") else f"{name} {level}"
+
+
+def _panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, order: dict[Any, int]) -> None:
+    """Draw a comparison's numbers and intervals, coloured by verdict; ratios on a logarithmic axis."""
+    for row in rows:
+        place = order[_setting(row)]
+        value, low, high = (float(row[name]) for name in ("value", "low", "high"))
+        colour = COLOURS[comparison.verdict(low, high)]
+        axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
+        axis.plot(place, value, ".", color=colour, markersize=2.5)
+    if comparison.even == 1:
+        axis.set_yscale("log")
+        style.set_plain_ticks(axis.yaxis)
+    axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
+
+
+def _setting(row: dict[str, str]) -> tuple[str, ...]:
+    """Return a row's setting."""
+    return tuple(row[name] for name in SETTINGS)
 
 
 def main() -> None:
     """Measure the runs that are missing, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw"))
+    parser.add_argument("work", choices=("measure", "draw", "next"))
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
+    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
     asked = parser.parse_args()
     if asked.work == "draw":
-        draw(read(), PICTURE)
-        say("\n".join(tally(read())))
+        found = read(asked.confirm)
+        for kind in PANELS:
+            draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
+        say("\n".join((*tally(found), "", *by_level(found))))
         return
-    for run in runs():
-        if not (ROWS / f"{name(*run)}.csv").exists() and asked.only in name(*run):
-            write(run, list(rows(measure(*run, asked.longbench), *run)))
+    if asked.work == "next":
+        measured = [run for run in runs(asked.confirm) if run.rows.exists() and asked.only in run.name]
+        say("\n".join(line for run in measured for line in by_next_token(run)))
+        return
+    for run in runs(asked.confirm):
+        if not run.rows.exists() and asked.only in run.name:
+            write(run, list(rows(measure(run, asked.longbench), run)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.choice import parse
 
+BOUNDS = ("θ", "θ̂", "1 − S")
 CONTENDERS = 4
 """Selections that rank by the window's attention; the others are controls."""
 Cells = list[list[str]]
@@ -42,6 +43,12 @@ def percent(value: float | None, ends: Ends = None) -> str:
     """'72 % [58, 82]', or of a range '72 % (58 … 82)'."""
     hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
     return "–" if value is None else f"{100 * value:z.0f} %{_between(hundred, 'z.0f')}".replace("-", "−")
+
+
+def points(value: float | None, ends: Ends = None) -> str:
+    """A difference of shares in points: '4.4 [3.5, 5.3]'."""
+    hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
+    return number(None if value is None else 100 * value, hundred, 1)
 
 
 def _between(ends: Ends, shown: str) -> str:
@@ -89,24 +96,32 @@ def _ratios(found: dict[str, Any]) -> Made:
 
 
 def _agreement(found: dict[str, Any]) -> Made:
+    """ρ of θ and 1 − S over the contenders; two-stage against two others, with θ̂ where both have one stage 1."""
     rows = []
     for agreement in found["rank_agreement"]:
-        ranked = [one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS]
-        everywhere = ["–" if one["bound"] == "θ̂" else number(one["mean"], one["interval"]) for one in ranked]
-        rows.append([str(agreement["setting"]["budget"]), "ρ, all heads", *everywhere])
-        evidence = [_proven(one, number(one["evidence_mean"], one["evidence_interval"])) for one in ranked]
-        rows.append(["", "ρ, σ > 0.5", *evidence])
-        for first, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
-            pairs = [one for one in agreement["concordance"] if (one["first"], one["second"]) == (first, "two-stage")]
-            shares = [_proven(one, percent(one["evidence_share"], one["evidence_interval"])) for one in pairs]
-            rows.append(["", name, *shares])
-    return "rank agreement", ["budget", "", "θ", "θ̂", "1 − S"], rows
+        ranked = {one["bound"]: one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS}
+        rhos = {bound: number(one["mean"], one["interval"]) for bound, one in ranked.items()}
+        counted = next(iter(ranked.values()), {"values": 0, "samples": 0})
+        budget = str(agreement["setting"]["budget"])
+        rows.append([budget, "ρ, four selections", *(rhos.get(bound, "–") for bound in BOUNDS), "–", _counts(counted)])
+        for other, name in (("attention", "against attention"), ("two-stage-uniform", "against ν ≡ 1")):
+            picked = {one["bound"]: one for one in agreement["concordance"]
+                      if {one["first"], one["second"]} == {other, "two-stage"}}  # fmt: skip
+            if picked:
+                rows.append(["", name, *_picks(picked), _counts(picked["θ"])])
+    return "rank agreement", ["budget", "", *BOUNDS, "θ̂ less 1 − S, points", "n"], rows
 
 
-def _proven(one: dict[str, Any], shown: str) -> str:
-    """The number with its heads and samples; of fewer than five samples these alone."""
-    counts = f"n = {one['evidence_values']:,} in {one['evidence_samples']}"
-    return f"{shown}; {counts}" if one["evidence_samples"] >= MIN_SAMPLES else f"–; {counts}"
+def _picks(picked: dict[str, dict[str, Any]]) -> list[str]:
+    """How often each bound tells which of two perturbs less, and θ̂ less 1 − S; dashes under five samples."""
+    told = {bound: one for bound, one in picked.items() if one["samples"] >= MIN_SAMPLES}
+    cells = [percent(told[bound]["share"], told[bound]["interval"]) if bound in told else "–" for bound in BOUNDS]
+    return [*cells, points(told["θ̂"]["gain"], told["θ̂"]["gain_interval"]) if "θ̂" in told else "–"]
+
+
+def _counts(one: dict[str, Any]) -> str:
+    """The heads that count, of how many samples."""
+    return f"{one['values']:,} in {one['samples']}"
 
 
 def assumption(found: dict[str, Any]) -> list[Made]:

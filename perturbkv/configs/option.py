@@ -68,6 +68,7 @@ class Option:
         allowed: accepted numbers, where these are few.
         call: whether it accepts another choice, `name(option=value)`, besides its default.
         new: whether choices in older traces lack it; they mean the default.
+        omitted: whether every choice at the default lacks it, so that older traces have equal choices.
     """
 
     default: bool | int | float | str
@@ -79,6 +80,7 @@ class Option:
     allowed: tuple[int, ...] = ()
     call: bool = False
     new: bool = False
+    omitted: bool = False
 
     @property
     def default_text(self) -> str:
@@ -150,7 +152,7 @@ class WithOptions:
 
 
 def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) -> Choice:
-    """Return the choice with all `options`, validated and with defaults for missing ones.
+    """Return the choice with all `options`, validated and with defaults for missing ones that are not `omitted`.
 
     A choice that is resolved already gets only options that are new. `what` names the choice in messages.
 
@@ -165,9 +167,8 @@ def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) ->
     values = {
         name: option.convert(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }
-    return Choice(
-        choice.name, values, frozenset(name for name, value in values.items() if value == options[name].default)
-    )
+    defaults = frozenset(name for name, value in values.items() if value == options[name].default)
+    return Choice(choice.name, values, defaults).without(name for name in defaults if options[name].omitted)
 
 
 def _with_new_options(choice: Choice, options: Mapping[str, Option]) -> Choice:

@@ -80,10 +80,14 @@ _OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 }
 STAGED = ("two-stage", "two-stage-uniform")
 """Selections of two stages, the second of which ranks by another quantity than the first."""
+SCORED = ("attention", "attention-unpooled", *STAGED)
+"""Selections that rank by the policy's score."""
 SELECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     name: {} if name == GIVEN else {**_STAGE1, **_OWN_OPTIONS.get(name, {})} for name in SELECTIONS
 }
 """Selection -> its options; `given` has none: its kept sets come without an order, so that stage 1 is all of them."""
+WINDOW_QUERIES = "window_queries"
+ALL_QUERIES, TEXT_QUERIES = "all", "text"
 GRANULARITIES = {
     "query": "one kept set per query head",
     "kv": "one kept set per key/value head",

@@ -93,6 +93,8 @@ class Prompt:
         excerpt: the first and last words of the sample's own text, for people: no number depends on it.
         chat_template: whether the tokenizer's chat template was applied; `token_ids` include it.
         metric: metric in place of the task's; empty where none is chosen.
+        template_tail: indices of the chat template's own tokens behind the last message, before an answer prefix. A
+            token that holds a part of either belongs to the text. Empty where they are not known, or there are none.
     """
 
     sample_id: str
@@ -106,6 +108,7 @@ class Prompt:
     excerpt: str = field(default="", compare=False)
     chat_template: bool = field(default=False, compare=False)
     metric: str = ""
+    template_tail: range = field(default=range(0), compare=False)
 
     def __post_init__(self) -> None:
         check_id(self.sample_id)
@@ -209,11 +212,14 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     kept = cut_middle(ids, max_tokens)
     if len(kept) < len(ids):
         _check_question_fits(sample.id, question, len(kept), len(ids))
+    tail = _template_tail(rendered, tokenizer, ids, more)
+    last = len(kept) - first_half(len(kept)) if len(kept) < len(ids) else len(ids)
     around = tokenizer(rendered.template_text, **more)["input_ids"]
     control = _count_special_tokens(ids, tokenizer) - _count_special_tokens(around, tokenizer)
     return Prompt(
         sample.id, kept, len(ids) - len(kept), question, sample.answers, sample.task, sample.classes, control,
         shorten_middle(sample.prompt), chat_template, sample.metric,
+        range(len(kept) - min(len(ids) - tail.start, last), len(kept) - min(len(ids) - tail.stop, last)),
     )  # fmt: skip
 
 
@@ -243,9 +249,11 @@ def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Render
     if not tokenizer.chat_template:
         msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
         raise ConfigError(msg)
-    text = templates.render_turn(sample.prompt, tokenizer) + sample.answer_prefix
+    turn = templates.render_turn(sample.prompt, tokenizer)
     around, start = templates.turn_frame(tokenizer)
-    return RenderedPrompt(text, _context_end(sample, text, start), around)
+    text, after = turn + sample.answer_prefix, templates.text_after_turn(tokenizer)
+    message_end = len(turn) - len(after) if turn.endswith(after) else -1
+    return RenderedPrompt(text, _context_end(sample, text, start), around, message_end, len(turn))
 
 
 def _count_context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> int:
@@ -255,9 +263,32 @@ def _count_context_tokens(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: t
     """
     if rendered.context_end < 0:
         return len(ids)
-    before = tokenizer(rendered.text[: rendered.context_end], **more)["input_ids"]
+    return min(_common_tokens(rendered.text[: rendered.context_end], tokenizer, ids, more)[0], len(ids) - 1)
+
+
+def _template_tail(rendered: RenderedPrompt, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> range:
+    """Return the indices in `ids` of the chat template's tokens behind the last message; empty where not known.
+
+    A token with a part of the message or of the answer prefix is not among them: they begin at the first character
+    where a token begins. `more` are arguments of the tokenizer.
+    """
+    if rendered.message_end < 0:
+        return range(len(ids), len(ids))
+    stop = len(ids)
+    if rendered.answer_start < len(rendered.text):
+        stop = _common_tokens(rendered.text[: rendered.answer_start], tokenizer, ids, more)[0]
+    for end in range(rendered.message_end, rendered.answer_start):
+        start, whole = _common_tokens(rendered.text[:end], tokenizer, ids, more)
+        if whole:
+            return range(min(start, stop), stop)
+    return range(stop, stop)
+
+
+def _common_tokens(text: str, tokenizer: Tokenizer, ids: tuple[int, ...], more: Any) -> tuple[int, bool]:
+    """Return how many first `ids` the tokens of a text's beginning share, and whether these are all of its tokens."""
+    before = tokenizer(text, **more)["input_ids"]
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
-    return min(common, len(ids) - 1)
+    return common, common == len(before)
 
 
 def _context_end(sample: Sample, text: str, start: int) -> int:

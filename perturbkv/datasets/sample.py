@@ -46,11 +46,16 @@ class RenderedPrompt:
         context_end: number of characters before the question; −1 where context and question cannot be separated, or
             one of them is missing.
         template_text: the chat template's text around that of the sample.
+        message_end: number of characters before the chat template's text behind the last message; −1 where that text
+            is not known, or there is none.
+        answer_start: number of characters before the answer prefix.
     """
 
     text: str
     context_end: int
     template_text: str
+    message_end: int = -1
+    answer_start: int = -1
 
 
 def render_turn(prompt: str, tokenizer: Any) -> str:
@@ -93,7 +98,8 @@ def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> Rendered
         raise DatasetError(msg)
     marked = [Message(message.role, _MARK) for message in chat.messages]
     around = _render_chat_messages(chat, marked, tokenizer)
-    return RenderedPrompt(text + answer_prefix, len(before) if earlier else -1, around)
+    context_end = len(before) if earlier else -1
+    return RenderedPrompt(text + answer_prefix, context_end, around, len(text) - len(after), len(text))
 
 
 def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: Any) -> str:

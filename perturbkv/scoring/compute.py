@@ -24,13 +24,17 @@ def layer_scores(
 ) -> dict[Score, Float[Tensor, "rows prefix"]]:
     """Return score -> its values for all heads of a layer, computed in parts of `chunk_bytes` of attention weights.
 
-    Raises PluginError where an external score fails.
+    Scores by the same queries of the window share these weights. Raises PluginError where an external score fails.
     """
-    parts = list(view.parts(chunk_bytes))
-    return {
-        score: torch.cat([_compute(score, part) for part in ([view] if score.whole_layer else parts)])
-        for score in scores
-    }
+    results: dict[Score, Tensor] = {}
+    for window_queries in dict.fromkeys(score.window_queries for score in scores):
+        shown = view.with_window_queries(window_queries)
+        parts = list(shown.parts(chunk_bytes))
+        for score in scores:
+            if score.window_queries == window_queries:
+                computed = [_compute(score, part) for part in ([shown] if score.whole_layer else parts)]
+                results[score] = torch.cat(computed)
+    return results
 
 
 def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"]:

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv import theory
+from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES
 from perturbkv.errors import PluginError
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK, softmax_with_sinks
@@ -154,6 +155,8 @@ NEEDS = {
 """Names that `Score.needs` may list -> shape and meaning."""
 PROMPT_ALONE = ("queries", "hidden", "unrotated", "rotations", "replay")
 """Data that exist only during the prefill, and not when a cache that decoding has filled is compressed again."""
+OF_WINDOW = frozenset({"attention", "logits", "outputs", "distances", "left_out"})
+"""Data with a row per query of the window that votes: w of them, fewer where `window_queries` is `text`."""
 _Captured = TypeVar("_Captured")
 _ROW_BYTES = 48
 """Working memory of one attention weight: its logit, its softmax and a score's temporary, in float64."""
@@ -176,6 +179,8 @@ class LayerView:
         rotary: function from a range of positions to their rotation; None where no score needs `unrotated` or
             `rotations`.
         sinks: logits in every softmax of these heads, of entries without a value; None where there are none.
+        template: positions of the chat template's tokens behind the last message.
+        window_queries: queries of the window that vote: `all`, or `text`, those outside of `template`.
     """
 
     queries: Float[Tensor, "head query d_head"]
@@ -191,6 +196,8 @@ class LayerView:
     attention_input: Float[Tensor, "key d_model"] | None = None
     rotary: Callable[[range], Rotation] | None = None
     sinks: Float[Tensor, " head"] | None = None
+    template: range = range(0)
+    window_queries: str = ALL_QUERIES
 
     @property
     def heads(self) -> int:
@@ -219,15 +226,19 @@ class LayerView:
 
     @cached_property
     def logits(self) -> Float[Tensor, "head query key"]:
-        """Attention logits of the window's queries, −inf on later entries."""
+        """Attention logits of the window's queries that vote, −inf on later entries."""
         rows = min(self.window, self.entries)
         grouped = self.queries[:, -rows:].view(self.kv_heads, self.group, rows, -1)
-        return torch.cat(
+        logits = torch.cat(
             [
                 causal_logits(query.to(WORK), key.to(WORK), self.scale, self.entries - rows)
                 for query, key in zip(grouped, self.keys, strict=True)
             ]
         )
+        if self.window_queries != TEXT_QUERIES:
+            return logits
+        text = [row for row in range(rows) if self.entries - rows + row not in self.template]
+        return logits[:, text]
 
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:
@@ -304,6 +315,10 @@ class LayerView:
     def with_window(self, window: int) -> LayerView:
         """Return the same layer with a window of `window` entries."""
         return self if window == self.window else replace(self, window=window)
+
+    def with_window_queries(self, window_queries: str) -> LayerView:
+        """Return the same layer with `all` queries of the window, or those of the `text`."""
+        return self if window_queries == self.window_queries else replace(self, window_queries=window_queries)
 
     def parts(self, chunk_bytes: int) -> Iterator[LayerView]:
         """Yield views of groups of heads whose attention weights fit `chunk_bytes`; the view itself if all fit."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.configs.option import WithOptions, option
-from perturbkv.scoring.layer_view import NEEDS, PROMPT_ALONE, LayerView
+from perturbkv.configs.option import Option, WithOptions, option
+from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES, WINDOW_QUERIES
+from perturbkv.scoring.layer_view import NEEDS, OF_WINDOW, PROMPT_ALONE, LayerView
 from perturbkv.scoring.replay_view import Replay, ReplayView
 
 
@@ -25,6 +26,12 @@ class ScoreRequest:
 
     score: Score
     window: int
+
+
+def window_queries_option() -> Any:
+    """Return a dataclass field that declares the option `window_queries` of a score or policy."""
+    about = "queries of the window that vote: all, or those of the text, without the chat template's behind it"
+    return option(ALL_QUERIES, about, known=(ALL_QUERIES, TEXT_QUERIES), omitted=True)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class Score(WithOptions):
             granularity's reduction, before pooling.
         pools_inside: whether `score` applies `pool` and `kernel` itself, so that its result is not pooled again.
         pool, kernel: pooling over positions of the result of `score`.
+        window_queries: `all`, or `text`, which hides the rows of the chat template's tokens from `score`; an option
+            of scores that use the window's attention.
     """
 
     name: ClassVar[str]
@@ -61,6 +70,13 @@ class Score(WithOptions):
     pool: str = option("none", "pooling of the score over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
+    window_queries: str = window_queries_option()
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return name -> option, without `window_queries` for a score that does not use the window's attention."""
+        hidden = {WINDOW_QUERIES} if OF_WINDOW.isdisjoint(cls.needs) else set()
+        return {name: found for name, found in super().options().items() if name not in hidden}
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the unpooled scores of the entries before the window, one row per query head or key/value head."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS
+from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS, TEXT_QUERIES
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
@@ -102,6 +102,34 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
         raise BudgetError(msg)
 
 
+def only_text_votes(config: EvictionConfig) -> bool:
+    """Return whether the chat template's queries in the window do not vote."""
+    return resolve(config).system.score.window_queries == TEXT_QUERIES
+
+
+def check_window_queries(config: ResolvedConfig, sample: str, prompt_tokens: int, template: range) -> None:
+    """Raise ConfigError where the text's queries alone shall vote, and are all queries of the window or none of them.
+
+    `template` are the positions of the chat template's tokens behind the last message of the sample.
+    """
+    if not only_text_votes(config):
+        return
+    window = range(max(0, prompt_tokens - config.window), prompt_tokens)
+    count = sum(position in template for position in window)
+    where = f"the last {len(window)} compressed tokens of sample '{sample}'"
+    if not count:
+        msg = (
+            f"window_queries=text leaves out the chat template's tokens at a prompt's end, and {where} hold none; "
+            "leave it out, or use the chat template"
+        )
+    elif count == len(window):
+        needed = prompt_tokens - template.start + 1
+        msg = f"window_queries=text leaves no query: {where} are the chat template's; use --window {needed} or more"
+    else:
+        return
+    raise ConfigError(msg)
+
+
 def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
     """Return the names of scores that include value norms, in configurations whose selection multiplies by ν again."""
     multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
@@ -142,6 +170,12 @@ def check_compressible(config: EvictionConfig) -> None:
         msg = (
             f"correction '{config.correction}' is stored once, for the prompt; --compress-every works with "
             "correction none"
+        )
+        raise ConfigError(msg)
+    if only_text_votes(config):
+        msg = (
+            "window_queries=text leaves out tokens of the prompt's end, and --compress-every goes on from there; leave "
+            "one of them out"
         )
         raise ConfigError(msg)
     if not _can_recompress(resolved.system):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SELECTION_OPTIONS, STAGED
+from perturbkv.configs.selections import GRANULARITY_OPTIONS, SCORED, SELECTION_OPTIONS, STAGED, WINDOW_QUERIES
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
@@ -30,7 +30,7 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
     """Return ineffective option -> what the option needs to take effect, for a configuration with this policy."""
     staged, unpooled = config.selection.name in STAGED, policy.score.pooling()[0] == "none"
     reduces = policy.score.reduces
-    scored = staged or config.selection.name in ("attention", "attention-unpooled") or policy.competes
+    scored = config.selection.name in SCORED or policy.competes
     pooled = scored and (config.selection.name != "attention-unpooled" or policy.competes)
     needs: dict[OwnedOption, str] = {}
     if not scored:
@@ -46,7 +46,7 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
     if reduces:
         needs["granularity", "reduce"] = f"a score that leaves it to the granularity: '{policy.score.name}' does not"
     if policy.ranks_by_another:
-        needs |= {("policy", name): "the policy's own score, without by" for name in _POOLING}
+        needs |= {("policy", name): "the policy's own score, without by" for name in (*_POOLING, WINDOW_QUERIES)}
     if not staged:
         needs["granularity", "product"] = "a two-stage selection"
     elif _product_has_no_effect(config, unpooled, reduces):

@@ -152,7 +152,7 @@ FIELDS = (
 )  # fmt: skip
 """Choices of every configuration; every other name is an option of some policy, selection or granularity."""
 ORDER = (
-    "preset", "budget", "alpha", "window", "split", "score", "epsilon", "norm", "pool", "kernel",
+    "preset", "budget", "alpha", "window", "window_queries", "split", "score", "epsilon", "norm", "pool", "kernel",
     "granularity", "reduce", "product", "block", "block_score", "sinks", "seed",
     "beta", "line", "floor", "safeguard", "recent", "history",
     "protect_first", "protect_recent", "positions", "precision", "bits", "group", "fill", "correction", "mass",

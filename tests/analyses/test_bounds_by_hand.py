@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
+from scipy.stats import t as student
 
 from perturbkv.analyses.bounds import bound_tightness
 from perturbkv.analyses.bounds.bound_tightness import bound_tightness as summarise
 from perturbkv.analyses.bounds.rank_agreement import RankAgreement, compare_orders
 from perturbkv.analyses.bounds.ratios import LEVELS, read_bounds
 from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.pairing import group_by_selection
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.display import Table
@@ -160,30 +162,85 @@ def test_correlations_and_concordance_of_a_bound_that_orders_in_one_sample_of_tw
     assert lost.mean == 0  # 1 − S orders as θ does here
 
 
-def test_a_flagged_selection_takes_the_head_out_of_theorem_3_alone() -> None:
-    trace = ranked([[1, 2, 3], [1, 2, 3]], [[10, 20, 30], [10, 20, 30]], sigma=[[0.9, 0.9, 0.9], [0.9, 0.5, 0.9]])
-    (found,) = rank_agreements(trace)
-    by_bound = {correlation.bound: correlation for correlation in found.correlations}
-    assert (by_bound["θ"].values, by_bound["θ"].flagged) == (2, 0)
-    assert (by_bound["θ̂"].values, by_bound["θ̂"].flagged) == (1, 1)
-    assert by_bound["θ"].evidence_mean == 1
-    shares = {(pair.first, pair.second): pair.evidence_share for pair in found.pairs if pair.bound == "θ"}
-    assert shares[("attention", "two-stage-uniform")] == 1
-    counts = {(pair.first, pair.second): pair.values for pair in found.pairs if pair.bound == "θ̂"}
-    assert counts[("attention", "two-stage")] == 2
-    assert counts[("attention", "two-stage-uniform")] == 1
+def test_the_bound_of_a_stage_1_compares_only_selections_that_have_the_same_one() -> None:
+    """`attention` and `attention-unpooled` have no stages: what stands for their stage 1 is ours."""
+    four = [config("attention"), config("attention-unpooled"), *THREE[1:]]
+    (found,) = rank_agreements(ranked([[1, 2, 3, 4]] * 6, [[10, 30, 20, 40]] * 6, configs=four))
+    assert {one.bound for one in found.correlations} == {"θ", "1 − S"}
+    compared = {(pair.first, pair.second): pair.same_stage1 for pair in found.pairs if pair.bound == "θ̂"}
+    assert compared == {("two-stage-uniform", "two-stage"): True}
+    everywhere = {(pair.first, pair.second): pair.same_stage1 for pair in found.pairs if pair.bound == "1 − S"}
+    assert len(everywhere) == 6
+    assert [names for names, same in everywhere.items() if same] == [("two-stage-uniform", "two-stage")]
 
 
-def test_a_number_where_sigma_is_evidence_says_of_how_many_heads_and_samples_it_is() -> None:
-    """Four samples, σ > 0.5 in all selections of one alone; of the first pair in two."""
-    sigma = [[0.9, 0.9, 0.9], [0.9, 0.9, 0.5], [0.9, 0.5, 0.9], [0.5, 0.5, 0.5]]
+def test_the_two_selections_with_stages_hold_the_same_stage_1_when_measured_and_others_do_not() -> None:
+    trace = read_trace(MEASURED)
+    sigma = Measurements(trace, "bound-tightness")["sigma_stage1"]
+    groups = [group for group in group_by_selection(trace.run) if {"two-stage", "two-stage-uniform"} <= set(group)]
+    assert groups
+    for group in groups:
+        np.testing.assert_array_equal(sigma[:, group["two-stage"]], sigma[:, group["two-stage-uniform"]])
+        assert (sigma[:, group["two-stage"]] != sigma[:, group["attention-unpooled"]]).any()
+
+
+def picked_by_loops(bounds: dict[str, np.ndarray], moved: np.ndarray, sigma: np.ndarray) -> dict[str, list[float]]:
+    """Per sample the share of heads in which each bound picks the selection of two that perturbs less."""
+    shares: dict[str, list[float]] = {name: [] for name in bounds}
+    for sample in range(moved.shape[0]):
+        right, count = dict.fromkeys(bounds, 0), 0
+        for layer in range(moved.shape[2]):
+            for head in range(moved.shape[3]):
+                here = (sample, slice(None), layer, head)
+                if min(sigma[here]) <= 0.5 or moved[here][0] == moved[here][1]:
+                    continue
+                if any(bound[here][0] == bound[here][1] for bound in bounds.values()):
+                    continue
+                count += 1
+                for name, bound in bounds.items():
+                    right[name] += int(np.argmin(bound[here]) == np.argmin(moved[here]))
+        for name in bounds:
+            shares[name].append(right[name] / count)
+    return shares
+
+
+def test_at_one_stage_1_all_bounds_are_counted_on_the_same_heads_and_differ_by_the_paired_difference() -> None:
+    draw, size = np.random.default_rng(3), (8, 2, 3, 40)
+    moved = draw.integers(1, 9, size).astype(float)
+    noise = {"θ": 2, "θ̂": 5, "1 − S": 9}
+    bounds = {name: moved + draw.integers(0, width, size) for name, width in noise.items()}  # the later, the worse
+    sigma = np.repeat(draw.uniform(0.3, 1, (8, 1, 3, 40)), 2, axis=1)
+    arrays = {
+        "perturbation_isolated": moved,
+        "theta": bounds["θ"],
+        "theta_hat": bounds["θ̂"],
+        "theta_hat_relax": 9 * bounds["θ̂"],
+        "sigma_stage1": sigma,
+        "retained_mass": 1 - bounds["1 − S"] / 64,  # a power of 2, so that equal sums stay equal
+    }
+    (found,) = rank_agreements(hand_made(THREE[1:], arrays, 3, 40))
+    expected = picked_by_loops(bounds, moved, sigma)
+    rows = {pair.bound: pair for pair in found.pairs}
+    for name, shares in expected.items():
+        assert rows[name].share == pytest.approx(np.mean(shares))
+    assert len({rows[name].values for name in rows}) == 1
+    gains = np.subtract(expected["θ̂"], expected["1 − S"])
+    assert rows["θ̂"].gain == pytest.approx(gains.mean())
+    reach = student.ppf(0.975, 3) * gains.std(ddof=1) / np.sqrt(8)  # 3/8 degrees of freedom a sample
+    assert rows["θ̂"].gain_interval == Interval(pytest.approx(gains.mean() - reach), pytest.approx(gains.mean() + reach))
+    assert np.isnan(rows["1 − S"].gain)
+
+
+def test_selections_without_a_common_stage_1_are_compared_in_all_heads() -> None:
+    sigma = [[0.9, 0.9, 0.9], [0.9, 0.9, 0.5], [0.9, 0.5, 0.5], [0.5, 0.5, 0.5]]
     (found,) = rank_agreements(ranked([[1, 2, 3]] * 4, [[10, 20, 30]] * 4, sigma=sigma))
-    for one in found.to_dict()["rank_correlations"]:
-        assert (one["evidence_values"], one["evidence_samples"]) == (1, 1), one["bound"]
-    counts = {(one["first"], one["second"]): (one["evidence_values"], one["evidence_samples"])
+    counts = {(one["first"], one["second"], one["bound"]): (one["values"], one["samples"])
               for one in found.to_dict()["concordance"]}  # fmt: skip
-    assert counts[("attention", "two-stage-uniform")] == (2, 2)
-    assert counts[("two-stage-uniform", "two-stage")] == (1, 1)
+    assert counts[("attention", "two-stage", "θ")] == counts[("attention", "two-stage", "1 − S")] == (4, 4)
+    assert counts[("two-stage-uniform", "two-stage", "θ̂")] == (1, 1)
+    assert counts[("two-stage-uniform", "two-stage", "θ")] == (1, 1)  # the same heads
+    for one in found.to_dict()["rank_correlations"]:
+        assert (one["values"], one["samples"]) == (4, 4), one["bound"]
 
 
 def test_equal_sides_are_no_evidence_of_order() -> None:
@@ -232,19 +289,28 @@ def test_the_table_shows_the_ratios_where_sigma_is_evidence_and_the_details_wher
     assert flagged.hat_relax == "8.00\n8.00–8.00"
 
 
-def test_a_rank_correlation_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
+def test_a_pair_of_fewer_than_five_samples_is_a_dash_beside_its_n() -> None:
     for flagged, values in ((1, 5), (2, 4)):
         sigma = [[0.9] * 3] * (6 - flagged) + [[0.4] * 3] * flagged
         (found,) = rank_agreements(ranked([[1, 2, 3]] * 6, [[10, 30, 20]] * 6, sigma))
-        theta, theta_hat, lost = found.correlations
-        pairs = [pair for pair in found.pairs if (pair.first, pair.second) == ("attention", "two-stage")]
-        for one in (*found.correlations, *pairs):
-            assert (one.evidence_values, one.evidence_samples) == (values, values)
-        assert np.isnan(theta.evidence_rho) == (values < 5)
-        assert [np.isnan(pair.evidence_agreement) for pair in pairs] == [values < 5] * 3
-        assert np.isnan(theta_hat.rho)  # θ̂ has no ρ of all heads
-        assert (theta.rho, lost.rho) == (theta.mean, lost.mean)
-    assert theta.evidence_mean == pytest.approx(0.5)
+        pairs = [pair for pair in found.pairs if pair.same_stage1]
+        assert [(one.values, one.samples) for one in pairs] == [(values, values)] * 3
+        assert [np.isnan(pair.agreement) for pair in pairs] == [values < 5] * 3
+        assert [pair.advantage is None for pair in pairs] == [values < 5, values < 5, True]
+        assert [one.mean for one in found.correlations] == [pytest.approx(0.5)] * 2
+
+
+def test_tables_show_the_bound_of_a_stage_1_beside_the_others_where_stage_1_is_one() -> None:
+    picks = summarise(ranked([[1, 2, 3]] * 6, [[10, 30, 20]] * 6)).details()[-1]
+    assert isinstance(picks, Table)
+    assert [row[0].split("\n")[0] for row in picks.rows] == [
+        "attention or two-stage",
+        "",
+        "two-stage-uniform or",
+        "",
+        "",
+    ]
+    assert [row[1] for row in picks.rows] == ["θ", "1 − S", "θ", "θ̂", "1 − S"]
 
 
 def test_few_bits_and_corrections_are_left_out_by_name() -> None:

@@ -97,29 +97,33 @@ def test_a_bound_is_told_by_how_far_it_lies_above_and_how_it_orders() -> None:
         "The paper's bound θ̂ covers 75 % (50 … 100) of heads and is 4.0 × (1.8 to 4.0) the perturbation of two-stage "
     )
     assert "nine heads in ten; n = 2 samples" in said
-    assert said.endswith("cannot be said: fewer than three of a budget.")
+    assert said.endswith("cannot be said: θ̂ compares selections of one stage 1, two-stage and two-stage-uniform.")
 
 
 @pytest.mark.parametrize(
-    ("theta", "rho", "verdict", "words"),
+    ("theta", "share", "verdict", "words"),
     [
-        ([[10, 20, 30]] * 8, 1, 1, "the selection with the lower bound perturbs less: "),
-        ([[30, 20, 10]] * 8, -1, -1, "the selection with the lower bound perturbs more: "),
-        ([[10, 20, 30], [30, 20, 10]] * 4, 0, 0, "whether the selection with the lower bound perturbs less is und"),
+        ([[10, 20, 30]] * 8, 1, 1, "the one with the lower θ̂ perturbs less in most heads: 100 % ["),
+        ([[10, 30, 20]] * 8, 0, -1, "the one with the lower θ̂ perturbs more in most heads: 0 % ["),
+        ([[10, 20, 30], [10, 30, 20]] * 4, 0.5, 0, "whether θ̂ tells which of two-stage and two-stage-uniform perturbs"),
     ],
 )
-def test_a_bound_orders_selections_or_not(theta: Any, rho: float, verdict: int, words: str) -> None:
+def test_a_bound_orders_the_two_selections_of_one_stage_1_or_not(
+    theta: Any, share: float, verdict: int, words: str
+) -> None:
     result = bound_tightness(bounds([[1, 2, 3]] * len(theta), theta))
-    (ranked_by,) = [one for one in result.agreements[0].correlations if one.bound == "θ̂"]
-    assert (ranked_by.evidence_mean, ranked_by.evidence_samples) == (pytest.approx(rho), 8)
-    assert interval_verdict(ranked_by.evidence_mean_interval, 0) == verdict
+    (pair,) = [one for one in result.agreements[0].pairs if one.bound == "θ̂"]
+    assert (pair.share, pair.samples) == (share, 8)
+    assert interval_verdict(pair.share_interval, 0.5) == verdict
     assert words in result.conclusion()
+    assert "whether θ̂ tells this more often than the attention given up, 1 − S, is undecided" in result.conclusion()
+    assert "undecided: 0.0 [−36.9, 36.9] points" in result.conclusion()  # eight alike: 1 − 0.025^(1/8) may differ
 
 
 def test_four_samples_say_nothing_of_the_order() -> None:
     result = bound_tightness(bounds([[1, 2, 3]] * 4, [[10, 20, 30]] * 4))
-    assert all(np.isnan(one.evidence_rho) for one in result.agreements[0].correlations)
-    assert result.conclusion().endswith("cannot be said: too few samples hold ranks where σ > 0.5.")
+    assert all(np.isnan(one.agreement) for one in result.agreements[0].pairs)
+    assert result.conclusion().endswith("cannot be said: too few samples hold heads in which σ > 0.5 and both differ.")
 
 
 def test_a_bound_that_says_nothing_is_said_to() -> None:

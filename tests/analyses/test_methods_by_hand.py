@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from perturbkv.analyses.ablation.methods import control, methods, protection, settings
 from perturbkv.analyses.text import LESS, MORE
-from perturbkv.errors import TraceError
+from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.policies.registry import normalise
+from perturbkv.trace import Trace
 from tests.support.measured import config, one_head
 
 KV = {"granularity": "kv"}
@@ -86,17 +89,76 @@ def test_the_conclusion_counts_verdicts_and_names_the_best() -> None:
     assert [row.propagated.case().verdict for row in result.settings[0].rows] == [LESS, LESS, MORE]
     assert result.conclusion() == (
         "Perturbation is lower than snapkv's in 2 of 3 methods, higher in 1; lowest: snapkv:two-stage (0.80 [0.80, "
-        "0.80] of snapkv's) (propagated, all heads; n = 6 samples)."
+        "0.80] of snapkv's) (propagated, all heads; n = 6 samples). At equal protection better than random in 2 of 3 "
+        "methods, worse in 1; better than attention in 2 of 3 methods, worse in 1."
     )
     assert "snapkv (h2o is next, 2.40 [" in methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
 
 
-def test_a_line_shows_the_ratios_over_both_controls() -> None:
-    (setting,) = methods(one_head({**L1, **BY_CHANCE})).settings
-    assert [setting.random_ratio, *(row.random_ratio for row in setting.rows)] == pytest.approx([0.25, 0.2, 0.1, 2.0])
-    assert [row.protected_ratio for row in setting.rows] == pytest.approx([0.8, 0.5, 1.5])
+def test_a_line_shows_the_ratios_over_both_controls_and_the_verdicts() -> None:
+    rows = {row[0]: row[3:] for row in methods(one_head({**L1, **BY_CHANCE})).table().rows}
+    assert rows == {
+        "snapkv (= 1)": ["0.25 [0.25, 0.25]\nbetter", "–"],
+        "snapkv:two-stage": ["0.20 [0.20, 0.20]\nbetter", "0.80 [0.80, 0.80]\nbetter"],
+        "tova": ["0.10 [0.10, 0.10]\nbetter", "0.50 [0.50, 0.50]\nbetter"],
+        "h2o": ["2.00 [2.00, 2.00]\nworse", "1.50 [1.50, 1.50]\nworse"],
+    }
     headings = methods(one_head({SNAPKV: 5.0, H2O: 12.0})).table().columns
-    assert [one.partition("\n")[0] for one in headings] == ["method", "#cache", "#propagated", "#KL of the next"]
+    assert [one.partition("\n")[0] for one in headings] == ["method", "#cache", "#propagated"]
+
+
+def noisy(ratio: float, spread: float, samples: int = 8) -> Trace:
+    """SnapKV, its random control, and two stages that perturb `ratio` times as much, more or less."""
+    found = one_head({SNAPKV: 10.0, CONTROLS[0]: 40.0, STAGED: 10.0 * ratio}, samples)
+    arrays = {name: values.copy() for name, values in found.arrays.items()}
+    for name in ("perturbation_propagated", "perturbation_isolated"):
+        arrays[name][:, 2] *= np.exp(spread * np.resize([1.0, -1.0], samples))[:, None, None, None]
+    return dataclasses.replace(found, arrays=arrays)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "margin", "words"),
+    [
+        (0.5, 0.05, 0.05, "better"),
+        (1.4, 0.05, 0.05, "worse"),
+        (0.98, 1e-3, 0.05, "better by < 5 %"),
+        (1.02, 1e-3, 0.05, "worse by < 5 %"),
+        (1.02, 1e-3, 0.01, "worse"),
+        (1.0, 1e-2, 0.05, "within 5 %"),
+        (1.0, 1e-2, 0.025, "within 2.5 %"),
+        (1.0, 0.1, 0.05, "undecided, n ≈ "),
+        (1.0, 0.03, 0.2, "within 20 %"),
+    ],
+)
+def test_a_verdict_is_told_in_words(ratio: float, spread: float, margin: float, words: str) -> None:
+    result = methods(noisy(ratio, spread), margin=margin)
+    cell = result.table().rows[1][4].partition("\n")[2]
+    assert cell == words or (words.endswith("≈ ") and cell.startswith(words) and int(cell[len(words) :]) > 8)
+    against = next(row for row in result.records() if row["kind"] == "isolated")
+    assert against["against_attention"] == words.partition(" ")[0].strip(",").replace("within", "equivalent")
+    assert result.to_dict()["margin"] == margin
+
+
+def test_the_conclusion_counts_verdicts_at_equal_protection() -> None:
+    told = methods(noisy(1.0, 1e-2)).conclusion()
+    assert told.endswith("At equal protection better than random; within 5 % of attention.")
+    told = methods(noisy(1.0, 0.1)).conclusion()
+    assert told.endswith("At equal protection better than random; undecided against attention.")
+    assert "At equal protection" not in methods(noisy(1.0, 0.1, samples=4)).conclusion()
+
+
+def test_sets_that_keep_the_same_are_equivalent_and_few_samples_decide_nothing() -> None:
+    found = methods(noisy(1.0, 0.0)).settings[0].rows[0].controls["attention"]
+    assert (found.propagated_verdict.verdict, found.propagated_verdict.within_margin) == ("equivalent", True)
+    found = methods(noisy(0.5, 0.0, samples=4)).settings[0].rows[0].controls["attention"]
+    assert found.propagated_verdict.verdict == "undecided"
+    assert found.propagated_verdict.samples_to_decide is None
+
+
+@pytest.mark.parametrize("margin", [0, 1, -0.1, 5, float("nan")])
+def test_a_margin_is_a_share(margin: float) -> None:
+    with pytest.raises(ConfigError, match="expected margin between 0 and 1, the difference that counts as none, got"):
+        methods(noisy(1.0, 0.1), margin=margin)
 
 
 def test_budgets_and_granularities_stand_apart() -> None:
@@ -114,5 +176,8 @@ def test_tables_fit_80_columns_and_figures_are_drawn() -> None:
     for samples in (1, 3, 6):
         result = methods(one_head({**L1, **BY_CHANCE}, samples))
         assert max(map(len, repr(result).splitlines())) <= 80
-        assert len(result.plot().axes[0].get_yticklabels()) == 3
+        panel = result.plot().axes[0]
+        assert len(panel.get_yticklabels()) == 3
+        (band,) = (patch for patch in panel.patches if patch.get_gid() == "margin")
+        assert band.get_extents().transformed(panel.transData.inverted()).intervalx == pytest.approx([1 / 1.05, 1.05])
     assert {row["name"] for row in result.records()} == {"snapkv:two-stage", "tova", "h2o"}

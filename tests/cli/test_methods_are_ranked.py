@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from perturbkv.storage.trace.trace_file import read_run
-from tests.support.asked import refused
+from tests.support.asked import instead, refused
 
 Run = Callable[..., Any]
 
@@ -26,6 +27,39 @@ def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Ru
     alone = perturbkv("ablation", "out/trace.h5", "--methods", "h2o", "-o", "alone", "--json").json()
     assert [row["name"] for row in alone["settings"][0]["rows"]] == ["h2o"]
     refused(perturbkv("ablation", "out/trace.h5", "--methods", "h2o,caote", "-o", "absent"), "caote")
+
+
+def test_a_margin_is_kept_and_has_an_effect_on_the_ranking_alone(perturbkv: Run, tiny: list[object]) -> None:
+    assert perturbkv("ablation", *tiny, "--methods", "h2o", "-o", "out").code == 0
+    document = perturbkv("ablation", "out/trace.h5", "--methods", "h2o", "--margin", 0.1, "-o", "a", "--json").json()
+    assert (document["margin"], document["asked"]["margin"]) == (0.1, 0.1)
+    verdicts = document["settings"][0]["rows"][0]["controls"]["random"]
+    assert verdicts["propagated_verdict"]["verdict"] == "undecided"  # two samples
+    assert json.loads(Path("out/summary.json").read_text())["analyses"]["ablation-methods"]["margin"] == 0.05
+    refused(perturbkv("ablation", "out/trace.h5", "--margin", 0.1, "-o", "b"), "--margin", "it needs --methods")
+    for margin in (0, 1, -1, "nan"):
+        ran = perturbkv("ablation", *tiny, "--methods", "h2o", "--margin", margin, "-o", "c")
+        refused(ran, "expected --margin between 0 and 1", "0.05 is 5 %")
+    assert not Path("c").exists()
+
+
+def test_a_dry_run_tells_the_smallest_effect(perturbkv: Run, tiny: list[object]) -> None:
+    six, four = (instead(tiny, "--samples", samples) for samples in (6, 4))
+    asked = ["ablation", *six, "--methods", "h2o", "--dry-run"]
+    told = perturbkv(*asked, "--json").json()["smallest_effect"]
+    assert (told["samples"], told["margin"]) == (6, 0.05)
+    assert told["better_below"] < 1 < told["worse_above"]
+    shown = " ".join(perturbkv(*asked).out.split())
+    runs = "four of five runs show it where prompts spread by"
+    below, above = f"{told['better_below']:.2f}", f"{told['worse_above']:.2f}"
+    assert f"smallest effect a sum {below} or {above} times the other's: {runs} 0.3" in shown
+    assert f"within 5 % equal sums: {runs} at most {told['equivalent_spread']:.2g} (docs/statistics.md)" in shown
+    plain = perturbkv("heads", *six, "--dry-run")
+    assert "smallest effect" in plain.out
+    assert "within 5 %" not in plain.out
+    assert perturbkv("layers", *six, "--dry-run", "--json").json()["smallest_effect"] is None
+    few = perturbkv("heads", *four, "--dry-run")
+    assert "none: fewer than 5 samples have no interval" in " ".join(few.out.split())
 
 
 def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None:

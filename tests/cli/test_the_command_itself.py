@@ -188,8 +188,11 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("adakv", {"floor": 0.2, "safeguard": "mixture", "by": "own", "pool": "max", "kernel": 7}),
-        ("snapkv", {"pool": "max", "kernel": 7}),
+        (
+            "adakv",
+            {"floor": 0.2, "safeguard": "mixture", "by": "own", "pool": "max", "kernel": 7, "window_queries": "all"},
+        ),
+        ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all"}),
         ("query", {"block": 1, "block_score": "sum"}),
         ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "norm": "l1"}),
     ],

@@ -50,7 +50,7 @@ def rows(seen: LayerView) -> np.ndarray:
 def test_lavas_score(heads: tuple[int, int], kind: str, kernel: int) -> None:
     """Heads are pooled each by itself, before the largest of a group is taken."""
     seen = layer_view(*heads, n=24, seed=3, window=WINDOW)
-    expected = np.array(naive.lava(rows(seen), seen.values.numpy(), kind, kernel))
+    expected = np.array(naive.lava(rows(seen), seen.values.numpy(), kind, kernel, seen.prefix))
     score = LAVa(pool=kind, kernel=kernel)
     for granularity, kept in (("query", heads[0]), ("kv", heads[1])):
         chosen = config("lava", granularity=granularity, pool=kind, kernel=kernel if kind != "none" else None)
@@ -63,7 +63,7 @@ def test_lavas_score(heads: tuple[int, int], kind: str, kernel: int) -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_defensives_score(heads: tuple[int, int], kind: str, kernel: int) -> None:
     seen = layer_view(*heads, n=24, seed=4, window=WINDOW)
-    expected = naive.defensive(rows(seen), seen.norms.numpy(), heads[1], kind, kernel)
+    expected = naive.defensive(rows(seen), seen.norms.numpy(), heads[1], kind, kernel, seen.prefix)
     np.testing.assert_allclose(scored(Defensive(pool=kind, kernel=kernel), seen).numpy(), expected, rtol=1e-10)
 
 

@@ -95,6 +95,41 @@ def test_an_answers_beginning_stands_behind_the_template_and_typed_tokens_are_co
     assert (prompt.sample_id, prompt.control_tokens) == ("1", 1)
 
 
+def tail(tokenizer: Any, prompt: Prompt) -> str:
+    return str(tokenizer.decode(prompt.token_ids[prompt.template_tail.start : prompt.template_tail.stop]))
+
+
+@pytest.mark.parametrize("beginning", ["", "It is", " \n<|im_end|>"])
+@pytest.mark.parametrize("template", [CHATML, TRIMMED])
+def test_the_templates_end_is_known_behind_a_chat_and_before_an_answers_beginning(
+    encoded: Encode, tokenizer: Any, template: str, beginning: str
+) -> None:
+    asked = [{"messages": CHAT, "answer_prefix": beginning}, {"prompt": "Why?\n", "answer_prefix": beginning}]
+    for prompt in (encoded(row, template) for row in asked):
+        assert tail(tokenizer, prompt) == TAIL
+        assert len(prompt.token_ids) - prompt.template_tail.stop == len(ids(tokenizer, beginning))
+
+
+def test_a_typed_end_of_a_turn_is_text(encoded: Encode, tokenizer: Any) -> None:
+    typed = encoded({"prompt": f"Why?{TAIL}"})
+    assert tail(tokenizer, typed) == TAIL
+    assert typed.template_tail.stop == len(typed.token_ids)
+
+
+def test_what_has_no_template_has_no_end_of_one(encoded: Encode, tokenizer: Any) -> None:
+    assert not encoded({"prompt": f"Why?{TAIL}"}, chat=False).template_tail
+    silent = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert not encoded({"prompt": "Why?"}, silent).template_tail
+
+
+@pytest.mark.parametrize("most", [60, 20, 9, 8, 7, 2])
+def test_a_cut_keeps_what_fits_its_last_half_of_the_templates_end(encoded: Encode, tokenizer: Any, most: int) -> None:
+    prompt = encoded({"prompt": "Why? " * 20, "answer_prefix": "It"}, most=most)
+    whole, last = TAIL + "It", tokenizer.decode(prompt.token_ids[-(most // 2) :])
+    assert len(prompt.token_ids) == most
+    assert tail(tokenizer, prompt) == (TAIL if last.endswith(whole) else last.removesuffix("It") if most > 2 else "")
+
+
 def test_a_chat_of_one_turn_is_the_prompt_that_says_the_same(encoded: Encode) -> None:
     chat, plain = encoded({"messages": [{"role": "user", "content": "Why?"}]}), encoded({"prompt": "Why?"})
     assert (chat.token_ids, chat.question_tokens) == (plain.token_ids, plain.question_tokens)

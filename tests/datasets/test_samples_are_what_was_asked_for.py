@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,37 @@ def test_the_question_is_found_where_a_template_strips_and_where_its_text_stands
     text = "".join(map(chr, prompt.token_ids))
     assert text[len(text) - prompt.question_tokens :] == found
     assert text.startswith("<user: ask is>")
+
+
+class Merging:
+    """Two characters of one kind, and a space with what it stands before, are one token; a template without marks."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        pieces = [found.group() for found in re.finditer(r"(\w)\1| .|.|\n", text)]
+        return {"input_ids": [int.from_bytes(piece.encode()) for piece in pieces]}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **more: Any) -> str:
+        return f"ask {turns[0]['content']}xyz "
+
+
+@pytest.mark.parametrize(
+    ("question", "prefix", "found"),
+    [
+        ("abc", "", "xyz "),
+        ("abx", "", "yz "),  # `xx` is a token of both
+        ("ab ", "", "yz "),  # ` x` is
+        ("abc", "d", "xyz"),  # ` d` is, of the template and of the answer
+        ("ab ", "d", "yz"),
+    ],
+)
+def test_a_token_with_a_part_of_the_text_is_no_token_of_the_templates_end(
+    question: str, prefix: str, found: str
+) -> None:
+    prompt = encode(Sample("s", "some", question, (), prefix), Merging(), chat_template=True, max_tokens=None)
+    told = prompt.token_ids[prompt.template_tail.start : prompt.template_tail.stop]
+    assert "".join(token.to_bytes(2).decode().lstrip("\0") for token in told) == found
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(2, 40))

@@ -8,10 +8,11 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, SCRIPTS, perturbkv, script
+from tests.support.scripts import DOCS, SCRIPTS, functions, perturbkv, script
 
 BY_OTHERS = {
     "coverage.py",
@@ -21,6 +22,7 @@ BY_OTHERS = {
     "specification.py",
     "second_model.py",
     "second_prompts.py",
+    "template_window.py",
     "vendor.py",
 }
 """Scripts that have a test of their own."""
@@ -91,6 +93,41 @@ def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:
     assert {row.count(" ×") >= 5 and row.count(" → ") == 5 for row in rows} == {True}
 
 
+def test_equivalence_shows_what_verdicts_err_and_what_n_is_told() -> None:
+    verdicts, told = script("equivalence", 200).split("\n\n")
+    rows = verdicts.splitlines()
+    assert {row.count("|") for row in rows} == {6}
+    assert len(rows) == 12
+    assert rows[2].startswith("| 0.02 | ")
+    assert {row.count("|") for row in told.strip().splitlines()} == {6}
+    assert len(told.strip().splitlines()) == 6
+
+
+def test_rare_prompts_shows_every_population_with_both_ratios_and_their_worst_and_median() -> None:
+    head, line, *rows = script("rare_prompts", 40).splitlines()
+    assert head.count("|") == line.count("|") == 10
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells][0::14] == ["none", "median of these"]
+    assert len(cells) == 1 + 12 + 2
+    shares = np.array([[float(cell.removesuffix(" %")) for cell in row[3:]] for row in cells])
+    assert (shares[0] > 85).all()  # where no prompt is rare
+    np.testing.assert_allclose(shares[-2], shares[1:13].min(axis=0))
+    np.testing.assert_allclose(shares[-1], np.median(shares[1:13], axis=0), atol=1)
+
+
+def test_what_rare_prompts_hold_is_what_very_many_of_them_show() -> None:
+    tool = functions("rare_prompts")
+    for heads in (50, 5):
+        population = tool["Population"](10, 1.6, heads)
+        top, bottom, source = np.zeros(50), np.zeros(50), np.random.default_rng(2)
+        for _ in range(40):
+            baseline, treatment = population.draw(source, 50, 100)
+            top, bottom = top + treatment.sum(axis=(0, 1)), bottom + baseline.sum(axis=(0, 1))
+        truth = tool["ratios"](*population.sums())
+        assert top.sum() / bottom.sum() == pytest.approx(float(truth[0]), rel=0.02)
+        assert sorted(top / bottom)[24:26] == pytest.approx([float(truth[1])] * 2, rel=0.04)
+
+
 def test_tables_shows_every_analysis(folder: Path) -> None:
     said = script("tables", *(folder / part / "summary.json" for part in (".", "ablation", "horizon")))
     analyses = (
@@ -104,6 +141,52 @@ def test_tables_shows_every_analysis(folder: Path) -> None:
     )
     for title in (*analyses, "horizon, "):
         assert f"\n{title}" in said
+
+
+def picks(bound: str, share: float, first: str, gain: float | None = None, samples: int = 8) -> dict[str, Any]:
+    """One row of a summary's `concordance`, of `first` and two-stage."""
+    ends = {"low": share - 0.01, "high": share + 0.01, "kind": "interval"}
+    gains = None if gain is None else {"low": gain - 0.02, "high": gain + 0.02, "kind": "interval"}
+    return {
+        "bound": bound, "first": first, "second": "two-stage", "same_stage1": first == "two-stage-uniform",
+        "share": share, "interval": ends, "gain": gain, "gain_interval": gains, "values": 100, "samples": samples,
+    }  # fmt: skip
+
+
+def orders(samples: int = 8) -> dict[str, Any]:
+    """A summary's `rank_agreement` of one budget."""
+    rank = {"selections": list("abcd"), "mean": 0.5, "interval": None, "values": 120, "samples": 9}
+    return {
+        "setting": {"budget": 0.1},
+        "rank_correlations": [{"bound": bound, **rank} for bound in ("θ", "1 − S")],
+        "concordance": [
+            picks("θ", 0.9, "attention", 0.0), picks("1 − S", 0.9, "attention"),
+            picks("θ", 0.85, "two-stage-uniform", 0.06, samples), picks("θ̂", 0.83, "two-stage-uniform", 0.04, samples),
+            picks("1 − S", 0.79, "two-stage-uniform", None, samples),
+        ],
+    }  # fmt: skip
+
+
+def test_tables_show_the_bound_of_a_stage_1_only_where_stage_1_is_one_and_its_paired_difference() -> None:
+    _, heads, rows = functions("tables")["_agreement"]({"rank_agreement": [orders(), orders(samples=4)]})
+    assert heads == ["budget", "", "θ", "θ̂", "1 − S", "θ̂ less 1 − S, points", "n"]
+    assert rows[:3] == [
+        ["0.1", "ρ, four selections", "0.50", "–", "0.50", "–", "120 in 9"],
+        ["", "against attention", "90 % [89, 91]", "–", "90 % [89, 91]", "–", "100 in 8"],
+        ["", "against ν ≡ 1", "85 % [84, 86]", "83 % [82, 84]", "79 % [78, 80]", "4.0 [2.0, 6.0]", "100 in 8"],
+    ]
+    assert rows[5] == ["", "against ν ≡ 1", "–", "–", "–", "–", "100 in 4"]
+
+
+def test_the_papers_row_on_the_bounds_is_decided_by_the_paired_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = functions("paper_bounds")
+    found = {"rank_agreement": [orders()]}
+    monkeypatch.setitem(page["_orders"].__globals__, "analysis", lambda *_: found)
+    said = page["_orders"](Path("nowhere"))
+    assert said.verdict == "supports"
+    assert said.text.endswith("b = 0.1: 4.0 [2.0, 6.0] points (83 % against 79 %)")
+    found["rank_agreement"][0]["concordance"][3]["gain_interval"]["low"] = -0.01
+    assert page["_orders"](Path("nowhere")).verdict == "undecided"
 
 
 def test_tables_of_curves_that_lack_a_budget_leave_its_cells_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +33,29 @@ def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.
 def test_every_run_that_can_be_had_is_asked_for(spec: dict[str, Any]) -> None:
     found = spec["runs"]()
     assert len(found) == len(set(found)) == (2 * MODELS - 1) * DATA_SETS
-    assert not any(template for model, template, _ in found if model in spec["WITHOUT_TEMPLATE"])
+    assert len({run.name for run in found + spec["runs"](confirm=True)}) == len(found) + 2 * MODELS - 1
+    assert not any(run.template for run in found if run.model in spec["WITHOUT_TEMPLATE"])
+
+
+def test_confirming_prompts_are_of_a_folder_of_their_own(
+    spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def refuse(*_: Any, data_dir: Path, **__: Any) -> None:
+        asked.append(data_dir)
+        raise LookupError
+
+    monkeypatch.setattr(pk, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr(pk, "load_prompts", refuse)
+    for run in (spec["runs"]()[0], spec["runs"](confirm=True)[0]):
+        with pytest.raises(LookupError):
+            spec["measure"](run, tmp_path)
+    assert asked == [tmp_path, tmp_path / "confirm"]
 
 
 def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace: pk.Trace) -> None:
-    found = list(spec["rows"](trace, "tiny", False, "needle"))
+    found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     settings = {tuple(row[name] for name in spec["SETTINGS"]) for row in found}
     assert len(settings) == 10
     assert len(found) == 10 * len(spec["COMPARISONS"])
@@ -48,7 +67,7 @@ def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace
 
 
 def test_shares_are_by_hand_and_ties_count_half(spec: dict[str, Any], trace: pk.Trace) -> None:
-    found = list(spec["rows"](trace, "tiny", False, "needle"))
+    found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     pairs = list(pk.compare_heads(trace, "attention", "two-stage"))
     for kind in ("isolated", "propagated"):
         lost = trace.arrays[f"perturbation_{kind}"][:, :, 0].astype(float)
@@ -93,13 +112,72 @@ def test_rows_are_kept_counted_and_drawn(
     monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
     first = spec["runs"]()[0]
     for run in spec["runs"]()[:2]:
-        spec["write"](run, list(spec["rows"](trace, *run)))
+        spec["write"](run, list(spec["rows"](trace, run)))
     read = spec["read"]()
     assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
-    assert read[0]["model"] == first[0]
+    assert read[0]["model"] == first.model
     assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
-    lines = list(spec["tally"](read))
+    counted = {"un-pooling": 12, "stages": 8}
+    lines = [line.strip("| ").split(" | ") for line in spec["tally"](read)]
     assert len(lines) == len(spec["COMPARISONS"])
-    assert all(sum(map(int, line.strip("| ").split(" | ")[4:])) == 20 for line in lines)
-    spec["draw"](read, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    for title, _, count, _, *verdicts in lines:
+        assert int(count) == sum(map(int, verdicts)) == counted.get(title.split(",")[0], 20)
+    levels = dict(line.strip("| ").split(" | ", 1) for line in spec["by_level"](read))
+    assert [cell.split(" of ")[1] for cell in levels["window 8"].split(" | ")] == ["10", "10", "4", "10", "6", "10"]
+    assert levels["preset paper-v2"].split(" | ")[2] == "–"
+    for kind in spec["PANELS"]:
+        spec["draw"](read, kind, tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dict[str, Any], trace: pk.Trace) -> None:
+    told: dict[str, list[float]] = {"paper": [], "paper-v2": []}
+    for row in spec["rows"](trace, spec["Run"]("tiny", False, "needle")):
+        if row["comparison"].startswith("un-pooling") and row["preset"] in told:
+            told[row["preset"]].append(row["value"])
+    assert told["paper"] == pytest.approx(told["paper-v2"], rel=1e-4)
+
+
+def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(spec: dict[str, Any]) -> None:
+    prompts = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 5, 7], [1, 8, 9]]
+    following = [2, 4, 5, 11, 1]  # in one of four others; in none; in one of four; nowhere; everywhere
+    arrays = {
+        "prompt_offset": np.cumsum([0, *(len(prompt) for prompt in prompts[:-1])]),
+        "prompt_count": np.array([len(prompt) for prompt in prompts]),
+        "prompt_token": np.concatenate(prompts),
+        "token_id": np.array(following)[:, None],
+    }
+    assert spec["specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
+
+
+def test_kinds_of_prompts_are_told_apart_by_permuting_them(spec: dict[str, Any]) -> None:
+    kinds = np.array([True] * 4 + [False] * 4)
+    apart, alike = np.arange(8.0), np.array([1.0, 4, 6, 7, 2, 3, 5, 8])
+    for values in (apart, alike):
+        chosen = list(itertools.combinations(range(8), 4))
+        means = [values[list(own)].mean() - np.delete(values, own).mean() for own in chosen]
+        exact = np.mean(np.abs(means) >= abs(values[kinds].mean() - values[~kinds].mean()) - 1e-9)
+        assert spec["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
+
+
+def test_sums_by_the_next_token_are_by_hand(
+    spec: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = spec["by_next_token"].__globals__
+    run = spec["Run"]("tiny", False, "needle")
+    monkeypatch.setitem(own, "RUNS", tmp_path)
+    monkeypatch.setitem(own, "LEAST", 2)
+    monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
+    trace.save(tmp_path / f"{run.name}.h5")
+    lines = [line.strip("| ").split(" | ") for line in spec["by_next_token"](run)]
+    assert len(lines) == 4
+    lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
+    of_paper = spec["by_preset"]()["paper"]
+    pairs = [one for one in pk.compare_heads(trace, "attention", "two-stage") if one.treatment in of_paper]
+    for (_, _, window, granularity, common, specific, low, high, _), pair in zip(lines, pairs, strict=True):
+        assert (window, granularity) == (str(pair.treatment.window), pair.treatment.granularity.name)
+        assert (common, specific) == ("3", "2")
+        sides = [lost[:, trace.run.configs.index(one)].sum(axis=(1, 2)) for one in (pair.treatment, pair.baseline)]
+        ratios = sides[0] / sides[1]
+        assert float(low) == pytest.approx(np.prod(ratios[2:]) ** (1 / 3), abs=0.006)
+        assert float(high) == pytest.approx(np.prod(ratios[:2]) ** (1 / 2), abs=0.006)

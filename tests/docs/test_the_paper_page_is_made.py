@@ -265,25 +265,6 @@ def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
     assert halved(full, np.where(np.arange(12) % 2, 0.9, 1.1), full)[0] == "undecided"  # nothing was lost
 
 
-def test_lower_bounds_are_counted_over_the_same_heads() -> None:
-    """θ̂ and 1 − S of two selections, against a loop over heads."""
-    bounds = functions("paper_bounds")
-    draw = np.random.default_rng(0)
-    perturbation, theta, lost, sigma = (draw.random((6, 2, 3, 4)) for _ in range(4))
-    lost[:, 1, 0] = lost[:, 0, 0]  # equal: neither is lower
-    shares = bounds["concordant"](perturbation, [theta, lost], sigma > 0.5)
-    for sample in range(6):
-        right = []
-        for layer in range(3):
-            for head in range(4):
-                at = (sample, slice(None), layer, head)
-                if sigma[at].min() > 0.5 and lost[at][0] != lost[at][1]:
-                    lower = perturbation[at].argmin()
-                    right.append([theta[at].argmin() == lower, lost[at].argmin() == lower])
-        expected = np.mean(right, axis=0) if right else [np.nan, np.nan]
-        np.testing.assert_allclose([share[sample] for share in shares], expected)
-
-
 def test_a_theorem_is_checked_and_a_violation_is_printed(tmp_path: Path) -> None:
     told = functions("paper_bounds")["_holds"]
     for count, wrong, said in ((40, 0, "checked"), (40, 3, "violated"), (0, 0, "undecided")):

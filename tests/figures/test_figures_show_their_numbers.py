@@ -76,7 +76,7 @@ def test_tightness_against_mass_is_drawn_where_bins_are_full() -> None:
         full = config.mass.count >= 10
         np.testing.assert_allclose(y[full], config.mass.quantiles[MEDIAN][full])
         assert np.isnan(y[~full]).all()
-    assert "needs three or more selections" in words(figure)
+    assert "needs two-stage beside attention" in words(figure)
 
 
 @WIDTHS
@@ -107,26 +107,23 @@ def test_symbols_are_typeset_without_underscores() -> None:
 
 @WIDTHS
 def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) -> None:
-    """Five budgets with five digits each: every label lies within the panel and below its zero line."""
+    """Five budgets with five digits each: every label lies within the panel and below the line at a half."""
     result = bound_tightness.bound_tightness(TRACE, "two-stage")
     one = result.agreements[0]
-    many = [
-        replace(found, evidence_values=10_286, evidence_samples=40, evidence_mean=0.9) for found in one.correlations
-    ]
+    many = [replace(found, values=10_286, samples=40, share=0.9) for found in one.pairs]
     budgets = (0.025, 0.05, 0.1, 0.2, 0.4)
     five = [
-        replace(one, configs=(measured.config("attention", budget, window=8),), correlations=tuple(many))
-        for budget in budgets
+        replace(one, configs=(measured.config("attention", budget, window=8),), pairs=tuple(many)) for budget in budgets
     ]
     figure = bounds_figure.draw_bound_tightness(replace(result, agreements=tuple(five)), width)
     render(figure)  # lays it out
     axes = figure.axes[2]
     boxes = [text.get_window_extent() for text in axes.texts if "in 40" in text.get_text()]
-    frame, zero = axes.get_window_extent(), axes.transData.transform((0, 0))[1]
+    frame, half = axes.get_window_extent(), axes.transData.transform((0, 0.5))[1]
     assert len(boxes) == 5
     assert boxes[0].x0 > frame.x0
     assert boxes[-1].x1 < frame.x1
-    assert all(box.y1 < zero for box in boxes)
+    assert all(box.y1 < half for box in boxes)
     assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
@@ -144,7 +141,7 @@ def test_budgets_stand_in_order_of_what_they_hold() -> None:
     assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == ["b=128", "b=0.2"]
 
 
-def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> None:
+def test_picks_of_one_stage_1_are_filled_with_every_bound_and_those_against_attention_hollow() -> None:
     names = ("attention", "two-stage-uniform", "two-stage", "random")
     size = (5, len(names), 2, 2)
     draw = np.random.default_rng(1)
@@ -156,17 +153,20 @@ def test_rank_correlations_are_filled_for_contenders_and_hollow_for_all() -> Non
     (agreement,) = result.agreements
     figure = bounds_figure.draw_bound_tightness(result, 174)
     lines = {box.lines[0].get_gid(): box.lines[0] for box in figure.axes[2].containers}
-    assert len(lines) == len(agreement.correlations) == 6
-    for ranked in agreement.correlations:
-        line = lines[f"{'all' if 'random' in ranked.selections else 'contenders'} {ranked.bound}"]
-        assert float(line.get_ydata()[0]) == ranked.evidence_mean
-        assert (line.get_markerfacecolor() == "white") == ("random" in ranked.selections)
+    filled, hollow = ({f"{name} {bound}" for bound in bounds} for name, bounds in
+                      (("one stage 1", ("θ", "θ̂", "1 − S")), ("attention", ("θ", "1 − S"))))  # fmt: skip
+    assert set(lines) == filled | hollow
+    for pair in agreement.pairs:
+        if pair.second == "two-stage":
+            name = "one stage 1" if pair.first == "two-stage-uniform" else "attention"
+            line = lines[f"{name} {pair.bound}"]
+            assert float(line.get_ydata()[0]) == pair.share
+            assert (line.get_markerfacecolor() == "white") == (name == "attention")
     assert "20\nin 5" in words(figure)
     trace.arrays["sigma_stage1"][0] = 0.4  # type: ignore[index]
     figure = bounds_figure.draw_bound_tightness(bound_tightness.bound_tightness(trace), 174)
-    assert not figure.axes[2].containers
+    assert {box.lines[0].get_gid() for box in figure.axes[2].containers} == hollow  # which need no σ
     assert "16\nin 4" in words(figure)
-    assert "fewer than 5 samples have a head" in words(figure)
 
 
 @WIDTHS
@@ -310,7 +310,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
     ),
     "bounds": (
         lambda: bounds_figure.draw_bound_tightness(bound_tightness.bound_tightness(TRACE, "two-stage")),
-        ["ratio (1 = tight)", "retained mass S (attention)", "Spearman's ρ with L", "budget b (entries)"],
+        ["ratio (1 = tight)", "retained mass S (attention)", "share of heads (%)", "budget b (entries)"],
     ),
     "bounds by head": (
         lambda: bounds_figure.draw_heads(bound_tightness.bound_tightness(TRACE, "two-stage")),

@@ -57,6 +57,7 @@ RANKED = tuple(
     for policy, selection in (
         ("snapkv", "attention"),
         ("snapkv", "random"),
+        ("snapkv", "two-stage"),
         ("tova", "attention"),
         ("h2o", "attention"),
     )

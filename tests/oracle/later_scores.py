@@ -16,25 +16,25 @@ from tests.oracle.selection import top
 from tests.oracle.theory import Array, head_slice, pool, softmax
 
 
-def lava(rows: Array, value: Array, kind: str, kernel: int) -> list[list[float]]:
-    """Per query head, pooled; `rows` (head, w, n)."""
-    heads, window, n = rows.shape
+def lava(rows: Array, value: Array, kind: str, kernel: int, prefix: int) -> list[list[float]]:
+    """Per query head, pooled; `rows` (head, voting query, n)."""
+    heads, voting, _ = rows.shape
     found = []
     for head in range(heads):
         own = value[head * len(value) // heads]
-        largest = max(math.fsum(map(abs, own[place])) for place in range(n - window))
-        mean = [math.fsum(rows[head, :, place]) / window for place in range(n - window)]
+        largest = max(math.fsum(map(abs, own[place])) for place in range(prefix))
+        mean = [math.fsum(rows[head, :, place]) / voting for place in range(prefix)]
         found.append([largest * pooled for pooled in pool(mean, kind, kernel)])
     return found
 
 
-def defensive(rows: Array, norms: Array, kv_heads: int, kind: str, kernel: int) -> list[list[float]]:
-    """Per key/value head."""
-    heads, window, n = rows.shape
-    group, prefix = heads // kv_heads, n - window
+def defensive(rows: Array, norms: Array, kv_heads: int, kind: str, kernel: int, prefix: int) -> list[list[float]]:
+    """Per key/value head; `rows` (head, voting query, n)."""
+    heads, voting, _ = rows.shape
+    group = heads // kv_heads
     worst = [[0.0] * prefix for _ in range(kv_heads)]
     for head in range(heads):
-        for query in range(window):
+        for query in range(voting):
             row = [float(weight) for weight in rows[head, query, :prefix]]
             pooled = pool(row, kind, kernel)
             for place in range(prefix):

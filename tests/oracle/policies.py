@@ -29,14 +29,18 @@ def rows(query: Array, key: Array, scale: float, first: int, sinks: Array | None
     return weights
 
 
-def accumulate(config: Any, query: Array, key: Array, scale: float, sinks: Array | None = None) -> Array:
-    """(head, n − w) of one layer, from all n queries."""
+def accumulate(
+    config: Any, query: Array, key: Array, scale: float, sinks: Array | None = None, template: range = range(0)
+) -> Array:
+    """(head, n − w) of one layer, from all n queries; where the text's alone vote, those of `template` are silent."""
     config = flat(config)
+    silent = template if config.window_queries == "text" else range(0)
     heads, n, _ = query.shape
     prefix = max(0, n - config.window)
     result = np.zeros((heads, prefix))
     if config.policy == "tova":
-        last = rows(query, key, scale, n - 1, sinks)[:, 0]
+        voting = max(place for place in range(n) if place not in silent)
+        last = rows(query, key, scale, voting, sinks)[:, 0]
         for entry in range(prefix):
             result[:, entry] = math.fsum(last[:, entry]) / heads
         return result
@@ -49,7 +53,7 @@ def accumulate(config: Any, query: Array, key: Array, scale: float, sinks: Array
     weights = rows(query, key, scale, first, sinks)
     for head in range(heads):
         for entry in range(prefix):
-            column = [weights[head, place, entry] for place in range(n - first)]
+            column = [weights[head, place, entry] for place in range(n - first) if first + place not in silent]
             if config.policy == "scissorhands":
                 column = [float(weight > 1 / (first + place + 1)) for place, weight in enumerate(column)]
             result[head, entry] = math.fsum(column) / len(column)

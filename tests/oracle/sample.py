@@ -28,8 +28,8 @@ def attention_of(held: dict[str, np.ndarray], scale: float) -> np.ndarray:
 class Reference:
     """Everything the oracle says of one sample."""
 
-    def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig) -> None:
-        self.run, self.decoder = run, Decoder(model)
+    def __init__(self, model: object, ids: tuple[int, ...], run: RunConfig, template: range = range(0)) -> None:
+        self.run, self.decoder, self.template = run, Decoder(model), template
         self.n = len(ids) - (QUESTION if run.scenario == "context-only" else 0)
         self.prompt = [self.decoder.step(token) for token in ids]
         self.tokens = [int(np.argmax(self.prompt[-1].logits))]
@@ -88,7 +88,8 @@ class Reference:
             entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
             config = replace(config, budget=Budget(entries), precision=parse("full"))
         query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
-        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"])
+        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"],
+                                          self.template)  # fmt: skip
         norms = self.norms(layer, 0)[:, : self.n]
         realised = attention_of(held, scale)[:, : held["key"].shape[1]]
         place = (layer, self.decoder.layers, self.run.head_scores)

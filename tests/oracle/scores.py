@@ -16,17 +16,24 @@ from tests.oracle.theory import Array, softmax
 class Head:
     """What one query head's window sees: z and a of each of its queries, o, keys and values.
 
-    A sink is one more logit of every query; its entry has no value, and its weight is left out.
+    A sink is one more logit of every query; its entry has no value, and its weight is left out. Queries at `silent`
+    positions have no row.
     """
 
     def __init__(
-        self, queries: Array, keys: Array, values: Array, scale: float, window: int, sink: float | None = None
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        scale: float,
+        window: int,
+        sink: float | None = None,
+        silent: range = range(0),
     ) -> None:
         self.n, self.keys, self.values = len(keys), keys, values
         self.first = max(0, self.n - window)
-        self.z = [
-            [scale * math.fsum(queries[i] * keys[j]) for j in range(i + 1)] for i in range(len(queries))[self.first :]
-        ]
+        voting = [i for i in range(len(queries))[self.first :] if i not in silent]
+        self.z = [[scale * math.fsum(queries[i] * keys[j]) for j in range(i + 1)] for i in voting]
         self.a = [softmax(row + ([] if sink is None else [sink]))[: len(row)] for row in self.z]
         self.o = [self.mixed(row) for row in self.a]
 
@@ -80,7 +87,12 @@ def knorm(head: Head, j: int) -> float:
     return -math.sqrt(squared(head.keys[j]))
 
 
+def snapkv(head: Head, j: int) -> float:
+    return head.mean()[j]
+
+
 OF_ENTRY: dict[str, Callable[[Head, int], float]] = {
+    "snapkv": snapkv,
     "caote": caote,
     "dropkv": dropkv,
     "obcache-value": obcache_value,
@@ -92,14 +104,22 @@ OF_ENTRY: dict[str, Callable[[Head, int], float]] = {
 
 
 def of_layer(
-    name: str, queries: Array, keys: Array, values: Array, scale: float, window: int, sinks: Array | None = None
+    name: str,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scale: float,
+    window: int,
+    sinks: Array | None = None,
+    silent: range = range(0),
 ) -> Array:
     """(head, n − w) of a score of single entries, unpooled."""
     heads, n, _ = queries.shape
     found = np.zeros((heads, max(0, n - window)))
     for h in range(heads):
         shared = h // (heads // len(keys))
-        seen = Head(queries[h], keys[shared], values[shared], scale, window, None if sinks is None else float(sinks[h]))
+        sink = None if sinks is None else float(sinks[h])
+        seen = Head(queries[h], keys[shared], values[shared], scale, window, sink, silent)
         for j in range(found.shape[1]):
             found[h, j] = OF_ENTRY[name](seen, j)
     return found

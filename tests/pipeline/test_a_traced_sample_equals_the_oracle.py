@@ -22,6 +22,8 @@ from tests.support.resolved import trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, STEPS = 36, 2
+TEMPLATE = range(LENGTH - 4, LENGTH - 1)
+"""Inside the window, before the answer's first token; silent where the text's queries alone vote."""
 HEAD_SCORES = ((1.0, 5.0, 2.0, 2.0), (3.0, 1.0, 1.0, 9.0))
 RELATIVE = 1e-5
 
@@ -32,8 +34,8 @@ def case(request: pytest.FixtureRequest) -> tuple[SampleTrace, Reference]:
     adapter, ids = exact_adapter(family, *HEADS[heads]), token_ids(LENGTH, seed=1)
     chosen = CONFIGS[kind](granularity)
     run = RunConfig("m", "d", chosen, steps=STEPS, save=("outputs",), scenario=scenario, head_scores=HEAD_SCORES)
-    prompt = Prompt("s", ids, 0, question_tokens=QUESTION)
-    return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run)
+    prompt = Prompt("s", ids, 0, question_tokens=QUESTION, template_tail=TEMPLATE)
+    return trace_sample(adapter, prompt, run), Reference(adapter.model, ids, run, TEMPLATE)
 
 
 def test_tokens_are_the_full_runs_greedy_choice(case: tuple[SampleTrace, Reference]) -> None:

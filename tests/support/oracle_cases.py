@@ -147,6 +147,20 @@ def page_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made)
 
 
+def template_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Windows that ask the text alone beside one that asks the template too, in one batch."""
+    fields: dict[str, Any] = {"window": WINDOW, "granularity": granularity}
+    made = [
+        *(configuration(14, selection=name, kernel=3, window_queries="text", **fields)
+          for name in ("attention", "two-stage", "attention-unpooled")),
+        configuration(14, selection="two-stage", kernel=3, **fields),
+        configuration(14, policy="tova(window_queries=text)", selection="attention", **fields),
+        configuration(14, policy="pyramidkv(window_queries=text)", **fields),
+        configuration(14, policy="adakv(window_queries=text, kernel=3)", **fields),
+    ]  # fmt: skip
+    return tuple(made)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -198,6 +212,9 @@ CASES = [
     ("gpt_oss", "GQA", "kv", "regular", "pages"),
     ("phi3", "MQA", "kv", "regular", "pages"),
     ("gemma3_text", "GQA", "query", "context-only", "pages"),
+    ("llama", "GQA", "query", "regular", "templates"),
+    ("gpt_oss", "GQA", "kv", "regular", "templates"),
+    ("qwen3", "MQA", "query", "regular", "templates"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -210,4 +227,5 @@ CONFIGS = {
     "corrections": correction_configs,
     "tables": table_configs,
     "pages": page_configs,
+    "templates": template_configs,
 }

@@ -129,6 +129,8 @@ def prepare(folder: Path) -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     model_folder(folder / "model", positions=512)
     model_folder(folder / "short", positions=3)
+    template = model_folder(folder / "chat", positions=512) / "chat_template.jinja"
+    template.write_text("<user>{{ messages[0]['content'] }}</user><assistant>")
     model_folder(folder / "sliding", "mistral", sliding_window=64)
     model_folder(folder / "mixed", "gemma3_text", num_hidden_layers=6, layer_types=kinds)
     model_folder(folder / "dynamic", rope_parameters=dynamic)

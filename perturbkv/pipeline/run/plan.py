@@ -210,14 +210,16 @@ def fitting_configs(
     """Return the configurations whose budget exceeds the number of always-kept entries in every prompt.
 
     Raises BudgetError where a configuration does not fit; with `leave_out_unfit`, where no configuration fits, and the
-    others are logged.
+    others are logged. Raises ConfigError where leaving out the chat template's queries leaves out a window's, or none.
     """
     fit: list[ResolvedConfig] = []
     refused: dict[str, BudgetError] = {}
     for config in configs:
         try:
             for prompt in prompts:
-                compatibility.check_ends(config, len(prompt.parts(scenario)[0]))
+                tokens = len(prompt.parts(scenario)[0])
+                compatibility.check_ends(config, tokens)
+                compatibility.check_window_queries(config, prompt.sample_id, tokens, prompt.template_tail)
         except BudgetError as error:
             refused[str(config.budget)] = error
         else:

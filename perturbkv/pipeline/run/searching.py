@@ -22,6 +22,7 @@ from perturbkv.optimum.search import PREFIX, PROMPT, HeadSearch, prove, search
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.sample_run import SampleRun
+from perturbkv.selection.compatibility import only_text_votes
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 from perturbkv.storage.json_lines import SAMPLE, SampleLines
@@ -148,6 +149,7 @@ def _unsupported_property(config: EvictionConfig) -> str:
         f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
         f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
         f"precision {config.precision}": config.quantised,
+        "window_queries=text, and a prefix has no chat template's tokens": only_text_votes(config),
         f"correction {config.correction}, which changes the output of a set": config.corrected,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

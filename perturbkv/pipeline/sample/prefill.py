@@ -224,7 +224,7 @@ def prefill(
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
     statistics.queries.update((positions, []) for positions in remembered_positions(configs, len(token_ids), sample))
     euclidean = any(config.euclidean for config in configs)
-    reader = _PromptReader(adapter, statistics, resources, visitor, euclidean)
+    reader = _PromptReader(adapter, statistics, resources, visitor, euclidean, prompt.template_tail)
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with phase("prefill"), capture(adapter, reader.observer()):
         logits = adapter.model(input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1).logits
@@ -238,8 +238,15 @@ class _PromptReader:
     """The callbacks that fill the statistics while a prompt runs through the model, layer by layer."""
 
     def __init__(
-        self, adapter: Adapter, statistics: Statistics, resources: Resources, visitor: Visitor | None, euclidean: bool
+        self,
+        adapter: Adapter,
+        statistics: Statistics,
+        resources: Resources,
+        visitor: Visitor | None,
+        euclidean: bool,
+        template: range,
     ) -> None:
+        self.template = template
         self.adapter, self.statistics, self.resources, self.visitor = adapter, statistics, resources, visitor
         self.needs_euclidean = euclidean
         self.cache, self.finite = full_cache(adapter), FiniteCheck()
@@ -295,6 +302,7 @@ class _PromptReader:
             attention_input=self.input,
             rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else self.rotations,
             sinks=self.adapter.sinks(layer),
+            template=self.template,
         )
 
     def _score(self, view: LayerView) -> None:

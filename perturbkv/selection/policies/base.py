@@ -23,7 +23,7 @@ from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError
 from perturbkv.scoring import score_registry as scores
-from perturbkv.scoring.score import Score
+from perturbkv.scoring.score import Score, window_queries_option
 from perturbkv.scoring.scores.snapkv import SnapKV
 from perturbkv.selection.layer_budget import LayerBudget
 
@@ -149,11 +149,12 @@ class Policy(WithOptions):
 class Pooled(Policy):
     """A system that ranks by SnapKV's pooled score (section 4.2: maximum over 7), or by the score that `by` names."""
 
-    score_options: ClassVar[tuple[str, ...]] = ("by", "pool", "kernel")
+    score_options: ClassVar[tuple[str, ...]] = ("by", "pool", "kernel", "window_queries")
     by: str | Choice = option(scores.OWN, "another score to rank by, such as caote(pool=max)", call=True)
     pool: str = option("max", "pooling of attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(7, "odd width of the pooling", low=1, high=65_535, odd=True)
+    window_queries: str = window_queries_option()
 
     @functools.cached_property
     def score(self) -> Score:  # a name is looked up once
@@ -163,7 +164,7 @@ class Pooled(Policy):
     @property
     def own_score(self) -> Score:
         """SnapKV's score, the default of `by`."""
-        return SnapKV(pool=self.pool, kernel=self.kernel)
+        return SnapKV(pool=self.pool, kernel=self.kernel, window_queries=self.window_queries)
 
     @property
     def ranks_by_another(self) -> bool:

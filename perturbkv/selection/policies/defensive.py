@@ -25,7 +25,7 @@ from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.scoring.score import Score
+from perturbkv.scoring.score import Score, window_queries_option
 from perturbkv.scoring.scores import defensive
 from perturbkv.scoring.scores.snapkv import SnapKV
 from perturbkv.selection.layer_budget import LayerBudget
@@ -48,21 +48,22 @@ class DefensiveKV(Policy):
     competes: ClassVar[bool] = True
     own_window: ClassVar[int | None] = 32
     own_defaults: ClassVar[tuple[str, ...]] = ("pool", "kernel")
-    score_options: ClassVar[tuple[str, ...]] = ("pool", "kernel")
+    score_options: ClassVar[tuple[str, ...]] = ("pool", "kernel", "window_queries")
     pool: str = option("average", "pooling of each query's attention over positions: max, average or none",
                        known=("max", "average", "none"))  # fmt: skip
     kernel: int = option(5, "odd width of the pooling", low=1, high=65_535, odd=True)
     mass: float = option(0.9, "cumulative attention that stage 1 reaches, the bias inside", high=1)
+    window_queries: str = window_queries_option()
 
     @property
     def score(self) -> Score:
         """DefensiveKV's score: the largest attention weight over the window's queries."""
-        return defensive.Defensive(pool=self.pool, kernel=self.kernel)
+        return defensive.Defensive(pool=self.pool, kernel=self.kernel, window_queries=self.window_queries)
 
     @property
     def first_stage(self) -> Score:
         """Score of stage 1: the unpooled mean attention of the window."""
-        return SnapKV(pool="none", kernel=1)
+        return SnapKV(pool="none", kernel=1, window_queries=self.window_queries)
 
     def first_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice

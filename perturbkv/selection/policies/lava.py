@@ -58,7 +58,7 @@ class LAVa(Pooled):
     @property
     def own_score(self) -> Score:
         """LAVa's score."""
-        return lava.LAVa(pool=self.pool, kernel=self.kernel)
+        return lava.LAVa(pool=self.pool, kernel=self.kernel, window_queries=self.window_queries)
 
     @property
     def mixes(self) -> bool:

@@ -1,0 +1,100 @@
+"""How often two one-sided tests find equivalence, and whether the n told decides: `equivalence.py [DRAWS]`.
+
+Drawn from invented populations of prompts, without any trace: a control's sums, lognormal with deviation 0.7, and a
+method's, which are `ratio` times these and times lognormal noise of mean 1. In an uneven population one prompt in ten
+has three times the noise of the others. The spread is that of `perturbkv.analyses.stats.equivalence`, δ is 5 %.
+The first table is of verdicts: how often equivalence is found at a true ratio of 1 + δ; at 1; and there a difference.
+The second is of the n that would decide, how many runs of so many prompts do, and what undecided runs of 8 and 20
+prompts tell instead: the median with the middle 80 % of runs, and how many are undecided.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perturbkv.analyses.stats import equivalence, intervals
+from perturbkv.analyses.stats.equivalence import ONE_SIDED
+from perturbkv.analyses.stats.intervals import RATIO
+from perturbkv.analyses.verdicts import MARGIN
+
+DRAWS = 4000
+SAMPLES = (8, 16, 40, 100)
+SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
+SETTINGS = ((1.3, 0.3), (1.1, 0.1), (1.0, 0.1), (1.03, 0.05))
+"""True ratio and spread of what the second table asks."""
+_DEVIATION = 0.7
+_WEIGHT = math.exp(_DEVIATION**2 / 2)
+"""Samples of unequal weight spread by so much more: √E[X²] / E[X]."""
+_SEED = 4
+Floats = NDArray[np.float64]
+
+
+def drawn(ratio: float, spread: float, samples: int, draws: int, uneven: bool = False) -> tuple[Floats, Floats]:
+    """Return (sample, draw) sums of a method and of its control, with this ratio of expectations and this spread."""
+    source = np.random.default_rng(_SEED)
+    control = source.lognormal(sigma=_DEVIATION, size=(samples, draws))
+    even = spread / _WEIGHT
+    least = even / math.sqrt(0.9 + 0.1 * 3**2)
+    widths = np.where(source.random((samples, draws)) < 0.1, 3 * least, least) if uneven else np.full(1, even)
+    return ratio * control * np.exp(widths * source.standard_normal((samples, draws)) - widths**2 / 2), control
+
+
+def verdicts(method: Floats, control: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return, of every draw, whether a difference is decided, and whether equivalence is."""
+    value = method.sum(axis=0) / control.sum(axis=0)
+    left_out = (method.sum(axis=0) - method) / (control.sum(axis=0) - control)
+    low, high = intervals.jackknife(value, left_out, RATIO)
+    least, most = intervals.jackknife(value, left_out, ONE_SIDED)
+    return (low > 1) | (high < 1), (least >= 1 / (1 + MARGIN)) & (most <= 1 + MARGIN)
+
+
+def cell(spread: float, samples: int, draws: int, uneven: bool) -> str:
+    """'1.2 %; 85 %, 3.1 %': equivalent at a true ratio of 1 + δ; at 1, and there a difference."""
+    _, wrong = verdicts(*drawn(1 + MARGIN, spread, samples, draws, uneven))
+    differs, right = verdicts(*drawn(1, spread, samples, draws, uneven))
+    return f"{100 * wrong.mean():.1f} %; {100 * right.mean():.0f} %, {100 * differs.mean():.1f} %"
+
+
+def told(ratio: float, spread: float, samples: int, draws: int) -> list[int]:
+    """Return the n that each of so many undecided runs tells."""
+    methods, controls = drawn(ratio, spread, samples, draws)
+    needed = [equivalence.decide(*run).samples_to_decide for run in zip(methods.T, controls.T, strict=True)]
+    return [count for count in needed if count is not None]
+
+
+def decided(ratio: float, spread: float, samples: int, draws: int) -> float:
+    """Return the share of runs of so many prompts that decide."""
+    differs, within = verdicts(*drawn(ratio, spread, samples, draws))
+    return float((differs | within).mean())
+
+
+def tables(draws: int) -> Iterator[str]:
+    """Yield both Markdown tables, line by line."""
+    yield "| spread | " + " | ".join(f"n = {samples}" for samples in SAMPLES) + " |"
+    yield "|---" * (len(SAMPLES) + 1) + "|"
+    for uneven in (False, True):
+        for spread in SPREADS:
+            cells = " | ".join(cell(spread, samples, draws, uneven) for samples in SAMPLES)
+            yield f"| {spread:g}{', uneven' if uneven else ''} | {cells} |"
+    yield ""
+    yield "| ratio, spread | n by the true ratio and spread | of so many, decide | told by 8 | told by 20 |"
+    yield "|---|---|---|---|---|"
+    for ratio, spread in SETTINGS:
+        needed = equivalence.samples_to_decide(ratio, spread) or 0
+        share = decided(ratio, spread, needed, draws)
+        told_by = []
+        for samples in (8, 20):
+            found = told(ratio, spread, samples, draws // 8)
+            low, middle, high = np.quantile(found, (0.1, 0.5, 0.9)) if found else [math.nan] * 3
+            told_by.append(f"{middle:.0f} [{low:.0f}, {high:.0f}] ({100 * len(found) / (draws // 8):.0f} %)")
+        yield f"| {ratio:g}, {spread:g} | {needed} | {100 * share:.0f} % | {' | '.join(told_by)} |"
+
+
+if __name__ == "__main__":
+    for row in tables(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
+        sys.stdout.write(row + "\n")
