@@ -15,7 +15,8 @@ import paper_cost
 import paper_heads
 import paper_open
 import paper_steps
-from paper_read import OPEN, Row, Told
+from paper_read import Row, Told
+from paper_verdicts import OPEN, RULES, WORDS
 
 PAGE = Path(__file__).parents[1] / "paper.md"
 BENCH = Path(__file__).parents[1] / "bench" / "cpu.json"
@@ -25,7 +26,7 @@ SECTIONS = {
     "Answers and cost": paper_answers.ROWS,
     "Open questions": paper_open.ROWS,
 }
-_HEADS = ("in the paper", "what it says", "here", "verdict", "step", "to settle it")
+_HEADS = ("in the paper", "what it says", "here", "verdict", "rule", "step", "to settle it")
 
 
 def main() -> None:
@@ -50,14 +51,16 @@ def write(page: Path, longbench: Path, output: Path) -> None:
     text = page.read_text()
     for title, rows in SECTIONS.items():
         text = replaced(text, title, table(_HEADS, (_cells(row, told(row, output, done)) for row in rows)))
+    text = replaced(text, "Words", table(("verdict", "it says"), ((f"**{one}**", said) for one, said in WORDS.items())))
+    text = replaced(text, "Rules", table(("rule", "it says"), ((f"*{one}*", said) for one, said in RULES.items())))
     text = replaced(text, "Steps", "\n".join(["```sh", *_steps(took), "```"]))
     heads, *rows = paper_cost.table(BENCH)
     page.write_text(replaced(text, "Cost", table(heads, rows)))
 
 
 def told(row: Row, output: Path, done: set[str]) -> Told:
-    """What a row says, as far as its step is finished."""
-    if row.step and row.step not in done:
+    """What a row says, as far as its steps are finished."""
+    if not {*row.steps} <= done:
         return Told("", OPEN)
     return row.told(output)
 
@@ -80,7 +83,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cells(row: Row, found: Told) -> list[str]:
-    return [row.place, row.claim, found.text, f"**{found.verdict}**", row.step and f"`{row.step}`", row.settles]
+    steps = ", ".join(f"`{step}`" for step in row.steps)
+    return [row.place, row.claim, found.text, f"**{found.verdict}**", f"*{row.rule}*", steps, row.settles]
 
 
 def _steps(took: dict[str, float | None]) -> Iterable[str]:

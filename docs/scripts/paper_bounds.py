@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from pathlib import Path
 
-from paper_read import CONTRADICTS, SUPPORTS, UNDECIDED, Document, Row, Told, analysis, joined, listed, verdict
+import numpy as np
+from paper_read import Document, Measurements, Row, Told, analysis, indices, listed, trace
+from paper_verdicts import (
+    ANSWERED,
+    CHECKED,
+    SUPPORTS,
+    UNDECIDED,
+    UNLIKE,
+    VIOLATED,
+    Floats,
+    Paired,
+    joined,
+    paired,
+    verdict,
+)
 from tables import number, percent, points, selection
+
+from perturbkv.analyses.json_values import json_value
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import share_kind
 
 _HALF = 0.5
 
 
-def _holds(output: Path, inequality: str) -> Told:
+def _holds(inequality: str, output: Path) -> Told:
     found = analysis(output, "shares", "bound-tightness")
     count = found["inequalities_checked"][inequality]
     samples = analysis(output, "shares", "assumption")["samples"]
-    text = f"{inequality} in all of {count:,} heads; five selections, five budgets, n = {samples}"
-    wrong = found["violations"]
-    return Told(text, SUPPORTS) if not wrong else Told(f"{wrong:,} of all inequalities are violated", CONTRADICTS)
-
-
-def _first(output: Path) -> Told:
-    return _holds(output, "L ≤ θ")
-
-
-def _second(output: Path) -> Told:
-    return _holds(output, "θ ≤ θ̂")
+    text = f"{inequality} in all of {count:,} heads; n = {samples}"
+    if wrong := found["violations"]:
+        return Told(f"{wrong:,} of all inequalities are violated", VIOLATED)
+    return Told(text, CHECKED if count else UNDECIDED)
 
 
 def _looser(output: Path) -> Told:
-    held = _holds(output, "θ̂ ≤ θ̂_relax")
-    spreads = [one["ratios"]["θ̂/θ̂_relax"]["evidence"] for one in _staged(output)]
-    medians = [number(spread[2]) for spread in spreads]
-    return Told(f"{held.text}; median θ̂/θ̂_relax {medians[0]} at b = 0.025, {medians[-1]} at 0.4", held.verdict)
+    held = _holds("θ̂ ≤ θ̂_relax", output)
+    medians = [f"{number(one['ratios']['θ̂/θ̂_relax']['evidence'][2])} at {_budget(one)}" for one in _staged(output)]
+    return Told(f"{held.text}; median θ̂/θ̂_relax {medians[0]}, {medians[-1]}", held.verdict)
+
+
+def _budget(one: Document) -> str:
+    return f"b = {one['config']['budget']}"
 
 
 def _staged(output: Path) -> list[Document]:
@@ -52,7 +66,7 @@ def _tight(output: Path) -> Told:
             f"median {name} {number(min(medians))} to {number(max(medians))} over budgets "
             f"(5 to 95 % of heads {number(low)} to {number(high)})"
         )
-    return Told(listed(cells), "answered")
+    return Told(listed(cells), ANSWERED)
 
 
 def _orders(output: Path) -> Told:
@@ -64,7 +78,8 @@ def _orders(output: Path) -> Told:
         gain = points(bound["gain"], bound["gain_interval"])
         shares = f"{percent(bound['share'])} against {percent(mass['share'])}"
         cells.append(f"b = {agreement['setting']['budget']}: {gain} points ({shares})")
-    text = "heads in which the lower θ̂ has the lower L, two-stage or ν ≡ 1, σ > ½, less those of 1 − S"
+    which = "of two-stage and ν ≡ 1 at equal stage 1, σ > ½"
+    text = f"heads in which the lower θ̂ has the lower isolated L, {which}, less those in which the lower 1 − S has it"
     return Told(f"{text}: {listed(cells)}", joined(verdicts))
 
 
@@ -75,49 +90,77 @@ def _of_one_stage1(agreement: Document, bound: str) -> Document:
     return found
 
 
-def _assumed(output: Path) -> Told:
-    """The share of heads in which stage 1 holds more than half, at each budget."""
+def compared(shares: list[Floats]) -> tuple[str, Paired]:
+    """Two shares of the same samples, (sample,) each, and what their paired difference says."""
+    known = ~np.isnan(shares[0])
+    if not known.any():
+        return "no such heads", Paired(np.nan, None, 0, 0, UNDECIDED)
+    first, second = (one[known] for one in shares)
+    difference = paired(first - second)
+    texts = [percent(one.mean(), json_value(intervals.of_mean(one, share_kind(0)))) for one in (first, second)]
+    return f"{texts[0]} and {texts[1]}, difference {number(difference.value, difference.interval)}", difference
+
+
+def _assumed(reading: str, said: str, beside: str, output: Path) -> Told:
+    """The share of heads in which a reading of σ is above a half, at each budget; another one without a verdict."""
     cells, verdicts = [], []
-    for one in analysis(output, "shares", "assumption")["configurations"]:
-        reading = one["sigma_stage1"]
-        verdicts.append(verdict(reading["share_above_half_interval"], _HALF, 1))
-        shown = percent(reading["share_above_half"], reading["share_above_half_interval"])
-        cells.append(f"b = {one['config']['budget']}: {shown}")
-    return Told(f"σ > ½ in {listed(cells)}", joined(verdicts))
+    found = analysis(output, "shares", "assumption")
+    for one in found["configurations"]:
+        verdicts.append(verdict(one[reading]["share_above_half_interval"], _HALF, 1))
+        cells.append(f"{_budget(one)}: {_above(one, reading)}")
+    text = f"{said} > ½ in {listed(cells)} of the heads of a prompt"
+    if beside:
+        others = listed(f"{_budget(one)}: {_above(one, beside)}" for one in found["configurations"])
+        text += f"; by what stage 1 and the always-kept entries hold, which the theorems ask for, in {others}"
+    return Told(f"{text}; n = {found['samples']}", joined(verdicts))
+
+
+def _above(one: Document, reading: str) -> str:
+    return percent(one[reading]["share_above_half"], one[reading]["share_above_half_interval"])
 
 
 def _exceptions(output: Path) -> Told:
-    """Heads whose mean σ is at most half, outside the first layer."""
+    """Heads whose mean S is at most half, outside the first layer."""
     cells, outside = [], 0
     for one in analysis(output, "shares", "assumption")["configurations"]:
-        below = one["sigma_stage1"]["heads_at_most_half"]
+        below = one["retained_mass"]["heads_at_most_half"]
         others = [head for head in below if head["layer"]]
         outside += len(others)
-        cells.append(f"b = {one['config']['budget']}: {len(others)} of {len(below)}")
-    text = f"of the heads (of 270) below a half, those outside the first layer: {listed(cells)}"
-    return Told(text, CONTRADICTS if outside else SUPPORTS)
+        cells.append(f"{_budget(one)}: {len(others)} of {len(below)}")
+    text = f"of the heads whose mean S is at most ½, those outside the first layer: {listed(cells)}"
+    return Told(text, UNLIKE if outside else SUPPORTS)
 
 
 def _in_first(output: Path) -> Told:
-    shares = [
-        statistics.mean(one["sigma_stage1"]["share_above_half_by_layer"][:1])
-        for one in analysis(output, "shares", "assumption")["configurations"]
-    ]
-    ends = percent(shares[0]), percent(shares[-1])
-    text = f"stage 1 holds more than half in {ends[0]} (b = 0.025) to {ends[1]} (0.4) of layer 0's heads"
-    return Told(text, SUPPORTS if max(shares) < _HALF else CONTRADICTS if min(shares) > _HALF else UNDECIDED)
+    """The share of all other layers' heads with S > ½, less that of the first one's."""
+    measured = trace(output, "shares/trace.h5")
+    cells, verdicts = [], []
+    for (_, way, budget), index in indices(measured).items():
+        if way == "two-stage":
+            cell, one = compared(_by_layer(measured, index))
+            cells.append(f"b = {budget}: {cell}")
+            verdicts.append(one.verdict)
+    text = f"S > ½ in the heads of all other layers and in those of the first, {listed(cells)}; n = {measured.samples}"
+    return Told(text, joined(verdicts))
+
+
+def _by_layer(measured: Measurements, index: int) -> list[Floats]:
+    above = measured["retained_mass"][:, index] > _HALF
+    return [above[:, 1:].mean(axis=(1, 2)), above[:, :1].mean(axis=(1, 2))]
 
 
 ROWS = (
-    Row("theorem 2", "L ≤ θ for every kept set", "shares", _first, "heads"),
-    Row("theorem 3", "L ≤ θ ≤ θ̂ where stage 1 holds σ > ½", "shares", _second, "heads"),
-    Row("theorem 4", "attention alone minimises θ̂_relax, a looser bound than θ̂", "shares", _looser, "heads"),
-    Row("open question 2", "how tight are the bounds?", "shares", _tight, "heads"),
-    Row("section 3.5", "what has the lower bound has the lower perturbation: of one stage 1, θ̂ tells more than the "
-        "attention given up, 1 − S", "shares", _orders, "heads"),
-    Row("assumption 1, figure 4", "most heads keep over half of their attention in stage 1, at every budget", "shares",
-        _assumed, "heads"),
-    Row("appendix A", "the only exceptions are some heads of the first layer", "shares", _exceptions, "heads"),
-    Row("appendix A", "heads of the first layer violate it, for their attention is not sparse", "shares", _in_first,
-        "heads"),
+    Row("theorem 2", "L ≤ θ for every kept set", "bound", "shares", partial(_holds, "L ≤ θ"), "heads"),
+    Row("theorem 3", "L ≤ θ ≤ θ̂ where stage 1 holds σ > ½", "bound", "shares", partial(_holds, "θ ≤ θ̂"), "heads"),
+    Row("theorem 4", "attention alone minimises θ̂_relax, a looser bound than θ̂", "bound", "shares", _looser, "heads"),
+    Row("open question 2", "how tight are the bounds?", "tight", "shares", _tight, "heads"),
+    Row("section 3.5", "what has the lower bound has the lower perturbation: θ̂ tells more than the attention given "
+        "up, 1 − S", "pair", "shares", _orders, "heads"),
+    Row("figure 4", "most heads keep over half of their attention, at every budget", "most", "shares",
+        partial(_assumed, "retained_mass", "S of the whole kept set, which the figure shows,", ""), "heads"),
+    Row("assumption 1", "a share α of the budget holds over half of most heads' attention", "most", "shares",
+        partial(_assumed, "sigma_topk", "σ of the ⌊αb⌋ largest, as it is stated,", "sigma_stage1"), "heads"),
+    Row("appendix A", "the only exceptions are some heads of the first layer", "count", "shares", _exceptions, "heads"),
+    Row("appendix A", "heads of the first layer violate it more than others, for their attention is not sparse", "pair",
+        "shares", _in_first, "heads"),
 )  # fmt: skip

@@ -4,65 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paper_read import (
-    UNDECIDED,
-    Document,
-    Row,
-    Told,
-    analysis,
-    document,
-    estimate,
-    listed,
-    lower,
-    policy_of,
-    ratio,
-    samples,
-    value,
-    verdict,
-)
+from paper_read import Document, Row, Told, analysis, document, estimate, listed, policy_of, ratio, samples, value
+from paper_verdicts import ANSWERED, SUPPORTS, UNDECIDED, alike, answer, beyond_chance, chance, joined, verdict
 from tables import number, percent, selection
 
-ANSWERED = "answered"
-"""What a row says of a question that is no claim, where its interval decides."""
-
-
-def _alpha_zero(output: Path) -> Told:
-    """Isolated Σ at α = 0 over that at 0.25, on the same heads."""
-    found = {round(one["alpha"], 2): one for one in analysis(output, "alpha", "alpha")["curve"]}
-    cells = [f"α = {at:g}: {number(found[at]['ratio'], found[at]['interval'])}" for at in (0.0, 0.5, 1.0)]
-    text = (
-        f"isolated Σ over that of α = 0.25: {listed(cells)}; n = {len(analysis(output, 'alpha', 'alpha')['samples'])}"
-    )
-    return Told(text, verdict(found[0.0]["interval"], 1, 1))
-
-
-def _row(found: Document, name: str) -> Document:
-    (only,) = (one for one in found["rows"] if one["name"] == name)
-    row: Document = only
-    return row
-
-
-def _still_better(output: Path) -> Told:
-    """α = 0 against pooled attention, both over the paper's α, as a ratio of their means."""
-    found = analysis(output, "alpha", "alpha")
-    attention = _row(found, "attention")
-    text = f"attention's isolated Σ is {value(attention, 'over_paper_sum_ratio')} of that of α = 0.25"
-    zero = next(one for one in found["curve"] if one["alpha"] == 0)
-    found_lower = lower(zero["interval"], attention["over_paper_sum_ratio_interval"])
-    return Told(f"{text}, α = 0's {number(zero['ratio'], zero['interval'])}", found_lower)
+_SAME = 0.5
 
 
 def _tuned(output: Path) -> Told:
     """Choices of some samples judged on others, over the best fixed α of the same samples."""
     found = analysis(output, "alpha", "alpha")
     (one,) = (one for one in found["rows"] if (one["name"], one["chosen_on"]) == ("per head", "others"))
-    text = f"per head, chosen on other prompts: isolated Σ {value(one, 'over_fixed_sum_ratio')} of the best fixed α's"
-    return Told(f"{text}; n = {len(found['samples'])}", _answer(one["over_fixed_sum_ratio_interval"]))
-
-
-def _answer(interval: Document | None, at: float = 1) -> str:
-    decided = interval is not None and interval["kind"] == "interval" and not interval["low"] <= at <= interval["high"]
-    return ANSWERED if decided else UNDECIDED
+    curve = {round(point["alpha"], 2): point for point in found["curve"]}
+    cells = [f"α = {at:g}: {number(curve[at]['ratio'], curve[at]['interval'])}" for at in (0.0, 0.5, 1.0)]
+    text = (
+        f"per head, chosen on other prompts: isolated Σ {value(one, 'over_fixed_sum_ratio')} of the best fixed α's; "
+        f"one for all heads, over that of α = 0.25: {listed(cells)}"
+    )
+    return Told(f"{text}; n = {len(found['samples'])}", answer(one["over_fixed_sum_ratio_interval"]))
 
 
 def _distances(output: Path) -> Told:
@@ -75,7 +34,8 @@ def _distances(output: Path) -> Told:
     norms = [measured for one in setting["norms"] for measured in one["measured"] if measured["distance"] == "l1"]
     sums = listed(f"{one['kind']} {value(one, 'sum_ratio', 3)}" for one in norms[:2])
     return Told(
-        f"methods' order, ρ with L1's: {listed(cells)}; two-stage by L2 norms, Σ in L1 over L1 norms': {sums}", ANSWERED
+        f"methods' order, ρ with L1's: {listed(cells)}; two-stage by L2 norms, Σ in L1 over L1 norms': {sums}",
+        joined(alike(one["sum_ratio_interval"]) for one in norms[:2]),
     )
 
 
@@ -86,7 +46,12 @@ def _pages(output: Path) -> Told:
         f"quest, pages by A ν over pages by A: isolated {ratio(one, 'isolated')}, propagated {ratio(one)}; by a page's "
         f"true A (control): isolated {ratio(best, 'isolated')}; n = {one['samples']}"
     )
-    return Told(text, _answer(one["propagated"]["sum_ratio_interval"]))
+    return Told(text, _both(one))
+
+
+def _both(one: Document) -> str:
+    """Isolated and propagated sums, each by the rule `effect`."""
+    return joined(answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated"))
 
 
 def _lines(output: Path) -> Told:
@@ -102,17 +67,25 @@ def _lines(output: Path) -> Told:
         f"without first entries and band: by A {ratio(free, 'isolated')} and {ratio(free)}, by A ν over that "
         f"{ratio(own, 'isolated')} and {ratio(own)}; n = {one['samples']}"
     )
-    verdicts = [_answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated")]
-    return Told(text, ANSWERED if ANSWERED in verdicts else UNDECIDED)
+    return Told(text, _both(one))
 
 
 def _regret(output: Path) -> Told:
+    """The factor over the best set known, and its parts, which depend on the order in which they are taken."""
     found = document(output, "regret", "regret.json")
     part = next(one for one in found["parts"] if one["part"] == "prompt")
     one = next(one for one in part["methods"] if selection(one["config"]) == "two-stage")
-    factors = listed(f"{name} {estimate(one[name])}" for name in ("form", "query", "criterion"))
-    text = f"two-stage's isolated L over the best set's known: × {estimate(one['factor'])}"
-    return Told(f"{text}, of which {factors}; {part['heads']} heads, n = {len(found['samples'])}", ANSWERED)
+    least = "at least " if part["closed"] < part["heads"] else ""
+    factors = listed(
+        f"{name} {least if name == 'criterion' else ''}{estimate(one[name])}" for name in ("form", "query", "criterion")
+    )
+    text = (
+        f"two-stage's isolated L over that of the best set known: × {least}{estimate(one['factor'])}; in steps from "
+        f"two-stage to Top-k of the window's A ν, to Top-k of the realised A ν, to that set (another order would share "
+        f"it out otherwise): {factors}; that set is proven best in {part['closed']} of {part['heads']} heads"
+    )
+    above = verdict(one["factor"]["interval"], 1, 1) == SUPPORTS
+    return Told(f"{text}; n = {len(found['samples'])}", ANSWERED if above else UNDECIDED)
 
 
 def _split(output: Path) -> Told:
@@ -124,7 +97,7 @@ def _split(output: Path) -> Told:
         f"{percent(one['by_mass'], one['by_mass_interval'])} of the variance of log L over heads is how much goes; "
         f"corrected by a stored mean of what went: propagated {ratio(row)} of two-stage's"
     )
-    return Told(f"{text}; n = {row['samples']}", _answer(row["propagated"]["sum_ratio_interval"]))
+    return Told(f"{text}; n = {row['samples']}", answer(row["propagated"]["sum_ratio_interval"]))
 
 
 def _swap(output: Path) -> Told:
@@ -133,43 +106,61 @@ def _swap(output: Path) -> Told:
     players = sorted(shapley["players"], key=lambda one: -abs(one["value"]))[:3]
     cells = listed(f"layer {one['player']} {percent(one['value'], one['interval'])}" for one in players)
     whole = percent(shapley["everybody"], shapley["everybody_interval"])
-    text = f"two-stage changes the last layer's drift by {whole}; Shapley values, the largest three of 30: {cells}"
-    return Told(f"{text}; n = {found['samples']}", ANSWERED)
+    count = len(shapley["players"])
+    decided = sum(answer(one["interval"], 0) == ANSWERED for one in shapley["players"])
+    text = (
+        f"two-stage changes the last layer's drift by {whole}; Shapley values, the largest three of {count}: {cells}; "
+        f"{decided} of {count} intervals leave out 0, by chance up to {chance(count)}"
+    )
+    return Told(f"{text}; n = {found['samples']}", beyond_chance(decided, count))
 
 
 def _cliff(output: Path) -> Told:
-    cells = []
+    cells, verdicts = [], []
     for one in analysis(output, "cliff", "budget-cliff")["methods"]:
         if selection(one["configs"][0]) in ("attention", "two-stage") and policy_of(one["configs"][0]) == "snapkv":
             for crossing in one["crossings"]:
                 cells.append(f"{one['name']}, {crossing['threshold']:g} nat: {_crossing(crossing)}")
-    return Told(f"budget at which the median KL passes {listed(cells)}; n = {samples(output, 'cliff')}", ANSWERED)
+                verdicts.append(inside(crossing))
+    text = f"budget at which the median KL passes {listed(cells)}"
+    return Told(f"{text}; n = {samples(output, 'cliff')}", joined(verdicts))
+
+
+def inside(crossing: Document) -> str:
+    """The rule `inside`."""
+    ends = crossing["interval"]
+    known = crossing["value"] is not None and ends is not None and ends["kind"] == "interval"
+    return ANSWERED if known and ends["low"] and ends["high"] is not None else UNDECIDED
 
 
 def _crossing(one: Document) -> str:
-    return estimate(one, 3) if one["value"] is not None else one["beyond"]
+    if one["value"] is None:
+        return str(one["beyond"])
+    if one["interval"] is not None and one["interval"]["high"] is None:
+        return f"{number(one['value'], None, 3)} [{number(one['interval']['low'], None, 3)}, …]"
+    return estimate(one, 3)
 
 
 def _stable(output: Path) -> Told:
     found = analysis(output, "stability", "stability")
     within = [one["perturbation"]["propagated"]["split_half"] for one in found["members"]]
-    between = estimate(found["pairs"][0]["perturbation"]["propagated"]["rho"])
+    between = found["pairs"][0]["perturbation"]["propagated"]["rho"]
     cells = listed(f"{one['dataset']} {estimate(half)}" for one, half in zip(found["members"], within, strict=True))
-    text = f"ρ of heads' propagated L between halves of the prompts: {cells}; between the two data sets {between}"
-    return Told(text, ANSWERED)
+    text = f"ρ of heads' propagated L between halves of the prompts: {cells}; between the two data sets"
+    return Told(f"{text} {estimate(between)}", answer(between["interval"], _SAME))
 
 
 ROWS = (
-    Row("table 5, figure 7", "α = 0 does worse than α = 0.25 (scores there, isolated L here)", "alpha", _alpha_zero,
-        "alpha, tables"),
-    Row("figure 7", "and still better than SnapKV", "alpha", _still_better, "alpha, tables"),
-    Row("open question 1", "is an α of its own for each head worth it?", "alpha", _tuned, "alpha"),
-    Row("open question 2, appendix G", "would L2 or cosine do better than L1?", "measures", _distances, "heads"),
-    Row("open question 3, appendix J", "does the criterion refine sparse decoding?", "pages", _pages, "sparse"),
-    Row("open question 3", "does it refine a sparse prefill?", "lines", _lines, "sparse"),
-    Row("conclusion", "how far is the selection from the best one?", "regret", _regret, "regret"),
-    Row("section 3.2", "is a head hurt by how much goes, or by what goes?", "split", _split, "heads"),
-    Row("section 5.2", "which layers decide what comes out?", "swap", _swap, "swap"),
-    Row("limitations", "where is the fundamental loss of extremely small budgets (2.5 %)?", "cliff", _cliff, "heads"),
-    Row("figure 2", "are they the same heads in other texts?", "stability", _stable, "heads"),
+    Row("open question 1", "is an α of its own for each head worth it?", "effect", "alpha", _tuned, "alpha"),
+    Row("open question 2, appendix G", "would L2 or cosine do better than L1?", "alike", "measures", _distances,
+        "heads"),
+    Row("open question 3, appendix J", "does the criterion refine sparse decoding?", "effect", "pages", _pages,
+        "sparse"),
+    Row("open question 3", "does it refine a sparse prefill?", "effect", "lines", _lines, "sparse"),
+    Row("conclusion", "how far is the selection from the best one?", "factor", "regret", _regret, "regret"),
+    Row("section 3.2", "is a head hurt by how much goes, or by what goes?", "effect", "split", _split, "heads"),
+    Row("section 5.2", "which layers decide what comes out?", "players", "swap", _swap, "swap"),
+    Row("limitations", "where is the fundamental loss of extremely small budgets (2.5 %)?", "inside", "cliff", _cliff,
+        "heads"),
+    Row("figure 2", "are they the same heads in other texts?", "same", "stability", _stable, "heads"),
 )  # fmt: skip

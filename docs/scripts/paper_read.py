@@ -1,17 +1,24 @@
-"""What a row of docs/paper.md says: a number with its interval and n, and whether that supports the claim."""
+"""What a row of docs/paper.md reads: documents and traces that its step left, and numbers with their interval and n."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tables import Ends, number, percent, selection
+import numpy as np
+from numpy.typing import NDArray
+from tables import number, percent
 
-SUPPORTS, CONTRADICTS, UNDECIDED, OPEN = "supports", "contradicts", "undecided", "not measured"
+from perturbkv.analyses.heads.head_comparison import HeadComparison
+from perturbkv.analyses.heads.heads import compare_heads
+from perturbkv.analyses.json_values import json_value
+from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.stats import intervals
+from perturbkv.storage.trace.trace_file import read_trace
+
 Document = dict[str, Any]
 
 
@@ -30,16 +37,23 @@ class Row:
     Attributes:
         place: where the paper says so.
         claim: what it says, or asks.
-        step: whose folder tells; empty where none does.
+        rule: by which a verdict is reached, of paper_verdicts.py.
+        step: whose folders tell, separated by commas; empty where none does.
         told: from the folder of all steps to what it tells.
         settles: the commands of docs/scripts/paper_cost.py that would settle it on a large model, separated by commas.
     """
 
     place: str
     claim: str
+    rule: str
     step: str
     told: Callable[[Path], Told]
     settles: str
+
+    @property
+    def steps(self) -> list[str]:
+        """Return the names of the steps."""
+        return self.step.split(", ") if self.step else []
 
 
 def analysis(output: Path, step: str, name: str) -> Document:
@@ -54,53 +68,55 @@ def document(output: Path, step: str, file: str) -> Document:
     return found
 
 
-def verdict(interval: Ends, at: float, wanted: int) -> str:
-    """Whether an interval lies on the wanted side of a number: 1 above it, −1 below it."""
-    if interval is None or interval["kind"] == "range":
-        return UNDECIDED
-    side = int(interval["low"] > at) - int(interval["high"] < at)
-    return SUPPORTS if side == wanted else CONTRADICTS if side else UNDECIDED
+def trace(output: Path, path: str) -> Measurements:
+    """What a step's trace measured at the first decoding token, of complete samples."""
+    return Measurements(read_trace(output / path), "paper")
 
 
-def lower(first: Ends, second: Ends) -> str:
-    """Whether the first number lies below the second, by the interval of each: as long as they overlap, undecided."""
-    if first is None or second is None or "range" in (first["kind"], second["kind"]):
-        return UNDECIDED
-    if first["high"] < second["low"]:
-        return SUPPORTS
-    return CONTRADICTS if second["high"] < first["low"] else UNDECIDED
+def indices(measured: Measurements) -> dict[tuple[str, str, Any], int]:
+    """Policy, selection as it is written, and budget -> index of the configuration."""
+    documents = [config.to_document() for config in measured.trace.run.configs]
+    keys = [(policy_of(one), str(one["selection"]), one["budget"]) for one in documents]
+    return {key: index for index, key in enumerate(keys)}
 
 
-def joined(verdicts: Iterable[str]) -> str:
-    """One verdict of several cases: theirs where all agree, else how many say what; of none undecided."""
-    found = Counter(verdicts)
-    if len(found) <= 1:
-        return next(iter(found), UNDECIDED)
-    return ", ".join(f"{one} {found[one]}" for one in (SUPPORTS, CONTRADICTS, UNDECIDED) if found[one])
+def comparisons(
+    output: Path, step: str, baseline: str, treatment: str = "two-stage", policy: str = "snapkv"
+) -> list[Document]:
+    """A policy's comparisons of two selections, one per budget, with shares in which a tie counts half."""
+    found = compare_heads(read_trace(output / step / "trace.h5"), baseline, treatment)
+    return [_compared(one) for one in found if one.treatment.policy.name == policy]
 
 
-def pairs(found: Document, treatment: str, policy: str = "snapkv", key: str = "comparisons") -> Iterator[Document]:
-    """The comparisons of a policy's treatment with attention."""
-    for one in found[key]:
-        if (selection(one["treatment"]), policy_of(one["treatment"])) == (treatment, policy):
-            yield one
+def _compared(one: HeadComparison) -> Document:
+    kinds = {kind.name: even_share(kind.differences) for kind in (one.isolated, one.propagated)}
+    told: Document = json_value(one)
+    return told | {name: told[name] | found for name, found in kinds.items()}
 
 
-def pair(found: Document, treatment: str, policy: str = "snapkv") -> Document:
-    """The only one of them."""
-    (only,) = pairs(found, treatment, policy)
-    return only
+def even_share(differences: NDArray[np.float64]) -> Document:
+    """The share of a prompt's heads that are better, with its interval, from (sample, layer, head), 0 where they tie.
+
+    A tie counts half, so that equal kept sets are even.
+    """
+    each = ((np.sign(differences) + 1) / 2).reshape(len(differences), -1)
+    interval = intervals.of_mean(each.mean(axis=1), intervals.share_kind(each.shape[1]))
+    return {"share": float(each.mean()), "share_interval": json_value(interval), "even": float((each == 0.5).mean())}
 
 
 def share(one: Document, kind: str = "propagated") -> str:
-    """'52 % [47, 57] of the heads'."""
-    return f"{percent(one[kind]['better_share'], one[kind]['better_share_interval'])} of the heads"
+    """'52 % [47, 57] of the heads of a prompt': averaged over prompts, where a tie counts half."""
+    return f"{percent(one[kind]['share'], one[kind]['share_interval'])} of the heads of a prompt{_even(one[kind])}"
+
+
+def _even(kind: Document) -> str:
+    return f" ({percent(kind['even'])} tied)" if kind["even"] >= 0.005 else ""
 
 
 def means(one: Document, kind: str = "propagated") -> str:
-    """'171 of 270, 3 tied'."""
+    """'171 of 270 heads by their means (3 tied)': the paper's estimator, which no interval is known to cover."""
     tied = one[kind]["tied"]
-    return f"{one[kind]['improved']} of {one['heads']}" + (f", {tied} tied" if tied else "")
+    return f"{one[kind]['improved']} of {one['heads']} heads by their means" + (f" ({tied} tied)" if tied else "")
 
 
 def ratio(one: Document, kind: str = "propagated") -> str:

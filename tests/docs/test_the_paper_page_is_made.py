@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from tests.support.folders import model_folder
 from tests.support.scripts import DOCS, functions, perturbkv, script
@@ -19,7 +21,7 @@ from tests.support.scripts import DOCS, functions, perturbkv, script
 FEWER = {"--samples": "4", "--max-new-tokens": "2", "--heads": "1", "--proven": "1", "--permutations": "8"}
 FEWER |= {"--compress-every": "400", "--max-tokens": "400"}
 """What makes a command small, of a model whose tokens are bytes."""
-UNDECIDED = {"supports", "contradicts", "undecided", "answered", "not measured"}
+SECTIONS = ("Bounds and Assumption 1", "Heads and layers", "Answers and cost", "Open questions")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,6 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
 def _small(call: list[str], model: Path, longbench: Path) -> list[str]:
     fewer = FEWER | ({"--max-tokens": "200"} if "regret" in call else {})  # a set is proved best
     words = [fewer.get(before, word) for before, word in zip(["", *call], call, strict=False)]
-    words = [word.replace(",ruler:vt,ruler:fwe", "") for word in words]
     words = [str(longbench / "chats.jsonl") if word.endswith("paper_chats.jsonl") else word for word in words]
     finished = any(word.endswith(("trace.h5", ".jsonl")) for word in words) and call[0] != "generate"
     return words if finished else [*words, "--model", str(model)]
@@ -75,11 +76,11 @@ def test_every_row_is_read_from_what_its_command_leaves(longbench: Path, output:
     assert len(rows) > 40
     for row in rows:
         assert row[2], row
-        said = {part.rstrip("0123456789 ") for part in row[3].strip("*").split(", ")}
-        assert said <= UNDECIDED, row
+        said = {part.partition(" (")[0].rstrip("0123456789 ") for part in row[3].strip("*").split(", ")}
+        assert said <= {*functions("paper_verdicts")["WORDS"]}, row
         assert "{" not in row[2] and "None" not in row[2], row
     costs = {row[0] for row in sections["What it would cost"]}
-    assert {name for row in rows for name in row[5].split(", ")} == costs
+    assert {name for row in rows for name in row[6].split(", ")} == costs
 
 
 def test_of_what_is_not_finished_nothing_is_said(longbench: Path, tmp_path: Path) -> None:
@@ -141,25 +142,229 @@ def _ends(low: float, high: float) -> dict[str, Any]:
 
 
 def test_verdicts_follow_the_interval() -> None:
-    read = functions("paper_read")
-    of = read["verdict"]
+    rules = functions("paper_verdicts")
+    of = rules["verdict"]
     assert [of(_ends(*ends), 1, -1) for ends in ((0.5, 0.9), (1.1, 1.2), (0.9, 1.1))] == [
         "supports",
-        "contradicts",
+        "unlike",
         "undecided",
     ]
     assert of(_ends(0.6, 0.7), 0.5, 1) == "supports"
     assert of(None, 1, 1) == of({"low": 2.0, "high": 3.0, "kind": "range"}, 1, 1) == "undecided"
-    assert read["joined"](["supports", "supports"]) == "supports"
-    assert read["joined"]([]) == "undecided"
-    assert read["joined"](["undecided", "supports", "undecided"]) == "supports 1, undecided 2"
+    joined = rules["joined"]
+    assert joined(["supports", "supports"]) == "supports"
+    assert joined([]) == "undecided"
+    assert joined(["not comparable (task)", "undecided", "supports", "undecided"]) == (
+        "supports 1, undecided 2, not comparable (task) 1"
+    )
 
 
-def test_two_numbers_are_told_apart_where_their_intervals_part() -> None:
-    lower = functions("paper_read")["lower"]
-    apart, over = (_ends(0.1, 0.2), _ends(0.3, 0.4)), (_ends(0.1, 0.3), _ends(0.3, 0.4))
-    assert [lower(*apart), lower(*apart[::-1]), lower(*over)] == ["supports", "contradicts", "undecided"]
-    assert lower(None, apart[0]) == lower(apart[0], {**apart[1], "kind": "range"}) == "undecided"
+def test_a_small_model_is_unlike_and_contradicts_nothing() -> None:
+    words = functions("paper_verdicts")["WORDS"]
+    assert not [word for word in words if "contra" in word or "refute" in word]
+    hand = _by_hand()
+    assert not [word for word in ("contradict", "contrary") if word in hand]
+
+
+def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, tmp_path: Path) -> None:
+    sections = _page(longbench, tmp_path / "nothing", tmp_path / "paper.md")
+    text = (tmp_path / "paper.md").read_text()
+    rules = functions("paper_verdicts")
+    for said in (*rules["WORDS"].values(), *rules["RULES"].values()):
+        assert f"| {said} |" in text
+    used = {row[4].strip("*") for title in SECTIONS for row in sections[title]}
+    assert used == {*rules["RULES"]}
+
+
+def _by_hand() -> str:
+    return " ".join(line for line in (DOCS / "paper.md").read_text().splitlines() if not line.startswith("| "))
+
+
+def test_the_page_says_what_it_is_of() -> None:
+    hand = _by_hand()
+    assert "Every perturbation, drift and KL, isolated or propagated, is that of the first decoding token alone" in hand
+    assert "The verdict is by the share of a prompt's heads and its interval over prompts." in hand
+
+
+def test_one_better_and_eleven_worse_are_told_apart_by_the_sign_test() -> None:
+    rules = functions("paper_verdicts")
+    differences = np.array([0.5] + [-0.5] * 11 + [0.0] * 52)
+    found = rules["paired"](differences)
+    assert (found.better, found.worse, found.verdict) == (1, 11, "unlike")
+    assert found.p == pytest.approx(2 * sum(1 + 11 * k for k in (0, 1)) / 2**12)  # of 12 draws at most one is better
+    assert "1 better, 11 worse, p = 0.0063" in found.told()
+    assert rules["paired"](-differences).verdict == "supports"
+    assert rules["paired"](differences[[0, 1, 2, *range(12, 40)]]).verdict == "undecided"
+
+
+def test_paired_numbers_are_told_apart_where_their_intervals_overlap() -> None:
+    """Prompts differ much more than the two sides of each prompt do."""
+    prompts = np.linspace(0.1, 0.9, 12)
+    second = prompts + 0.05 + 0.01 * np.cos(np.arange(12))
+    found = functions("paper_verdicts")["paired"](second - prompts)
+    assert found.verdict == "supports"
+    assert abs(found.value) < prompts.std() / 2
+
+
+def test_a_ratio_of_ratios_is_paired() -> None:
+    rules = functions("paper_verdicts")
+    sizes = np.array([1.0, 30.0, 2.0, 500.0, 3.0, 80.0, 9.0, 4.0])  # a few prompts carry most of either sum
+    wobble = 1 + 0.01 * np.sin(np.arange(8))
+    value, ends = rules["paired_ratio"]((sizes * wobble, sizes), (2 * sizes, sizes))
+    expected = sum(size * part for size, part in zip(sizes, wobble, strict=True)) / sum(2 * size for size in sizes)
+    assert value == pytest.approx(expected)
+    assert ends["low"] < value < ends["high"] < 0.6
+    assert rules["verdict"](ends, 1, -1) == "supports"
+
+
+def test_sign_tests_are_exact() -> None:
+    sign_test = functions("paper_verdicts")["sign_test"]
+    for better, worse in ((0, 0), (5, 0), (6, 0), (3, 21), (4, 4)):
+        total = better + worse
+        assert sign_test(better, worse) == pytest.approx(binomtest(better, total).pvalue if total else 1.0)
+    assert [functions("paper_verdicts")["by_counts"](*pair) for pair in ((5, 0), (6, 0), (0, 6))] == [
+        "undecided",
+        "supports",
+        "unlike",
+    ]
+
+
+def test_cases_at_the_floor_are_named_and_left_out(tmp_path: Path) -> None:
+    answers = functions("paper_answers")
+    against = answers["against"]
+    both = (("snapkv", "two-stage"), ("snapkv", "attention"))
+    lost, kept = np.zeros(16), np.array([1.0] * 10 + [0.0] * 6)
+    scored = {
+        "needle": {128: (lost, np.array([1.0] + [0.0] * 15)), 256: (lost, kept)},
+        "multi_news": {128: (np.full(16, 0.04), np.full(16, 0.03)), 256: (np.full(16, 0.04), np.full(16, 0.03))},
+    }
+    full = {"needle": np.ones(16), "multi_news": np.full(16, 0.05)}
+
+    def made(output: Path, step: str, name: str) -> Any:
+        of = {
+            (*one, budget): side
+            for budget, sides in scored[name].items()
+            for one, side in zip(both, sides, strict=True)
+        }
+        return answers["Answers"](name, full[name], of)
+
+    against.__globals__["answers"] = made
+    told = against([both], [("a", "needle"), ("b", "multi_news")], frozenset({"needle"}), tmp_path)
+    assert told.verdict == "unlike"  # 0 better, 10 worse: of the one case that says something
+    assert "left out, at the floor: needle, b = 128; multi_news, b = 128; multi_news, b = 256; n" in told.text
+    other = against([both], [("a", "needle")], frozenset(), tmp_path)
+    assert other.verdict == "not comparable (task)"
+    assert "0.62 → 0.00" in other.text and "0 better, 10 worse" in other.text
+
+
+def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
+    halved = functions("paper_answers")["halved"]
+    full, before = np.ones(12), np.linspace(0.2, 0.6, 12)
+    assert halved(full, before, 0.9 * full)[0] == "supports"
+    assert halved(full, before, before)[0] == "unlike"
+    assert halved(full, np.where(np.arange(12) % 2, 0.9, 1.1), full)[0] == "undecided"  # nothing was lost
+
+
+def test_a_theorem_is_checked_and_a_violation_is_printed(tmp_path: Path) -> None:
+    told = functions("paper_bounds")["_holds"]
+    for count, wrong, said in ((40, 0, "checked"), (40, 3, "violated"), (0, 0, "undecided")):
+        found = {"inequalities_checked": {"L ≤ θ": count}, "violations": wrong}
+        _summary(tmp_path / "shares", {"bound-tightness": found, "assumption": {"samples": 40}})
+        assert told("L ≤ θ", tmp_path).verdict == said
+
+
+def _summary(folder: Path, analyses: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps({"analyses": analyses}))
+
+
+def _kind(share: tuple[float, float], improved: int) -> dict[str, Any]:
+    middle = sum(share) / 2
+    ratios = {"sum_ratio": 0.8, "sum_ratio_interval": _ends(0.7, 0.9)}
+    shares = {"share": middle, "share_interval": _ends(*share), "even": 0.0}
+    return {**shares, **ratios, "improved": improved, "tied": 0}
+
+
+def _compared(policy: str, way: str, share: tuple[float, float], improved: int) -> dict[str, Any]:
+    kinds = {"propagated": _kind(share, improved), "isolated": _kind((0.9, 0.95), 260)}
+    return {"treatment": {"policy": policy, "selection": way, "budget": 128}, "heads": 270, "samples": 40, **kinds}
+
+
+def test_figure_2_leads_with_the_papers_estimator_and_decides_by_the_other(tmp_path: Path) -> None:
+    told = functions("paper_heads")["_of_policy"]
+    told.__globals__["comparisons"] = lambda *asked: [_compared("snapkv", asked[3], (0.47, 0.57), 171)]
+    found = told("snapkv", tmp_path)
+    assert found.text.startswith(
+        "propagated lower in 171 of 270 heads by their means, in 52 % [47, 57] of the heads of a prompt"
+    )
+    assert found.verdict == "undecided"  # 63 % by means has no verdict of its own
+
+
+def test_equal_kept_sets_are_even() -> None:
+    """Of ten heads four tie and three are better: 50 %, where a share of better heads would be 30 %."""
+    differences = np.tile([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0], (12, 1, 1))
+    found = functions("paper_read")["even_share"](differences)
+    assert (found["share"], found["even"]) == (0.5, 0.4)
+    assert functions("paper_verdicts")["verdict"](found["share_interval"], 0.5, 1) == "undecided"
+
+
+def test_answers_are_linked_beyond_the_methods_names(tmp_path: Path) -> None:
+    """ρ above 0, as the methods that perturb less happen to score less, is no verdict."""
+    high = {"value": 0.18, "interval": _ends(0.01, 0.36), "prompts": 20}
+    none = {"value": 0.0, "interval": _ends(-0.02, 0.02), "prompts": 20}
+    own = {"value": -0.1, "interval": _ends(-0.15, -0.05), "prompts": 20}
+    for beyond, said in ((none, "undecided"), (own, "supports")):
+        strengths = [{"measure": one, "rho": high} for one in ("isolated", "propagated")]
+        names = [{"measure": one, "rho": {"others": high, "beyond": beyond}} for one in ("isolated", "propagated")]
+        for folder in ("link", "link/news"):
+            _summary(tmp_path / folder, {"correlation": {"overall": [{"strengths": strengths, "names": names}]}})
+        assert functions("paper_answers")["_linked"](tmp_path).verdict == said
+
+
+@pytest.mark.parametrize(("closed", "least"), [(0, True), (128, False)])
+def test_regret_is_a_lower_bound_that_depends_on_the_order(tmp_path: Path, closed: int, least: bool) -> None:
+    factor = {"value": 3.84, "interval": _ends(2.18, 6.77)}
+    one = {"config": {"selection": "two-stage"}, **dict.fromkeys(("factor", "form", "query", "criterion"), factor)}
+    part = {"part": "prompt", "heads": 128, "closed": closed, "methods": [one]}
+    (tmp_path / "regret").mkdir()
+    (tmp_path / "regret" / "regret.json").write_text(json.dumps({"parts": [part], "samples": ["a"] * 8}))
+    told = functions("paper_open")["_regret"](tmp_path)
+    assert ("at least 3.84 [2.18, 6.77]" in told.text) is least
+    assert "another order would share it out otherwise" in told.text
+    assert f"proven best in {closed} of 128 heads" in told.text
+
+
+def test_harm_can_be_shown_and_excluded() -> None:
+    harmless = functions("paper_verdicts")["harmless"]
+    cases = ((1.02, 1.05), (0.9, 1.05), (0.9, 1.2), (1.2, 1.6))
+    assert [harmless(_ends(*ends)) for ends in cases] == ["unlike", "supports", "undecided", "unlike"]
+
+
+def test_open_questions_can_stay_open() -> None:
+    rules, inside = functions("paper_verdicts"), functions("paper_open")["inside"]
+    assert [rules["alike"](_ends(*ends)) for ends in ((0.99, 1.01), (1.03, 1.2), (0.9, 1.1))] == [
+        "answered",
+        "answered",
+        "undecided",
+    ]
+    most = next(count for count in range(30) if binomtest(count + 1, 30, 0.08, "greater").pvalue <= 0.05)
+    assert [rules["beyond_chance"](count, 30) for count in (most, most + 1)] == ["undecided", "answered"]
+    known = {"value": 0.1, "interval": _ends(0.05, 0.2)}
+    assert inside(known) == "answered"
+    assert inside({**known, "interval": {**known["interval"], "high": None}}) == "undecided"
+    assert inside({**known, "interval": {**known["interval"], "low": 0}}) == "undecided"
+    assert inside({"value": None, "interval": None}) == "undecided"
+
+
+def test_sister_rows_have_one_n_and_the_papers_window() -> None:
+    calls = {step.name: step.calls(Path("data"), Path()) for step in functions("paper_steps")["STEPS"]}
+    for name in ("heads", "heads-v2", "context-only", "shares"):
+        made = calls[name][0]
+        assert made[made.index("--samples") + 1] == "40"
+        assert "--window" not in made or made[made.index("--window") + 1] == "32"
+    for name in ("quality", "summaries"):
+        made = calls[name][0]
+        assert made[made.index("--samples") + 1] == "16" and "--window" not in made
 
 
 def test_costs_come_from_shapes_and_the_measured_rate() -> None:

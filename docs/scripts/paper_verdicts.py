@@ -1,0 +1,202 @@
+"""Verdicts of docs/paper.md: their words and their rules, written before the numbers. The page prints both.
+
+A rule that can give no other verdict is none: each can fall. Nothing here looks at a number of the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from tables import Ends, number
+
+from perturbkv.analyses.json_values import json_value
+from perturbkv.analyses.stats import intervals
+from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO
+
+Floats = NDArray[np.float64]
+CHECKED, VIOLATED = "checked", "violated"
+SUPPORTS, UNLIKE, UNDECIDED = "supports", "unlike", "undecided"
+ANSWERED, APART, OPEN = "answered", "not comparable", "not measured"
+LEVEL = 0.05
+"""Largest p of a sign test that decides."""
+LEAST_FULL, LEAST_KEPT = 0.1, 0.1
+"""A case is at the floor where the full cache scores less, or both sides keep less than this share of its score."""
+MARGIN = 1.1
+"""Harm up to this factor counts as none: chosen before, as what nobody would give up a method for."""
+
+WORDS = {
+    CHECKED: "a proved theorem holds in every head that was looked at",
+    VIOLATED: "it does not: an error of this toolkit, or of the proof",
+    SUPPORTS: "this model does what the claim says, decided by the row's rule",
+    UNLIKE: "this model does the opposite, decided by the same rule. It has 135 million parameters and the paper's "
+    "have 8 billion: neither refutes the other",
+    UNDECIDED: "the rule decides neither way",
+    APART: "task, reading or measure are not the paper's; the bracket names which. The number stands there without a "
+    "verdict",
+    ANSWERED: "an open question has an answer on this model, by the row's rule",
+    OPEN: "nothing was measured",
+}
+"""Verdicts in the order in which they are counted."""
+RULES = {
+    "bound": "*checked* where no inequality is violated by more than rounding, else *violated*",
+    "most": "a share per prompt, of heads or of what the row names, averaged over prompts: its 95 % interval lies "
+    "above ½ (*supports*) or below (*unlike*). A head that ties counts half, so that equal kept sets are even",
+    "pair": "two numbers of the same prompts: the 95 % interval of their paired difference leaves out 0 (of their "
+    "ratio, 1); where at least half of the differences are 0, the two-sided exact sign test of better against worse "
+    "prompts has p ≤ 0.05",
+    "prompts": "more prompts better than worse (*supports*), or worse than better (*unlike*), by the two-sided exact "
+    "sign test, p ≤ 0.05; ties do not count",
+    "score": "as *pair*, of answers' scores. A case at the floor is named and left out: the full cache scores less "
+    "than 0.1, or both sides keep less than a tenth of its score. A task that is not the paper's is *not comparable*",
+    "half": "score less the mean of attention's and the full cache's, prompt by prompt: above 0 more than half of the "
+    "loss is gone (*supports*), below 0 less (*unlike*); *undecided* where attention's loss is not decided itself",
+    "count": "heads whose mean over prompts is at most ½: none outside the first layer (*supports*), else *unlike*; a "
+    "count has no interval",
+    "margin": "the drift with the first layer's two-stage sets over that without: *unlike* where its 95 % interval "
+    "lies above 1, *supports* where it lies below 1.1, a margin named before",
+    "names": "ρ between a prompt's perturbation and its scores, less the ρ that the methods' names alone give: the "
+    "95 % interval lies below 0 (*supports*) or above (*unlike*)",
+    "cost": "the value norms take less than a tenth of a prefill (*supports*), else *unlike*; seconds have no interval",
+    "effect": "*answered* where the 95 % interval of each ratio leaves out 1, else *undecided*",
+    "factor": "*answered* where the 95 % interval of the factor over the best set known lies above 1, else *undecided*",
+    "tight": "*answered* where stage 1 holds more than half in some head, so that the bounds say something, else "
+    "*undecided*",
+    "alike": "*answered* where the 95 % interval of the ratio leaves out 1 or lies within 0.98 and 1.02, a margin "
+    "named before, else *undecided*",
+    "players": "*answered* where more of the layers' 95 % intervals leave out 0 than chance gives in 95 of 100 cases, "
+    "if one in twelve errs, else *undecided*",
+    "inside": "*answered* where the budget and both ends of its interval lie within the budgets measured, else "
+    "*undecided*",
+    "same": "*answered* where the 95 % interval of ρ between the data sets leaves out ½: mostly the same heads above "
+    "it, mostly others below, else *undecided*",
+    "none": "no rule, as nothing is measured, or what is measured is not what the claim speaks of",
+}
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What the same prompts say of two numbers.
+
+    Attributes:
+        value: mean difference.
+        interval: of it.
+        better, worse: prompts whose difference is above 0, below 0.
+        verdict: that the first number is the larger one.
+    """
+
+    value: float
+    interval: Ends
+    better: int
+    worse: int
+    verdict: str
+
+    @property
+    def p(self) -> float:
+        """The two-sided exact sign test's."""
+        return sign_test(self.better, self.worse)
+
+    def told(self, digits: int = 3) -> str:
+        """'−0.042 [−0.160, 0.046], 0 better, 6 worse, p = 0.031'."""
+        counts = f"{self.better} better, {self.worse} worse, p = {shown_p(self.p)}"
+        return f"{number(self.value, self.interval, digits)}, {counts}"
+
+
+def shown_p(p: float) -> str:
+    """Two digits that count: '0.031', '1', 'below 0.001'."""
+    return "below 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def sign_test(better: int, worse: int) -> float:
+    """Two-sided exact p of so many differences above and below 0; 1 without any."""
+    return float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
+
+
+def by_counts(better: int, worse: int) -> str:
+    """Whether more are better than worse, by the sign test."""
+    if sign_test(better, worse) > LEVEL:
+        return UNDECIDED
+    return SUPPORTS if better > worse else UNLIKE
+
+
+def paired(differences: Floats) -> Paired:
+    """The rule `pair` on (prompt,) differences, at most 1 in size: that they lie above 0."""
+    better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    interval = json_value(intervals.of_mean(differences, DIFFERENCE))
+    rare = 2 * (better + worse) <= len(differences)
+    decided = by_counts(better, worse) if rare else verdict(interval, 0, 1)
+    return Paired(float(differences.mean()), interval, better, worse, decided)
+
+
+def paired_ratio(numerators: tuple[Floats, Floats], denominators: tuple[Floats, Floats]) -> tuple[float, Ends]:
+    """A ratio of sums over another one of the same prompts, with the interval that their pairing gives.
+
+    Each pair: (prompt,) values above and below the line.
+    """
+
+    def over(weights: Floats) -> Floats:
+        first, second = ((weights @ above) / (weights @ below) for above, below in (numerators, denominators))
+        return np.asarray(first / second)
+
+    count = len(numerators[0])
+    value = float(over(np.full((1, count), 1 / count))[0])
+    return value, json_value(intervals.of_statistic(over, count, RATIO))
+
+
+def at_floor(full: float, *sides: float) -> bool:
+    """Whether a case says nothing: nothing to lose, or nothing left on either side."""
+    return full < LEAST_FULL or max(sides) < LEAST_KEPT * full
+
+
+def verdict(interval: Ends, at: float, wanted: int) -> str:
+    """Whether an interval lies on the wanted side of a number: 1 above it, −1 below it."""
+    if interval is None or interval["kind"] == "range":
+        return UNDECIDED
+    side = int(interval["low"] > at) - int(interval["high"] < at)
+    return SUPPORTS if side == wanted else UNLIKE if side else UNDECIDED
+
+
+def answer(interval: Ends, at: float = 1) -> str:
+    """Whether an interval leaves out a number."""
+    return UNDECIDED if verdict(interval, at, 1) == UNDECIDED else ANSWERED
+
+
+def harmless(interval: Ends) -> str:
+    """The rule `margin` on a ratio of harm."""
+    if verdict(interval, 1, 1) == SUPPORTS:
+        return UNLIKE
+    return SUPPORTS if verdict(interval, MARGIN, -1) == SUPPORTS else UNDECIDED
+
+
+def alike(interval: Ends) -> str:
+    """The rule `alike`."""
+    within = verdict(interval, 0.98, 1) == verdict(interval, 1.02, -1) == SUPPORTS
+    return ANSWERED if within else answer(interval)
+
+
+def beyond_chance(decided: int, players: int) -> str:
+    """The rule `players`."""
+    return ANSWERED if decided > chance(players) else UNDECIDED
+
+
+def chance(players: int) -> int:
+    """How many of so many intervals leave out 0 by chance, in 95 of 100 cases, if one in twelve does."""
+    return int(stats.binom.ppf(1 - LEVEL, players, 1 - intervals.COVERED))
+
+
+def apart(which: str) -> str:
+    """Not comparable, and what differs from the paper."""
+    return f"{APART} ({which})"
+
+
+def joined(verdicts: Iterable[str]) -> str:
+    """One verdict of several cases: theirs where all agree, else how many say what; of none undecided."""
+    found = Counter(verdicts)
+    if len(found) <= 1:
+        return next(iter(found), UNDECIDED)
+    order = sorted(found, key=lambda one: [*WORDS].index(one.partition(" (")[0]))
+    return ", ".join(f"{one} {found[one]}" for one in order)
