@@ -182,7 +182,7 @@ def _linked(output: Path) -> Told:
             verdicts.append(verdict(beyond["interval"], 0, -1))
             cells.append(
                 f"{name}, {measure}: {estimate(rhos[measure])}, of which the names alone give "
-                f"{estimate(names[measure]['others'])} and the prompt's own perturbation {estimate(beyond)} "
+                f"{estimate(names[measure]['others'])} and the prompt's own perturbation {estimate(beyond, 3)} "
                 f"({rhos[measure]['prompts']} prompts)"
             )
     return Told(f"ρ of the first token's perturbation with the score: {listed(cells)}", joined(verdicts))

@@ -124,7 +124,7 @@ STEPS = (
     Step("alpha", (f"question alpha {_SIXTEEN}",)),
     Step("regret", (f"question regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
     Step("split", (f"question split {_SIXTEEN}",)),
-    Step("first-layer", (f"question patching {_SIXTEEN} --baseline-in 0 --permutations 0 --greedy 0",)),
+    Step("first-layer", (f"question patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
     Step("swap", (f"question patching {_SIXTEEN} --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
