@@ -16,7 +16,10 @@ from tests.support.scripts import DOCS, SCRIPTS, functions, perturbkv, script
 
 BY_OTHERS = {
     "coverage.py",
-    *(f"paper{part}.py" for part in ("", "_answers", "_bounds", "_cost", "_heads", "_open", "_read", "_steps")),
+    *(
+        f"paper{part}.py"
+        for part in ("", "_answers", "_bounds", "_cost", "_heads", "_open", "_read", "_steps", "_verdicts")
+    ),
     "report_pictures.py",
     "second_figure.py",
     "specification.py",

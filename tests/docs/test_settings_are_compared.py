@@ -220,3 +220,40 @@ def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(sp
     of = [((0.6, 1.2), 0.01), ((0.6, 0.9), 0.2), ((0.9, 0.6), 0.01), ((0.9, 0.6), 0.2)]
     found = [spec["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
     assert "2 / 1 / 1 of 4" in spec["seventh"](found)
+
+
+def test_the_table_of_bounds_is_by_hand(
+    spec: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = spec["Run"]("tiny", False, "needle")
+    monkeypatch.setitem(spec["bounds"].__globals__, "RUNS", tmp_path)
+    trace.save(tmp_path / f"{run.name}.h5")
+    monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
+    cells = spec["bounds"](run).strip("| ").split(" | ")
+    sides = [
+        next(
+            index
+            for index, config in enumerate(trace.run.configs)
+            if config in spec["by_preset"]()["paper"]
+            and (config.window, config.granularity.name, config.selection.name) == (32, "query", name)
+        )
+        for name in ("two-stage", "two-stage-uniform")
+    ]
+    lost, theta, theta_hat, sigma, kept = (
+        trace.arrays[name][:, sides].astype(float).reshape(5, 2, -1)
+        for name in ("perturbation_isolated", "theta", "theta_hat", "sigma_stage1", "retained_mass")
+    )
+    evidence = sigma[:, 0] > 0.5
+    for cell, bound in zip(cells[4:6], (theta, theta_hat), strict=True):
+        assert float(cell) == pytest.approx(1 / np.median((lost / bound)[:, 0][evidence]), abs=0.06)
+    both = (sigma > 0.5).all(axis=1)
+    shares = []
+    for bound in (theta, 1 - kept):
+        right: dict[int, list[bool]] = {}
+        for sample, head in zip(*np.nonzero(both), strict=True):
+            signs = [np.sign(np.diff(side[sample, :, head])[0]) for side in (lost, theta, 1 - kept, theta_hat)]
+            if all(signs):
+                lower = np.argmin(bound[sample, :, head]) == np.argmin(lost[sample, :, head])
+                right.setdefault(sample, []).append(bool(lower))
+        shares.append(np.mean([np.mean(found) for found in right.values()]))
+    assert [cells[6], cells[7]] == [f"{100 * share:.0f} %" for share in shares]
