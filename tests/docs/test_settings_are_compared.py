@@ -117,7 +117,7 @@ def test_rows_are_kept_counted_and_drawn(
     assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
     assert read[0]["model"] == first.model
     assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
-    counted = {"un-pooling": 12, "stages": 8}
+    counted = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8}
     lines = [line.strip("| ").split(" | ") for line in spec["tally"](read)]
     assert len(lines) == len(spec["COMPARISONS"])
     for title, _, count, _, *verdicts in lines:
