@@ -86,6 +86,7 @@ _TRACE = "{folder}/trace.h5"
 _CHAIN = "attention,two-stage,two-stage-uniform,attention-unpooled"
 _SYSTEMS = ",".join(f"{one}:{way}" for one in ("snapkv", "pyramidkv", "adakv") for way in ("attention", "two-stage"))
 _ASKED = f"--budget 128 --budget 256 --compare {_SYSTEMS},streaming-llm:position"
+_LATER = "--preset paper-v2 --window 32 --budget 128 --budget 256 --compare attention,two-stage"
 _PAGES = "quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention"
 _SPARSE = ",".join(
     f"{one}:{way}"
@@ -96,7 +97,10 @@ _ANSWERED = "{output}/quality"
 STEPS = (
     Step("heads", (f"heads {_NEWS} --policy snapkv --policy adakv --compare {_CHAIN}",)),
     Step("heads-v2", (f"heads {_NEWS} --preset paper-v2 {_SHARES} --compare attention,two-stage",)),
-    Step("context-only", (f"heads {_NEWS} --scenario context-only --compare attention,two-stage",)),
+    Step(
+        "context-only",
+        (f"heads {_NEWS} --scenario context-only --preset paper-v2 {_SHARES} --compare attention,two-stage",),
+    ),
     Step(
         "shares",
         (
@@ -108,6 +112,9 @@ STEPS = (
     Step("summaries", (f"quality {_SIXTEEN} --max-new-tokens 96 {_ASKED},snapkv:two-stage(alpha=0)",)),
     Step("quality", (f"quality --dataset needle,ruler:niah_single_1 --length 1000 --samples 16 --max-new-tokens 24 "
                      f"{_ASKED}",)),
+    Step("summaries-v2", (f"quality {_SIXTEEN} --max-new-tokens 96 {_LATER}",)),
+    Step("quality-v2", (f"quality --dataset needle,ruler:niah_single_1 --length 1000 --samples 16 --max-new-tokens 24 "
+                        f"{_LATER}",)),
     Step(
         "savings",
         (

@@ -45,7 +45,8 @@ WORDS = {
 RULES = {
     "bound": "*checked* where no inequality is violated by more than rounding, else *violated*",
     "most": "a share per prompt, of heads or of what the row names, averaged over prompts: its 95 % interval lies "
-    "above ½ (*supports*) or below (*unlike*). A head that ties counts half, so that equal kept sets are even",
+    "above ½ (*supports*) or below (*unlike*). A head that ties counts half, so that equal kept sets are even. Of heads "
+    "the propagated share decides; the isolated one stands beside it",
     "pair": "two numbers of the same prompts: the 95 % interval of their paired difference leaves out 0 (of their "
     "ratio, 1); where at least half of the differences are 0, the two-sided exact sign test of better against worse "
     "prompts has p ≤ 0.05",
@@ -59,6 +60,8 @@ RULES = {
     "count has no interval",
     "margin": "the drift with the first layer's two-stage sets over that without: *unlike* where its 95 % interval "
     "lies above 1, *supports* where it lies below 1.1, a margin named before",
+    "falls": "the ratio after the last layer lies below 1 and below that after the first, each with its 95 % interval "
+    "(*supports*); above 1 (*unlike*); else *undecided*",
     "names": "ρ between a prompt's perturbation and its scores, less the ρ that the methods' names alone give: the "
     "95 % interval lies below 0 (*supports*) or above (*unlike*)",
     "cost": "the value norms take less than a tenth of a prefill (*supports*), else *unlike*; seconds have no interval",
@@ -147,6 +150,11 @@ def paired_ratio(numerators: tuple[Floats, Floats], denominators: tuple[Floats, 
     return value, json_value(intervals.of_statistic(over, count, RATIO))
 
 
+def ratio_of_sums(above: Floats, below: Floats) -> tuple[float, Ends]:
+    """A ratio of sums over prompts with its interval; (prompt,) values each."""
+    return float(above.sum() / below.sum()), json_value(intervals.of_ratio(above, below))
+
+
 def at_floor(full: float, *sides: float) -> bool:
     """Whether a case says nothing: nothing to lose, or nothing left on either side."""
     return full < LEAST_FULL or max(sides) < LEAST_KEPT * full
@@ -170,6 +178,13 @@ def harmless(interval: Ends) -> str:
     if verdict(interval, 1, 1) == SUPPORTS:
         return UNLIKE
     return SUPPORTS if verdict(interval, MARGIN, -1) == SUPPORTS else UNDECIDED
+
+
+def falls(last: Ends, factor: Ends) -> str:
+    """The rule `falls` on the last ratio and on its factor over the first."""
+    if verdict(last, 1, 1) == SUPPORTS:
+        return UNLIKE
+    return SUPPORTS if verdict(last, 1, -1) == verdict(factor, 1, -1) == SUPPORTS else UNDECIDED
 
 
 def alike(interval: Ends) -> str:
