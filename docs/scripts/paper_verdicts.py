@@ -45,8 +45,8 @@ WORDS = {
 RULES = {
     "bound": "*checked* where no inequality is violated by more than rounding, else *violated*",
     "most": "a share per prompt, of heads or of what the row names, averaged over prompts: its 95 % interval lies "
-    "above ½ (*supports*) or below (*unlike*). A head that ties counts half, so that equal kept sets are even. Of heads "
-    "the propagated share decides; the isolated one stands beside it",
+    "above ½ (*supports*) or below (*unlike*). A head that ties counts half, so that equal kept sets are even. Of "
+    "heads the propagated share decides; the isolated one stands beside it",
     "pair": "two numbers of the same prompts: the 95 % interval of their paired difference leaves out 0 (of their "
     "ratio, 1); where at least half of the differences are 0, the two-sided exact sign test of better against worse "
     "prompts has p ≤ 0.05",

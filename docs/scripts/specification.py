@@ -26,6 +26,7 @@ import numpy as np
 from tables import percent, points
 
 import perturbkv as pk
+from perturbkv.analyses.bounds.rank_agreement import Concordance
 from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
@@ -387,23 +388,35 @@ def by_next_token(run: Run) -> Iterator[NextToken]:
         yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
 
 
-def bounds(run: Run) -> str:
-    """Return a run's line of the table of bounds: preset paper, window 32, a set per query head.
+def bounds(run: Run) -> tuple[str, dict[str, list[Concordance]]]:
+    """Return a run's line of the table of bounds, and of each bound what it gains on 1 − S in every setting.
 
-    Medians of θ/L and θ̂/L over prompts and heads with σ > ½; and of two-stage and the same with ν = 1, in how many of
-    the heads the lower bound has the lower L, of θ with what it gains on 1 − S in points.
+    The line is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
+    σ > ½; and of two-stage and the same with ν = 1, in how many of the heads the lower bound has the lower L, and what
+    θ and θ̂ gain on 1 − S, in points.
     """
-    chosen = [config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"]
-    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5").sel(where=chosen.__contains__))
-    (two_stage,) = (one for one in found.configs if one.config.selection.name == "two-stage")
-    times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
-    (agreement,) = found.agreements
-    told = {one.bound: one for one in agreement.pairs if one.same_stage1}
+    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"))
+    chosen = {config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"}
+    (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
+    (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
+    told = {one.bound: one for one in shown.pairs if one.same_stage1}
     gains = (points(told[name].gain, json_value(told[name].gain_interval)) for name in ("θ", "θ̂"))
+    times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
     template = "with" if run.template else "without"
-    checked = found.inequalities_checked["L ≤ θ"]
-    cells = run.model, template, run.prompts, f"{found.violations} of {checked:,}", *times, percent(told["θ"].share)
-    return f"| {' | '.join(map(str, (*cells, percent(told['1 − S'].share), *gains)))} |"
+    checked = f"{found.violations} of {found.inequalities_checked['L ≤ θ']:,}"
+    cells = run.model, template, run.prompts, checked, *times, *(percent(told[name].share) for name in ("θ", "1 − S"))
+    every = {
+        name: [one for each in found.agreements for one in each.pairs if one.same_stage1 and one.bound == name]
+        for name in ("θ", "θ̂")
+    }
+    return f"| {' | '.join(map(str, (*cells, *gains)))} |", every
+
+
+def gains_counted(name: str, found: Sequence[Concordance]) -> str:
+    """Return in how many settings a bound gains on 1 − S, decidedly, and loses decidedly."""
+    lows, highs = ([getattr(one.gain_interval, end) for one in found] for end in ("low", "high"))
+    gains, losses = sum(low > 0 for low in lows), sum(high < 0 for high in highs)
+    return f"{name}: {sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"
 
 
 def seventh(found: Sequence[NextToken]) -> str:
@@ -563,9 +576,13 @@ def main() -> None:
         say("\n".join((*tally(found), "", *by_level(found))))
         return
     if asked.work == "bounds":
+        every: dict[str, list[Concordance]] = {}
         for run in runs(asked.confirm):
             if run.rows.exists() and asked.only in run.name:
-                say(bounds(run))
+                line, gained = bounds(run)
+                say(line)
+                every = {name: every.get(name, []) + gained[name] for name in gained}
+        say("\n".join(gains_counted(name, found) for name, found in every.items()))
         return
     if asked.work in ("next", "sentences"):
         confirm = asked.confirm or asked.work == "sentences"

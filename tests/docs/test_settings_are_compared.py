@@ -229,7 +229,9 @@ def test_the_table_of_bounds_is_by_hand(
     monkeypatch.setitem(spec["bounds"].__globals__, "RUNS", tmp_path)
     trace.save(tmp_path / f"{run.name}.h5")
     monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
-    cells = spec["bounds"](run).strip("| ").split(" | ")
+    line, every = spec["bounds"](run)
+    cells = line.strip("| ").split(" | ")
+    assert [len(found) for found in every.values()] == [10, 10]
     sides = [
         next(
             index
@@ -257,3 +259,9 @@ def test_the_table_of_bounds_is_by_hand(
                 right.setdefault(sample, []).append(bool(lower))
         shares.append(np.mean([np.mean(found) for found in right.values()]))
     assert [cells[6], cells[7]] == [f"{100 * share:.0f} %" for share in shares]
+
+
+def test_gains_on_lost_attention_are_counted_by_side(spec: dict[str, Any]) -> None:
+    ends = [(0.03, 0.01, 0.05), (0.02, -0.01, 0.05), (-0.02, -0.04, -0.01), (-0.01, -0.03, 0.01)]
+    found = [SimpleNamespace(gain=gain, gain_interval=SimpleNamespace(low=low, high=high)) for gain, low, high in ends]
+    assert spec["gains_counted"]("θ", found) == "θ: 2 / 1 / 1 of 4"

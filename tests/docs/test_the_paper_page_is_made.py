@@ -217,6 +217,13 @@ def test_a_ratio_of_ratios_is_paired() -> None:
     assert rules["verdict"](ends, 1, -1) == "supports"
 
 
+def test_a_fall_over_layers_must_end_below_attention() -> None:
+    falls = functions("paper_verdicts")["falls"]
+    below, around, above = _ends(0.7, 0.9), _ends(0.8, 1.1), _ends(1.1, 1.3)
+    assert [falls(last, below) for last in (below, around, above)] == ["supports", "undecided", "unlike"]
+    assert falls(below, around) == "undecided"  # no lower than after the first layer
+
+
 def test_sign_tests_are_exact() -> None:
     sign_test = functions("paper_verdicts")["sign_test"]
     for better, worse in ((0, 0), (5, 0), (6, 0), (3, 21), (4, 4)):
