@@ -76,6 +76,11 @@ class Answers:
         """Return both methods' scores at a budget."""
         return self.of[*better, budget], self.of[*worse, budget]
 
+    def by_name(self, name: str, budget: int) -> Floats:
+        """Return the scores of the only selection of a name at a budget, whatever its parameters."""
+        (found,) = (each for (_, way, at), each in self.of.items() if (way.split("(")[0], at) == (name, budget))
+        return found
+
 
 def answers(output: Path, step: str, name: str) -> Answers:
     """The scores that a step's trace of a data set holds."""
@@ -147,8 +152,8 @@ def _saving(point: Document) -> str:
 def _half(output: Path) -> Told:
     """How much of attention's loss is left."""
     cells, verdicts, floor = [], [], []
-    for one, budget, better, worse in _cases(_gains("snapkv"), LATER, output):
-        first, second = one.sides(better, worse, budget)
+    for one, budget in ((answers(output, *suite), budget) for suite in LATER for budget in _BUDGETS):
+        first, second = (one.by_name(name, budget) for name in ("two-stage", "attention"))
         if at_floor(one.full.mean(), first.mean(), second.mean()):
             floor.append(f"{one.name}, b = {budget}")
             continue
