@@ -59,7 +59,7 @@ def write(page: Path, longbench: Path, output: Path) -> None:
 
 
 def told(row: Row, output: Path, done: set[str]) -> Told:
-    """What a row says, as far as its steps are finished."""
+    """Return what a row says, as far as its steps are finished."""
     if not {*row.steps} <= done:
         return Told("", OPEN)
     return row.told(output)

@@ -92,7 +92,7 @@ def answers(output: Path, step: str, name: str) -> Answers:
 def against(
     pairs: Sequence[tuple[Method, Method]], suites: Sequence[tuple[str, str]], task: frozenset[str], output: Path
 ) -> Told:
-    """Each pair's first method against its second on each data set, where it is no case of the floor.
+    """Compare each pair's first method with its second on each data set, where it is no case of the floor.
 
     `task`: the data sets whose task is the paper's; the others' numbers stand without a verdict.
     """
@@ -128,7 +128,7 @@ def _gains(*policies: str) -> list[tuple[Method, Method]]:
 
 
 def _order() -> list[tuple[Method, Method]]:
-    """Each policy of figure 8 against the one below it."""
+    """Return each policy of figure 8 with the one below it."""
     return [((high, "attention"), (low, "attention")) for low, high in zip(_RISING, _RISING[1:], strict=False)]
 
 
@@ -150,7 +150,7 @@ def _saving(point: Document) -> str:
 
 
 def _half(output: Path) -> Told:
-    """How much of attention's loss is left."""
+    """Tell how much of attention's loss is left."""
     cells, verdicts, floor = [], [], []
     for one, budget in ((answers(output, *suite), budget) for suite in LATER for budget in _BUDGETS):
         first, second = (one.by_name(name, budget) for name in ("two-stage", "attention"))
@@ -195,7 +195,7 @@ def _linked(output: Path) -> Told:
 
 
 def _chats(output: Path) -> Told:
-    """8 instructions, answers of at most 320 tokens, compressed to 64 entries beyond 256."""
+    """Tell of 8 instructions, with answers of at most 320 tokens, compressed to 64 entries beyond 256."""
     found = {selection(one["config"]): one for one in document(output, "chats", "quality-divergence.json")["configs"]}
     sides = [found[way] for way in ("attention", "two-stage")]
     kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
@@ -219,7 +219,7 @@ def _larger(output: Path) -> Told:
 
 
 def _overhead(output: Path) -> Told:
-    """Of a sweep of 24 configurations over 4,096 tokens."""
+    """Tell the cost of a sweep of 24 configurations over 4,096 tokens."""
     row = next(one for one in json.loads(_BENCH.read_text())["rows"] if one["name"] == "sweep-24")
     phases, whole = row["details"]["phases"], statistics.median(row["details"]["seconds"])
     text = (

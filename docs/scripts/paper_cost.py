@@ -23,7 +23,7 @@ Measured = dict[str, Row]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: numbers in the matrices that every token passes, layers, and all heads' width."""
+    """A model's numbers in the matrices that every token passes, its layers, and all heads' width."""
 
     weights: float
     layers: int
@@ -67,11 +67,11 @@ class Settling:
 
     @property
     def prompts(self) -> int:
-        """How many in all."""
+        """Return how many there are in all."""
         return self.samples * len(self.lengths)
 
     def operations(self, sweep: float) -> float:
-        """Of all prefills, a sweep's at its price, and of what is decoded."""
+        """Return the operations of all prefills, a sweep's at its price, and of what is decoded."""
         prefills = (sweep + self.runs) * self.samples * sum(map(self.shape.prefill, self.lengths))
         return prefills + 2 * self.shape.weights * self.prompts * self.rows * self.answer
 

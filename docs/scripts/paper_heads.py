@@ -62,7 +62,7 @@ def _of_policy(policy: str, output: Path) -> Told:
 
 
 def _later(step: str, output: Path) -> Told:
-    """Of the later version, whose both stages are pooled, so that the norms alone differ."""
+    """Tell of the later version, whose both stages are pooled, so that the norms alone differ."""
     found = comparisons(output, step, "attention")
     cells = [f"b = {one['treatment']['budget']}: {heads(one)}, isolated {ratio(one, 'isolated')}" for one in found]
     return Told(f"{listed(cells)}; n = {found[0]['samples']}", joined(map(most, found)))
@@ -141,7 +141,7 @@ def _small_budgets(output: Path) -> Told:
 
 
 def _first_layer(output: Path) -> Told:
-    """What two-stage's kept sets in the first layer do to the last layer's drift."""
+    """Tell what two-stage's kept sets in the first layer do to the last layer's drift."""
     found = document(output, "first-layer", "patching.json")
     everywhere, without = found["named"][:2]
     drifts = [_mixture(output, one["mixture"]) for one in (everywhere, without)]

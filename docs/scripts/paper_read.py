@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Told:
-    """What was found: in words with interval and n, and what that is for the claim, or for an open question."""
+    """A finding: in words with interval and n, and what that is for the claim, or for an open question."""
 
     text: str
     verdict: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def analysis(output: Path, step: str, name: str) -> Document:
-    """What a step's summary holds of an analysis."""
+    """Return what a step's summary holds of an analysis."""
     found: Document = document(output, step, "summary.json")["analyses"][name]
     return found
 
@@ -69,7 +69,7 @@ def document(output: Path, step: str, file: str) -> Document:
 
 
 def trace(output: Path, path: str) -> Measurements:
-    """What a step's trace measured at the first decoding token, of complete samples."""
+    """Return what a step's trace measured at the first decoding token, of complete samples."""
     return Measurements(read_trace(output / path), "paper")
 
 
@@ -130,12 +130,12 @@ def value(one: Document, name: str, digits: int = 2) -> str:
 
 
 def estimate(one: Document, digits: int = 2) -> str:
-    """The same of a document that is one number: `value` and `interval`."""
+    """Return a document's `value` with its `interval` as text."""
     return number(one["value"], one["interval"], digits)
 
 
 def samples(output: Path, step: str) -> int:
-    """How many samples a step's trace holds."""
+    """Return how many samples a step's trace holds."""
     found = document(output, step, "summary.json")
     return int(found["run"]["samples"]) - len(found["failed"])
 

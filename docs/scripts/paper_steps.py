@@ -30,7 +30,7 @@ class Step:
     commands: tuple[str, ...]
 
     def calls(self, longbench: Path, output: Path) -> list[list[str]]:
-        """What perturbkv is called with, where results go among it."""
+        """Return what perturbkv is called with, where results go among it."""
         folder = output / self.name
         places = {"longbench": longbench, "folder": folder, "output": output, "chats": CHATS}
         filled = [[word.format(**places) for word in command.split()] for command in self.commands]

@@ -83,7 +83,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Paired:
-    """What the same prompts say of two numbers.
+    """The difference of two numbers of the same prompts.
 
     Attributes:
         value: mean difference.
@@ -120,7 +120,7 @@ def sign_test(better: int, worse: int) -> float:
 
 
 def by_counts(better: int, worse: int) -> str:
-    """Whether more are better than worse, by the sign test."""
+    """Return whether more are better than worse, by the sign test."""
     if sign_test(better, worse) > LEVEL:
         return UNDECIDED
     return SUPPORTS if better > worse else UNLIKE
@@ -156,12 +156,12 @@ def ratio_of_sums(above: Floats, below: Floats) -> tuple[float, Ends]:
 
 
 def at_floor(full: float, *sides: float) -> bool:
-    """Whether a case says nothing: nothing to lose, or nothing left on either side."""
+    """Return whether a case says nothing: nothing to lose, or nothing left on either side."""
     return full < LEAST_FULL or max(sides) < LEAST_KEPT * full
 
 
 def verdict(interval: Ends, at: float, wanted: int) -> str:
-    """Whether an interval lies on the wanted side of a number: 1 above it, −1 below it."""
+    """Return whether an interval lies on the wanted side of a number: 1 above it, −1 below it."""
     if interval is None or interval["kind"] == "range":
         return UNDECIDED
     side = int(interval["low"] > at) - int(interval["high"] < at)
@@ -169,7 +169,7 @@ def verdict(interval: Ends, at: float, wanted: int) -> str:
 
 
 def answer(interval: Ends, at: float = 1) -> str:
-    """Whether an interval leaves out a number."""
+    """Return whether an interval leaves out a number."""
     return UNDECIDED if verdict(interval, at, 1) == UNDECIDED else ANSWERED
 
 
@@ -199,7 +199,7 @@ def beyond_chance(decided: int, players: int) -> str:
 
 
 def chance(players: int) -> int:
-    """How many of so many intervals leave out 0 by chance, in 95 of 100 cases, if one in twelve does."""
+    """Return how many of so many intervals leave out 0 by chance, in 95 of 100 cases, if one in twelve does."""
     return int(stats.binom.ppf(1 - LEVEL, players, 1 - intervals.COVERED))
 
 

@@ -104,7 +104,7 @@ class Run:
 
     @property
     def prompts(self) -> int:
-        """How many prompts it measures."""
+        """Return how many prompts it measures."""
         return (CONFIRMING if self.confirm else SAMPLES)[self.model]
 
     @property

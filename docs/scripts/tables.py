@@ -113,7 +113,7 @@ def _agreement(found: dict[str, Any]) -> Made:
 
 
 def _picks(picked: dict[str, dict[str, Any]]) -> list[str]:
-    """How often each bound tells which of two perturbs less, and θ̂ less 1 − S; dashes under five samples."""
+    """Return how often each bound tells which of two perturbs less, and θ̂ less 1 − S; dashes under five samples."""
     told = {bound: one for bound, one in picked.items() if one["samples"] >= MIN_SAMPLES}
     cells = [percent(told[bound]["share"], told[bound]["interval"]) if bound in told else "–" for bound in BOUNDS]
     return [*cells, points(told["θ̂"]["gain"], told["θ̂"]["gain_interval"]) if "θ̂" in told else "–"]
@@ -277,7 +277,7 @@ TABLES = {
 
 
 def analyses(summary: Path) -> dict[str, dict[str, Any]]:
-    """What a summary.json holds: analysis -> its numbers."""
+    """Return what a summary.json holds: analysis -> its numbers."""
     found: dict[str, dict[str, Any]] = json.loads(summary.read_text())["analyses"]
     return found
 
