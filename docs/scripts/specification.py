@@ -4,9 +4,8 @@
 other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that
 was cut goes on where it was. `--only WORD` takes the runs whose name holds a word. `python
 docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
-and of each level of them; `next` tells the sums of preset paper by the token that comes next. With `--confirm` all
-three are about the confirming runs, on prompts that nothing else has used; `sentences` judges by them what was read off
-the other runs; `bounds` tells how near the bounds are to the change, in one setting of each run.
+and of each level of them. With `--confirm` both are about the confirming runs, on prompts that nothing else has used;
+`specification_claims.py` tells what these say.
 The rules stand in docs/rules.md, which was written first.
 """
 
@@ -16,18 +15,15 @@ import argparse
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import percent, points
 
 import perturbkv as pk
-from perturbkv.analyses.bounds.rank_agreement import Concordance
-from perturbkv.analyses.json_values import json_value
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
 from perturbkv.figures import style
@@ -70,16 +66,10 @@ UNCOUNTED = {
     ("stages beyond un-pooling", "released-v2"): "un-pooling the other way round",
 }
 """(first words of a comparison, preset) that is not counted -> why."""
-ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
-"""A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
 COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
-SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
-POOLED = ("paper-v2", "released-v2")
-BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
-"""Both kinds; of a confirmed sentence's settings, at least so many are on its side, and at most so few against it."""
 PANELS = {
     "propagated": ("heads by sample", "sum", "stages", "value norms", "un-pooling", "last layer, sum"),
     "isolated": ("heads by sample", "sum", "stages", "value norms", "un-pooling"),
@@ -165,59 +155,6 @@ def _comparisons() -> dict[str, Comparison]:
 
 
 COMPARISONS = _comparisons()
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """A sentence of docs/rules.md that the confirming runs judge.
-
-    Attributes:
-        text: the sentence.
-        comparison: first words of the comparison that it speaks of.
-        kinds: isolated, propagated or both, judged apart; empty for the last layer's.
-        wanted: the verdict that agrees with it, `holds` or `turned`.
-        levels: setting's name -> the levels that it names; of others all.
-    """
-
-    text: str
-    comparison: str
-    kinds: tuple[str, ...]
-    wanted: str
-    levels: Mapping[str, tuple[str, ...]]
-
-    def judged(self, found: Sequence[dict[str, str]]) -> str:
-        """Return a line with a cell for isolated and one for propagated."""
-        cells = {kind: self._cell(found, f"{self.comparison}, {kind}") for kind in self.kinds or ("propagated",)}
-        return f"| {self.text} | {cells.get('isolated', '')} | {cells['propagated']} |"
-
-    def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
-        """Return how many settings are on its side, agree, and are against it, and the verdict."""
-        title = title if self.kinds else self.comparison
-        rows = [row for row in _of(found, title) if all(row[name] in said for name, said in self.levels.items())]
-        count, claimed, holds, turned, _ = _counts(rows, COMPARISONS[title])
-        if self.wanted == "turned":
-            claimed, holds, turned = count - claimed, turned, holds
-        return judged(count, claimed, holds, turned)
-
-
-SENTENCES = (
-    Sentence("1: `paper`, most heads change less", "heads by sample", BOTH, "holds", {"preset": ("paper",)}),
-    Sentence("2: `paper`, the stages alone lower the sum", "stages", BOTH, "holds", {"preset": ("paper",)}),
-    Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "turned",
-             {"model": (SMALL,), "preset": POOLED}),
-    Sentence("4: value norms lower Qwen's sums", "value norms", BOTH, "holds", {"model": QWEN}),
-    Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "turned",
-             {"model": (SMALL,), "preset": ("paper",)}),
-    Sentence("6: the last layer's drift is lower", "last layer, sum", (), "holds", {}),
-)  # fmt: skip
-
-
-def judged(count: int, claimed: int, holds: int, turned: int) -> str:
-    """Return the counts, 'on its side / holds / turned of settings', and the verdict that docs/rules.md gives them."""
-    refuted = turned > FEW * count or count - claimed > count / 2
-    confirmed = claimed >= MANY * count and holds >= count / 2
-    verdict = "refuted" if refuted else "confirmed" if confirmed else "open"
-    return f"{claimed} / {holds} / {turned} of {count}: {verdict}"
 
 
 def say(text: str) -> None:
@@ -323,120 +260,6 @@ def shares(verdicts: np.ndarray) -> np.ndarray:
     return np.asarray((verdicts + 1) / 2)
 
 
-def specific(trace: Trace) -> np.ndarray:
-    """Return (prompt,) whether the token after each prompt is one that this prompt brought.
-
-    It stands in its own prompt, and in at most `ELSEWHERE` of the others.
-    """
-    arrays = trace.arrays
-    starts, counts = arrays["prompt_offset"].astype(int), arrays["prompt_count"].astype(int)
-    seen = [
-        set(arrays["prompt_token"][start : start + count].tolist()) for start, count in zip(starts, counts, strict=True)
-    ]
-    following = arrays["token_id"].reshape(len(seen), -1)[:, 0].tolist()
-    return np.array([
-        token in seen[at] and np.mean([token in other for place, other in enumerate(seen) if place != at]) <= ELSEWHERE
-        for at, token in enumerate(following)
-    ])  # fmt: skip
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """Two-stage's propagated sum over attention's in one setting of the preset paper, by the kind of the next token.
-
-    Attributes:
-        run: of the setting.
-        window, granularity: of the setting.
-        prompts: whose next token is common, is specific.
-        ratios: their geometric means.
-        p: of a permutation of which prompts are followed by a specific token.
-    """
-
-    run: Run
-    window: int
-    granularity: str
-    prompts: tuple[int, int]
-    ratios: tuple[float, float]
-    p: float
-
-    def line(self) -> str:
-        """Return the line of its table."""
-        template = "with" if self.run.template else "without"
-        common, own = self.ratios
-        cells = self.run.model, template, self.window, self.granularity, *self.prompts
-        return f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {self.p:.4f} |"
-
-
-def by_next_token(run: Run) -> Iterator[NextToken]:
-    """Yield what each setting of the preset paper says, or say that a run has too few prompts of one kind."""
-    trace = pk.read_trace(RUNS / f"{run.name}.h5")
-    kinds = specific(trace)
-    if min(kinds.sum(), (~kinds).sum()) < LEAST:
-        say(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific")
-        return
-    for pair in pk.compare_heads(trace, "attention", "two-stage"):
-        config = pair.treatment
-        if config not in by_preset()["paper"]:
-            continue
-        sums = [
-            trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
-            for one in (pair.baseline, config)
-        ]
-        logs = np.log(sums[1] / sums[0])
-        common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
-        prompts = int((~kinds).sum()), int(kinds.sum())
-        yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
-
-
-def bounds(run: Run) -> tuple[str, dict[str, list[Concordance]]]:
-    """Return a run's line of the table of bounds, and of each bound what it gains on 1 − S in every setting.
-
-    The line is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
-    σ > ½; and of two-stage and the same with ν = 1, in how many of the heads the lower bound has the lower L, and what
-    θ and θ̂ gain on 1 − S, in points.
-    """
-    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"))
-    chosen = {config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"}
-    (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
-    (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
-    told = {one.bound: one for one in shown.pairs if one.same_stage1}
-    gains = (points(told[name].gain, json_value(told[name].gain_interval)) for name in ("θ", "θ̂"))
-    times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
-    template = "with" if run.template else "without"
-    checked = f"{found.violations} of {found.inequalities_checked['L ≤ θ']:,}"
-    cells = run.model, template, run.prompts, checked, *times, *(percent(told[name].share) for name in ("θ", "1 − S"))
-    every = {
-        name: [one for each in found.agreements for one in each.pairs if one.same_stage1 and one.bound == name]
-        for name in ("θ", "θ̂")
-    }
-    return f"| {' | '.join(map(str, (*cells, *gains)))} |", every
-
-
-def gains_counted(name: str, found: Sequence[Concordance]) -> str:
-    """Return in how many settings a bound gains on 1 − S, decidedly, and loses decidedly."""
-    lows, highs = ([getattr(one.gain_interval, end) for one in found] for end in ("low", "high"))
-    gains, losses = sum(low > 0 for low in lows), sum(high < 0 for high in highs)
-    return f"{name}: {sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"
-
-
-def seventh(found: Sequence[NextToken]) -> str:
-    """Return the line of the seventh sentence of docs/rules.md, that the gain is lost at specific tokens."""
-    larger = [one.ratios[1] > one.ratios[0] for one in found]
-    decided = [one.p < FEW for one in found]
-    holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
-                      for wanted in (True, False))  # fmt: skip
-    return f"| 7: less gain at specific tokens |  | {judged(len(found), sum(larger), holds, against)} |"
-
-
-def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
-    """Return the two-sided p of the difference of two kinds' means, over random permutations of the kinds."""
-    source = np.random.default_rng(SEED)
-    drawn = source.permuted(np.tile(kinds, (PERMUTATIONS, 1)), axis=1)
-    means = [values @ chosen.T / chosen.sum(axis=1) for chosen in (drawn, ~drawn)]
-    seen = abs(values[kinds].mean() - values[~kinds].mean())
-    return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
-
-
 def read(confirm: bool = False) -> list[dict[str, str]]:
     """Return the rows of every run that was measured, in the order of `runs`."""
     found: list[dict[str, str]] = []
@@ -466,7 +289,7 @@ def _cell(value: Any) -> str:
 def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield a line per comparison: settings, those on the claimed side, and where it holds, turns, is undecided."""
     for title, comparison in COMPARISONS.items():
-        yield f"| {title} | {comparison.text} | {' | '.join(map(str, _counts(_of(found, title), comparison)))} |"
+        yield f"| {title} | {comparison.text} | {' | '.join(map(str, counts(counted(found, title), comparison)))} |"
 
 
 def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Iterator[str]:
@@ -475,8 +298,8 @@ def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Itera
         for level in dict.fromkeys(row[name] for row in found):
             cells = []
             for title in _titles(kind):
-                rows = [row for row in _of(found, title) if row[name] == level]
-                count, _, holds, turned, _ = _counts(rows, COMPARISONS[title])
+                rows = [row for row in counted(found, title) if row[name] == level]
+                count, _, holds, turned, _ = counts(rows, COMPARISONS[title])
                 cells.append(f"{holds} / {turned} of {count}" if count else "–")
             yield f"| {_level(name, level)} | {' | '.join(cells)} |"
 
@@ -486,14 +309,14 @@ def _titles(kind: str) -> list[str]:
     return [words if words.startswith("last") else f"{words}, {kind}" for words in PANELS[kind]]
 
 
-def _counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
+def counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
     """Return how many settings there are, lie on the claimed side, hold, are turned and are undecided."""
     claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
     verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
     return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "turned", "undecided"))
 
 
-def _of(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
+def counted(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:
     """Return the rows of one comparison that are counted."""
     words = title.split(",")[0]
     return [row for row in found if row["comparison"] == title and (words, row["preset"]) not in UNCOUNTED]
@@ -504,7 +327,7 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
 
     Hollow points in the first panel are the shares of heads by their means, which have no interval.
     """
-    sums = _of(found, f"sum, {kind}")
+    sums = counted(found, f"sum, {kind}")
     key = {_setting(row): float(row["value"]) for row in sums}
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
     levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
@@ -513,12 +336,12 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
         figure = style.figure(174, 27 * len(titles) + 48)
         axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2])
         for axis, title in zip(axes, titles, strict=False):
-            _panel(axis, _of(found, title), COMPARISONS[title], order)
+            _panel(axis, counted(found, title), COMPARISONS[title], order)
             comparison = COMPARISONS[title]
             better = "above" if comparison.sign > 0 else "below"
             words = title.removesuffix(f", {kind}")
             axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
-        for row in _of(found, f"heads by means, {kind}"):
+        for row in counted(found, f"heads by means, {kind}"):
             axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
                          markeredgewidth=0.4)  # fmt: skip
         for place, (name, level) in enumerate(levels):
@@ -564,7 +387,7 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
 def main() -> None:
     """Measure the runs that are missing, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw", "next", "sentences", "bounds"))
+    parser.add_argument("work", choices=("measure", "draw"))
     parser.add_argument("longbench", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
     parser.add_argument("--confirm", action="store_true", help="the confirming runs")
@@ -574,24 +397,6 @@ def main() -> None:
         for kind in PANELS:
             draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
         say("\n".join((*tally(found), "", *by_level(found))))
-        return
-    if asked.work == "bounds":
-        every: dict[str, list[Concordance]] = {}
-        for run in runs(asked.confirm):
-            if run.rows.exists() and asked.only in run.name:
-                line, gained = bounds(run)
-                say(line)
-                every = {name: every.get(name, []) + gained[name] for name in gained}
-        say("\n".join(gains_counted(name, found) for name, found in every.items()))
-        return
-    if asked.work in ("next", "sentences"):
-        confirm = asked.confirm or asked.work == "sentences"
-        measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
-        tokens = [one for run in measured for one in by_next_token(run)]
-        if asked.work == "next":
-            say("\n".join(one.line() for one in tokens))
-        else:
-            say("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))))
         return
     for run in runs(asked.confirm):
         if not run.rows.exists() and asked.only in run.name:

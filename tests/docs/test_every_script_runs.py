@@ -23,6 +23,7 @@ BY_OTHERS = {
     "report_pictures.py",
     "second_figure.py",
     "specification.py",
+    "specification_claims.py",
     "second_model.py",
     "second_prompts.py",
     "template_window.py",

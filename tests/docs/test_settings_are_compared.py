@@ -23,6 +23,11 @@ def spec() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def claims() -> dict[str, Any]:
+    return functions("specification_claims")
+
+
+@pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory, spec: dict[str, Any]) -> pk.Trace:
     model = pk.load_model(model_folder(tmp_path_factory.mktemp("models") / "tiny", positions=512), device="cpu")
     prompts = pk.load_prompts("needle", model, samples=5, lengths=(300,), chat_template=False)
@@ -138,7 +143,7 @@ def test_un_pooling_is_the_same_number_under_both_presets_of_the_paper(spec: dic
     assert told["paper"] == pytest.approx(told["paper-v2"], rel=1e-4)
 
 
-def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(spec: dict[str, Any]) -> None:
+def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(claims: dict[str, Any]) -> None:
     prompts = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 5, 7], [1, 8, 9]]
     following = [2, 4, 5, 11, 1]  # in one of four others; in none; in one of four; nowhere; everywhere
     arrays = {
@@ -147,29 +152,29 @@ def test_a_specific_token_stands_in_its_own_prompt_and_in_few_others(spec: dict[
         "prompt_token": np.concatenate(prompts),
         "token_id": np.array(following)[:, None],
     }
-    assert spec["specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
+    assert claims["specific"](SimpleNamespace(arrays=arrays)).tolist() == [True, True, True, False, False]
 
 
-def test_kinds_of_prompts_are_told_apart_by_permuting_them(spec: dict[str, Any]) -> None:
+def test_kinds_of_prompts_are_told_apart_by_permuting_them(claims: dict[str, Any]) -> None:
     kinds = np.array([True] * 4 + [False] * 4)
     apart, alike = np.arange(8.0), np.array([1.0, 4, 6, 7, 2, 3, 5, 8])
     for values in (apart, alike):
         chosen = list(itertools.combinations(range(8), 4))
         means = [values[list(own)].mean() - np.delete(values, own).mean() for own in chosen]
         exact = np.mean(np.abs(means) >= abs(values[kinds].mean() - values[~kinds].mean()) - 1e-9)
-        assert spec["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
+        assert claims["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
 
 
 def test_sums_by_the_next_token_are_by_hand(
-    spec: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    own = spec["by_next_token"].__globals__
+    own = claims["by_next_token"].__globals__
     run = spec["Run"]("tiny", False, "needle")
     monkeypatch.setitem(own, "RUNS", tmp_path)
     monkeypatch.setitem(own, "LEAST", 2)
     monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
     trace.save(tmp_path / f"{run.name}.h5")
-    found = list(spec["by_next_token"](run))
+    found = list(claims["by_next_token"](run))
     lines = [one.line().strip("| ").split(" | ") for one in found]
     assert len(lines) == 4
     lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
@@ -184,7 +189,7 @@ def test_sums_by_the_next_token_are_by_hand(
         assert float(high) == pytest.approx(np.prod(ratios[:2]) ** (1 / 2), abs=0.006)
 
 
-def test_confirming_runs_judge_by_the_rules_shares(spec: dict[str, Any]) -> None:
+def test_confirming_runs_judge_by_the_rules_shares(claims: dict[str, Any]) -> None:
     """On its side in 80 %, holding in half, against in at most 5 %; refuted if more are against or most not for it."""
     verdict = {
         (20, 16, 10, 1): "confirmed",
@@ -195,11 +200,11 @@ def test_confirming_runs_judge_by_the_rules_shares(spec: dict[str, Any]) -> None
         (20, 10, 10, 1): "open",
     }
     for counts, said in verdict.items():
-        assert spec["judged"](*counts).endswith(f" of {counts[0]}: {said}")
+        assert claims["judged"](*counts).endswith(f" of {counts[0]}: {said}")
 
 
-def test_a_sentence_that_wants_the_opposite_counts_turned_settings(spec: dict[str, Any]) -> None:
-    row = {"model": spec["SMALL"], "preset": "paper", "comparison": "value norms, propagated"}
+def test_a_sentence_that_wants_the_opposite_counts_turned_settings(claims: dict[str, Any]) -> None:
+    row = {"model": claims["SMALL"], "preset": "paper", "comparison": "value norms, propagated"}
     found = [
         row | {"value": "1.1", "low": "1.05", "high": "1.2"},
         row | {"value": "1.2", "low": "0.9", "high": "1.5"},
@@ -207,29 +212,31 @@ def test_a_sentence_that_wants_the_opposite_counts_turned_settings(spec: dict[st
         row | {"value": "0.5", "low": "0.4", "high": "0.6", "preset": "paper-v2"},
         row | {"value": "0.5", "low": "0.4", "high": "0.6", "model": "another"},
     ]
-    (fifth,) = (one for one in spec["SENTENCES"] if one.text.startswith("5"))
+    (fifth,) = (one for one in claims["SENTENCES"] if one.text.startswith("5"))
     assert fifth.judged(found).endswith("|  | 2 / 1 / 1 of 3: refuted |")
-    (fourth,) = (one for one in spec["SENTENCES"] if one.text.startswith("4"))
-    of_qwen = [one | {"model": spec["QWEN"][0], "comparison": f"value norms, {kind}"}
-               for one in found[:3] for kind in spec["BOTH"]]  # fmt: skip
+    (fourth,) = (one for one in claims["SENTENCES"] if one.text.startswith("4"))
+    of_qwen = [one | {"model": claims["QWEN"][0], "comparison": f"value norms, {kind}"}
+               for one in found[:3] for kind in claims["BOTH"]]  # fmt: skip
     assert fourth.judged(of_qwen).count("1 / 1 / 1 of 3: refuted") == 2
 
 
-def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(spec: dict[str, Any]) -> None:
+def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(
+    spec: dict[str, Any], claims: dict[str, Any]
+) -> None:
     run = spec["Run"]("tiny", False, "multi_news")
     of = [((0.6, 1.2), 0.01), ((0.6, 0.9), 0.2), ((0.9, 0.6), 0.01), ((0.9, 0.6), 0.2)]
-    found = [spec["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
-    assert "2 / 1 / 1 of 4" in spec["seventh"](found)
+    found = [claims["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
+    assert "2 / 1 / 1 of 4" in claims["seventh"](found)
 
 
 def test_the_table_of_bounds_is_by_hand(
-    spec: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = spec["Run"]("tiny", False, "needle")
-    monkeypatch.setitem(spec["bounds"].__globals__, "RUNS", tmp_path)
+    monkeypatch.setitem(claims["bounds"].__globals__, "RUNS", tmp_path)
     trace.save(tmp_path / f"{run.name}.h5")
     monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
-    line, every = spec["bounds"](run)
+    line, every = claims["bounds"](run)
     cells = line.strip("| ").split(" | ")
     assert [len(found) for found in every.values()] == [10, 10]
     sides = [
@@ -261,7 +268,7 @@ def test_the_table_of_bounds_is_by_hand(
     assert [cells[6], cells[7]] == [f"{100 * share:.0f} %" for share in shares]
 
 
-def test_gains_on_lost_attention_are_counted_by_side(spec: dict[str, Any]) -> None:
+def test_gains_on_lost_attention_are_counted_by_side(claims: dict[str, Any]) -> None:
     ends = [(0.03, 0.01, 0.05), (0.02, -0.01, 0.05), (-0.02, -0.04, -0.01), (-0.01, -0.03, 0.01)]
     found = [SimpleNamespace(gain=gain, gain_interval=SimpleNamespace(low=low, high=high)) for gain, low, high in ends]
-    assert spec["gains_counted"]("θ", found) == "θ: 2 / 1 / 1 of 4"
+    assert claims["gains_counted"]("θ", found) == "θ: 2 / 1 / 1 of 4"

@@ -1,0 +1,223 @@
+"""Claims of docs/results.md, read from the rows and traces that `specification.py` left.
+
+`python docs/scripts/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds`
+how near the bounds are to the change; with `--confirm` both are about the confirming runs. `sentences` judges by the
+confirming runs what was read off the others. The rules stand in docs/rules.md, which was written first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read, runs, say
+from tables import percent, points
+
+import perturbkv as pk
+from perturbkv.analyses.bounds.rank_agreement import Concordance
+from perturbkv.analyses.json_values import json_value
+from perturbkv.trace import Trace
+
+ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
+"""A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
+SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
+POOLED = ("paper-v2", "released-v2")
+BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
+"""Both kinds; of a confirmed sentence's settings, at least so many are on its side, and at most so few against it."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of docs/rules.md that the confirming runs judge.
+
+    Attributes:
+        text: the sentence.
+        comparison: first words of the comparison that it speaks of.
+        kinds: isolated, propagated or both, judged apart; empty for the last layer's.
+        wanted: the verdict that agrees with it, `holds` or `turned`.
+        levels: setting's name -> the levels that it names; of others all.
+    """
+
+    text: str
+    comparison: str
+    kinds: tuple[str, ...]
+    wanted: str
+    levels: Mapping[str, tuple[str, ...]]
+
+    def judged(self, found: Sequence[dict[str, str]]) -> str:
+        """Return a line with a cell for isolated and one for propagated."""
+        cells = {kind: self._cell(found, f"{self.comparison}, {kind}") for kind in self.kinds or ("propagated",)}
+        return f"| {self.text} | {cells.get('isolated', '')} | {cells['propagated']} |"
+
+    def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
+        """Return how many settings are on its side, agree, and are against it, and the verdict."""
+        title = title if self.kinds else self.comparison
+        rows = [row for row in counted(found, title) if all(row[name] in said for name, said in self.levels.items())]
+        count, claimed, holds, turned, _ = counts(rows, COMPARISONS[title])
+        if self.wanted == "turned":
+            claimed, holds, turned = count - claimed, turned, holds
+        return judged(count, claimed, holds, turned)
+
+
+SENTENCES = (
+    Sentence("1: `paper`, most heads change less", "heads by sample", BOTH, "holds", {"preset": ("paper",)}),
+    Sentence("2: `paper`, the stages alone lower the sum", "stages", BOTH, "holds", {"preset": ("paper",)}),
+    Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "turned",
+             {"model": (SMALL,), "preset": POOLED}),
+    Sentence("4: value norms lower Qwen's sums", "value norms", BOTH, "holds", {"model": QWEN}),
+    Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "turned",
+             {"model": (SMALL,), "preset": ("paper",)}),
+    Sentence("6: the last layer's drift is lower", "last layer, sum", (), "holds", {}),
+)  # fmt: skip
+
+
+def judged(count: int, claimed: int, holds: int, turned: int) -> str:
+    """Return the counts, 'on its side / holds / turned of settings', and the verdict that docs/rules.md gives them."""
+    refuted = turned > FEW * count or count - claimed > count / 2
+    confirmed = claimed >= MANY * count and holds >= count / 2
+    verdict = "refuted" if refuted else "confirmed" if confirmed else "open"
+    return f"{claimed} / {holds} / {turned} of {count}: {verdict}"
+
+
+def specific(trace: Trace) -> np.ndarray:
+    """Return (prompt,) whether the token after each prompt is one that this prompt brought.
+
+    It stands in its own prompt, and in at most `ELSEWHERE` of the others.
+    """
+    arrays = trace.arrays
+    starts, counts = arrays["prompt_offset"].astype(int), arrays["prompt_count"].astype(int)
+    seen = [
+        set(arrays["prompt_token"][start : start + count].tolist()) for start, count in zip(starts, counts, strict=True)
+    ]
+    following = arrays["token_id"].reshape(len(seen), -1)[:, 0].tolist()
+    return np.array([
+        token in seen[at] and np.mean([token in other for place, other in enumerate(seen) if place != at]) <= ELSEWHERE
+        for at, token in enumerate(following)
+    ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Two-stage's propagated sum over attention's in one setting of the preset paper, by the kind of the next token.
+
+    Attributes:
+        run: of the setting.
+        window, granularity: of the setting.
+        prompts: whose next token is common, is specific.
+        ratios: their geometric means.
+        p: of a permutation of which prompts are followed by a specific token.
+    """
+
+    run: Run
+    window: int
+    granularity: str
+    prompts: tuple[int, int]
+    ratios: tuple[float, float]
+    p: float
+
+    def line(self) -> str:
+        """Return the line of its table."""
+        template = "with" if self.run.template else "without"
+        common, own = self.ratios
+        cells = self.run.model, template, self.window, self.granularity, *self.prompts
+        return f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {self.p:.4f} |"
+
+
+def by_next_token(run: Run) -> Iterator[NextToken]:
+    """Yield what each setting of the preset paper says, or say that a run has too few prompts of one kind."""
+    trace = pk.read_trace(RUNS / f"{run.name}.h5")
+    kinds = specific(trace)
+    if min(kinds.sum(), (~kinds).sum()) < LEAST:
+        say(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific")
+        return
+    for pair in pk.compare_heads(trace, "attention", "two-stage"):
+        config = pair.treatment
+        if config not in by_preset()["paper"]:
+            continue
+        sums = [
+            trace.arrays["perturbation_propagated"][:, trace.run.configs.index(one), 0].sum(axis=(1, 2), dtype=float)
+            for one in (pair.baseline, config)
+        ]
+        logs = np.log(sums[1] / sums[0])
+        common, own = (float(np.exp(logs[kinds == kind].mean())) for kind in (False, True))
+        prompts = int((~kinds).sum()), int(kinds.sum())
+        yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
+
+
+def bounds(run: Run) -> tuple[str, dict[str, list[Concordance]]]:
+    """Return a run's line of the table of bounds, and of each bound what it gains on 1 − S in every setting.
+
+    The line is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
+    σ > ½; and of two-stage and the same with ν = 1, in how many of the heads the lower bound has the lower L, and what
+    θ and θ̂ gain on 1 − S, in points.
+    """
+    found = pk.bound_tightness(pk.read_trace(RUNS / f"{run.name}.h5"))
+    chosen = {config for config in by_preset()["paper"] if config.window == 32 and config.granularity.name == "query"}
+    (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
+    (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
+    told = {one.bound: one for one in shown.pairs if one.same_stage1}
+    gains = (points(told[name].gain, json_value(told[name].gain_interval)) for name in ("θ", "θ̂"))
+    times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
+    template = "with" if run.template else "without"
+    checked = f"{found.violations} of {found.inequalities_checked['L ≤ θ']:,}"
+    cells = run.model, template, run.prompts, checked, *times, *(percent(told[name].share) for name in ("θ", "1 − S"))
+    every = {
+        name: [one for each in found.agreements for one in each.pairs if one.same_stage1 and one.bound == name]
+        for name in ("θ", "θ̂")
+    }
+    return f"| {' | '.join(map(str, (*cells, *gains)))} |", every
+
+
+def gains_counted(name: str, found: Sequence[Concordance]) -> str:
+    """Return in how many settings a bound gains on 1 − S, decidedly, and loses decidedly."""
+    lows, highs = ([getattr(one.gain_interval, end) for one in found] for end in ("low", "high"))
+    gains, losses = sum(low > 0 for low in lows), sum(high < 0 for high in highs)
+    return f"{name}: {sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"
+
+
+def seventh(found: Sequence[NextToken]) -> str:
+    """Return the line of the seventh sentence of docs/rules.md, that the gain is lost at specific tokens."""
+    larger = [one.ratios[1] > one.ratios[0] for one in found]
+    decided = [one.p < FEW for one in found]
+    holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
+                      for wanted in (True, False))  # fmt: skip
+    return f"| 7: less gain at specific tokens |  | {judged(len(found), sum(larger), holds, against)} |"
+
+
+def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
+    """Return the two-sided p of the difference of two kinds' means, over random permutations of the kinds."""
+    source = np.random.default_rng(SEED)
+    drawn = source.permuted(np.tile(kinds, (PERMUTATIONS, 1)), axis=1)
+    means = [values @ chosen.T / chosen.sum(axis=1) for chosen in (drawn, ~drawn)]
+    seen = abs(values[kinds].mean() - values[~kinds].mean())
+    return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
+
+
+def main() -> None:
+    """Tell what finished runs say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("claim", choices=("next", "sentences", "bounds"))
+    parser.add_argument("--only", default="", help="a word in the names of the runs")
+    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
+    asked = parser.parse_args()
+    confirm = asked.confirm or asked.claim == "sentences"
+    measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
+    if asked.claim == "bounds":
+        every: dict[str, list[Concordance]] = {}
+        for run in measured:
+            line, gained = bounds(run)
+            say(line)
+            every = {name: every.get(name, []) + gained[name] for name in gained}
+        say("\n".join(gains_counted(name, found) for name, found in every.items()))
+        return
+    tokens = [one for run in measured for one in by_next_token(run)]
+    if asked.claim == "next":
+        say("\n".join(one.line() for one in tokens))
+        return
+    say("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))))
+
+
+if __name__ == "__main__":
+    main()
