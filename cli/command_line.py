@@ -175,11 +175,11 @@ class CompactHelp:
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         """Write usage, description, options and subcommands to the formatter."""
         with console.out.capture() as written:
-            _print_text(f"Usage: {_usage(self, ctx)}")
+            _print_text(f"Usage: {usage(self, ctx)}")
             for text in (self.help or "").split("\n\n"):
                 _print_text(" ".join(text.split()))
                 console.out.print()
-            sections = {**_option_sections(self, ctx), **_command_sections(self)}
+            sections = {**option_sections(self, ctx), **_command_sections(self)}
             column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
             for title, rows in sections.items():
                 _print_section(title, rows, column)
@@ -195,7 +195,7 @@ def _hides_options(command: Any, ctx: Any) -> bool:
     )
 
 
-def _usage(command: Any, ctx: Any) -> str:
+def usage(command: Any, ctx: Any) -> str:
     """Return a command's usage line: `perturbkv heads [OPTIONS] [TRACE]`."""
     arguments = [
         _parameter_name(parameter) if parameter.required else f"[{_parameter_name(parameter)}]"
@@ -206,7 +206,7 @@ def _usage(command: Any, ctx: Any) -> str:
     return " ".join([ctx.command_path, "[OPTIONS]", *arguments, *subcommands])
 
 
-def _option_sections(command: Any, ctx: Any) -> Sections:
+def option_sections(command: Any, ctx: Any) -> Sections:
     """Return group of options -> (name, description) of its visible options; arguments come first."""
     sections: Sections = {}
     for parameter in sorted(command.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument"):

@@ -103,7 +103,7 @@ def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:
     runs = "four of five runs show it where prompts spread by"
     rows = [("smallest effect", f"a sum {below} or {above} times the other's: {runs} {document['spread']:g}")]
     if document["margin"] is not None:
-        equal = f"equal sums: {runs} at most {document['equivalent_spread']:.2g} (docs/statistics.md)"
+        equal = f"equal sums: {runs} at most {document['equivalent_spread']:.2g} (docs/explanation/statistics.md)"
         rows.append((f"within {100 * document['margin']:.4g} %", equal))
     return rows
 

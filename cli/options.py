@@ -85,7 +85,7 @@ _MOST_MIB = 2**20
 _EVICT, _RUN, _MANY = "Eviction", "Running and output", "Many processes"
 
 _BY_PRESET = "by preset"
-_JSON = "Print JSON (docs/json.md) instead of tables"
+_JSON = "Print JSON (docs/reference/json.md) instead of tables"
 
 JsonOption = Annotated[bool, Option("--json", help=_JSON)]
 MetricOption = Annotated[
@@ -225,7 +225,7 @@ class RunOptions(DataOptions):
     dry_run: Annotated[bool, _run_option("--dry-run", help="Show samples, memory, time; run nothing")] = False
     as_json: Annotated[bool, _run_option("--json", help=_JSON)] = False
     shard: Annotated[
-        str | None, _rare_option(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/cluster.md)")
+        str | None, _rare_option(_MANY, metavar="K/N", help="Measure the share K of N alone (docs/how-to/cluster.md)")
     ] = None
     shard_by: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Parts of a shard: samples or configs")] = BY[0]
     engine: Annotated[str, _rare_option(_MANY, metavar="NAME", help="Processes that measure: here, workers, ray")] = (

@@ -36,7 +36,7 @@ POWER = 0.8
 MOST_SAMPLES = 10_000
 """Of larger numbers of samples that would decide it is only told that they are larger."""
 TYPICAL_SPREAD = 0.3
-"""Spread of a method's propagated sum over SnapKV's, the median of 23 methods (docs/statistics.md)."""
+"""Spread of a method's propagated sum over SnapKV's, the median of 23 methods (docs/explanation/statistics.md)."""
 
 
 def margin_text(margin: float) -> str:

@@ -58,7 +58,7 @@ def models(as_json: JsonOption = False) -> None:
     console.say(f"families: {', '.join(one.name for one in FAMILIES.values())}; safetensors or GGUF")
     for one in (one for one in FAMILIES.values() if one.special):
         console.say(f"{one.name}: {one.special}")
-    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/models.md)")
+    console.say("quantised: GGUF, and weight-only kinds of torchao, bitsandbytes, GPTQ, AWQ (docs/how-to/models.md)")
     console.say("random:<alias> has an alias' shapes and random weights, for tests")
 
 
@@ -106,7 +106,7 @@ def _list_policies(as_json: bool) -> None:
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
-        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/kvpress.md); what it keeps is "
+        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/how-to/kvpress.md); what it keeps is "
         f"measured as it is, without a selection: labels then say '{GIVEN}'"
     )
 
@@ -179,7 +179,7 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
         options = {key: {"default": value, "about": ""} for key, value in defaults.items()}
         console.print_json({"name": name, "summary": summary, "options": options})
         return
-    console.say(f"{name}: {summary}; docs/kvpress.md tells what each press does here")
+    console.say(f"{name}: {summary}; docs/how-to/kvpress.md tells what each press does here")
     console.table("", ["parameter", "default"], list(defaults.items()))
 
 

@@ -1,4 +1,4 @@
-"""Write the sections of docs/json.md that follow from the columns which results declare."""
+"""Write the sections of docs/reference/json.md that follow from the columns which results declare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perturbkv.analyses.stats.intervals import Estimate, Interval
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 
-PAGE = Path(__file__).resolve().parents[1] / "json.md"
+PAGE = Path(__file__).resolve().parents[1] / "reference" / "json.md"
 _PLAIN: Mapping[Any, str] = {
     str: "text",
     int: "integer",

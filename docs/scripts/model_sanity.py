@@ -1,4 +1,4 @@
-"""Whether a model is read rightly, for docs/models.md: `python docs/scripts/model_sanity.py MODEL [MODEL…]`.
+"""Whether a model is read rightly, for docs/how-to/models.md: `python docs/scripts/model_sanity.py MODEL [MODEL…]`.
 
 Of each model: how its weights are stored, its loss on prose that it is likely to know, a number asked for among 1,000
 tokens, the first and last characters of that prompt as the model gets it, and what loading took. One process each, so

@@ -1,4 +1,4 @@
-"""Retrieval as docs/results.md tables it, from `make needle`: `python docs/scripts/needle.py runs/needle`."""
+"""Retrieval as docs/results/one_model.md tables it, from `make needle`: `python docs/scripts/needle.py runs/needle`."""
 
 from __future__ import annotations
 

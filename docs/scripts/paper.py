@@ -1,4 +1,4 @@
-"""docs/paper.md: `python docs/scripts/paper.py LONGBENCH --output runs/paper` runs its commands and writes its rows.
+"""docs/results/paper.md: `python docs/scripts/paper.py LONGBENCH --output runs/paper` runs its commands and writes its rows.
 
 A step that is finished is not run again; a killed one goes on. Rows stand in the page as soon as their step is there.
 """
@@ -18,7 +18,7 @@ import paper_steps
 from paper_read import Row, Told
 from paper_verdicts import OPEN, RULES, WORDS
 
-PAGE = Path(__file__).parents[1] / "paper.md"
+PAGE = Path(__file__).parents[1] / "results" / "paper.md"
 BENCH = Path(__file__).parents[1] / "bench" / "cpu.json"
 SECTIONS = {
     "Bounds and Assumption 1": paper_bounds.ROWS,

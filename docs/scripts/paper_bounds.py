@@ -1,4 +1,4 @@
-"""Rows of docs/paper.md: the theorems, how tight their bounds are, and Assumption 1."""
+"""Rows of docs/results/paper.md: the theorems, how tight their bounds are, and Assumption 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands behind docs/paper.md, a folder each: `make paper` runs them, and goes on where it was killed."""
+"""The commands behind docs/results/paper.md, a folder each: `make paper` runs them, and goes on where it was killed."""
 
 from __future__ import annotations
 

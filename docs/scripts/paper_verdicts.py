@@ -1,4 +1,4 @@
-"""Verdicts of docs/paper.md: their words and their rules, written before the numbers. The page prints both.
+"""Verdicts of docs/results/paper.md: their words and their rules, written before the numbers. The page prints both.
 
 A rule that can give no other verdict is none: each can fall. Nothing here looks at a number of the page.
 """

@@ -1,4 +1,4 @@
-"""The calculation of docs/cluster.md, "A plan past this machine": `python docs/scripts/plan.py docs/bench`.
+"""The calculation of docs/how-to/cluster.md, "A plan past this machine": `python docs/scripts/plan.py docs/bench`.
 
 What a run of 70B parameters takes of a cluster: from the model's shapes, from a GPU's specification, and from what
 `perturbkv doctor bench` measured of one process, seconds per byte of samples that are large as well.

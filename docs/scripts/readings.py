@@ -1,11 +1,11 @@
-"""The numbers that pages add to their tables, as docs/results.md.
+"""The numbers that pages add to their tables, as docs/results/one_model.md.
 
 `python docs/scripts/readings.py TRACE.h5 [LONGBENCH]`, with a trace of `perturbkv heads` or `bound-tightness`:
 retained mass and runs of kept neighbours per configuration, what L and θ are made of, what the treatment does in the
 first layer, and single heads that decide. With LongBench's folder also how widely ν and the window's attention vary,
 for which the trace's model reads its prompts once more.
 
-`python docs/scripts/readings.py TRACE.h5 --token LAYER HEAD POSITION`, for docs/second_model.md: what one token is to
+`python docs/scripts/readings.py TRACE.h5 --token LAYER HEAD POSITION`, for docs/results/second_model.md: what one token is to
 one head.
 """
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/report.md: a report's parts as Chromium shows them, at the width of a page of text.
+"""The pictures of docs/how-to/report.md: a report's parts as Chromium shows them, at the width of a page of text.
 
 `make report-pictures` makes the trace, too: python docs/scripts/report_pictures.py runs/report/trace.h5
 """

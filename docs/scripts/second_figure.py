@@ -1,4 +1,4 @@
-"""The figure of docs/second_model.md: two models' ablation on the same prompts, beside each other."""
+"""The figure of docs/results/second_model.md: two models' ablation on the same prompts, beside each other."""
 
 from __future__ import annotations
 

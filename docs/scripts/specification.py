@@ -1,4 +1,4 @@
-"""The paper's headline comparisons over every setting that can be had here, for docs/results.md.
+"""The paper's headline comparisons over every setting that can be had here, for docs/results/four_models.md.
 
 `python docs/scripts/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the
 other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that
@@ -6,7 +6,7 @@ was cut goes on where it was. `--only WORD` takes the runs whose name holds a wo
 docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
 and of each level of them. With `--confirm` both are about the confirming runs, on prompts that nothing else has used;
 `specification_claims.py` tells what these say.
-The rules stand in docs/rules.md, which was written first.
+The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations

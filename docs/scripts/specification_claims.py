@@ -1,8 +1,8 @@
-"""Claims of docs/results.md, read from the rows and traces that `specification.py` left.
+"""Claims of docs/results/four_models.md, read from the rows and traces that `specification.py` left.
 
 `python docs/scripts/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds`
 how near the bounds are to the change; with `--confirm` both are about the confirming runs. `sentences` judges by the
-confirming runs what was read off the others. The rules stand in docs/rules.md, which was written first.
+confirming runs what was read off the others. The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of docs/rules.md that the confirming runs judge.
+    """A sentence of docs/results/rules.md that the confirming runs judge.
 
     Attributes:
         text: the sentence.
@@ -74,7 +74,7 @@ SENTENCES = (
 
 
 def judged(count: int, claimed: int, holds: int, turned: int) -> str:
-    """Return the counts, 'on its side / holds / turned of settings', and the verdict that docs/rules.md gives them."""
+    """Return the counts, 'on its side / holds / turned of settings', and the verdict that docs/results/rules.md gives them."""
     refuted = turned > FEW * count or count - claimed > count / 2
     confirmed = claimed >= MANY * count and holds >= count / 2
     verdict = "refuted" if refuted else "confirmed" if confirmed else "open"
@@ -178,7 +178,7 @@ def gains_counted(name: str, found: Sequence[Concordance]) -> str:
 
 
 def seventh(found: Sequence[NextToken]) -> str:
-    """Return the line of the seventh sentence of docs/rules.md, that the gain is lost at specific tokens."""
+    """Return the line of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
     decided = [one.p < FEW for one in found]
     holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))

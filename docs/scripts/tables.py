@@ -1,4 +1,4 @@
-"""The tables of docs/results.md as Markdown: `python docs/scripts/tables.py SUMMARY.json …`."""
+"""The tables of docs/results/one_model.md as Markdown: `python docs/scripts/tables.py SUMMARY.json …`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of kept positions from other programs, and their audit; docs/audit.md has the layout.
+"""Files of kept positions from other programs, and their audit; docs/how-to/audit.md has the layout.
 
 Only the logits of such a file can be compared with the masked reference.
 """
@@ -87,7 +87,7 @@ class KeptFile:
 def read(path: Path) -> KeptFile:
     """Return the kept positions, and any tokens and logits, in a file.
 
-    Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/audit.md.
+    Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/how-to/audit.md.
     """
     _FILE.check(path)
     try:
@@ -100,7 +100,7 @@ def read(path: Path) -> KeptFile:
             logits=_parse_logits(content.get("logits")),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        msg = f"{path} does not hold kept positions as docs/audit.md lays them out: {type(error).__name__}: {error}"
+        msg = f"{path} does not hold kept positions as docs/how-to/audit.md lays them out: {type(error).__name__}: {error}"
         raise UnreadableCacheError(msg) from None
 
 

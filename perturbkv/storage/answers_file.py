@@ -37,7 +37,7 @@ class WrittenAnswers:
 
     Attributes:
         run: the run's configuration; ignored by ==, so that equal answers of a longer and a shorter run are equal.
-        rows: an object per prompt, as `docs/json.md` specifies; each holds every configuration of the run.
+        rows: an object per prompt, as `docs/reference/json.md` specifies; each holds every configuration of the run.
         compress_every: number of entries above which a cache was compressed again; None: never.
         source: the file's path; empty where the answers were never in a file.
         digest: short digest of the file.

@@ -1,4 +1,4 @@
-"""Every document that `--json` prints is walked, key by key, against docs/json.md: no other key, no other type."""
+"""Every document that `--json` prints is walked, key by key, against docs/reference/json.md: no other key, no other type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.judges import planted_judge
 from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "json.md"
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+?) \| .+ \|$", re.MULTILINE)
 ALSO = re.compile(r"^All keys of `([^`]+)`, and:$", re.MULTILINE)
 PLAIN: dict[str, Any] = {"text": str, "integer": int, "number": int | float | None, "boolean": bool, "any": object}

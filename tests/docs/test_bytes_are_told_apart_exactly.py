@@ -1,4 +1,4 @@
-"""docs/bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
+"""docs/results/bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perturbkv.analyses.stats.intervals import DIFFERENCE
 from tests.support.scripts import DOCS
 
 PROMPTS = 24
-PAGE = (DOCS / "bytes.md").read_text()
+PAGE = (DOCS / "results" / "bytes.md").read_text()
 
 
 def _rows(part: str) -> Iterator[list[str]]:

@@ -74,7 +74,7 @@ def test_every_script_has_a_test_here() -> None:
 
 
 def test_the_json_reference_is_what_results_declare() -> None:
-    page = (DOCS / "json.md").read_text()
+    page = (DOCS / "reference" / "json.md").read_text()
     assert runpy.run_path(str(SCRIPTS / "json_reference.py"))["page"](page) == page  # script("json_reference")
 
 
@@ -87,7 +87,7 @@ def test_cost_shows_the_rows_and_where_the_sweeps_spend_their_seconds() -> None:
 def test_plan_calculates_the_table_of_its_page() -> None:
     said = script("plan", DOCS / "bench")
     assert said.splitlines()[:2] == ["| what | who | how much | how long |", "|---|---|---|---|"]
-    assert said.strip() in (DOCS / "cluster.md").read_text()
+    assert said.strip() in (DOCS / "how-to" / "cluster.md").read_text()
 
 
 def test_rare_losses_shows_every_population_and_how_it_is_covered() -> None:

@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md, applied as they stand to a copy of the source, add what they say."""
+"""The recipes of docs/how-to/extending.md, applied as they stand to a copy of the source, add what they say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.folders import model_folder
 from tests.support.traces import decoded
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "extending.md").read_text()
 STEP = re.compile(
     r"^In (?P<new>a new file )?`(?P<path>[^`]+)`"
     r"(?:, (?P<how>as its last line|after|before|replace)(?: `(?P<line>[^`]+)`)?)?:\n\n"

@@ -23,7 +23,7 @@ NAME = re.compile(r"\bperturbkv(?:\.[A-Za-z_]\w*)+")
 PLACE = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEW = re.compile(r"^In a new file `([^`]+)`", re.MULTILINE)
-"""Files that docs/extending.md tells a reader to make."""
+"""Files that docs/how-to/extending.md tells a reader to make."""
 DATA = re.compile(r"\.(h5|json|csv|parquet|png|svg|pdf|yaml)$")
 """What a command reads or leaves, though it begins with the package's name."""
 
@@ -107,7 +107,7 @@ def test_what_is_not_there_is_found() -> None:
         "faq.md#nothing",
     ]
     assert unresolved("`perturbkv.theory.bounds`, `perturbkv.theory.bonds`") == ["perturbkv.theory.bonds"]
-    assert missing_places("`perturbkv/policies/snapkv.py`, `docs/faq.md`") == ["perturbkv/policies/snapkv.py"]
+    assert missing_places("`perturbkv/policies/snapkv.py`, `docs/how-to/faq.md`") == ["perturbkv/policies/snapkv.py"]
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -146,7 +146,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/trace.md", "docs/cluster.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/how-to/traces.md", "docs/how-to/cluster.md"])
 def test_every_python_block_runs(name: str, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall((ROOT / name).read_text())
     assert blocks

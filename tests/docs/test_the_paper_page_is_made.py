@@ -1,4 +1,4 @@
-"""docs/paper.md: its commands leave what its rows read, a killed run goes on, and what is written by hand stays."""
+"""docs/results/paper.md: its commands leave what its rows read, a killed run goes on, and what is written by hand stays."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _small(call: list[str], model: Path, longbench: Path) -> list[str]:
 
 def _page(longbench: Path, output: Path, page: Path) -> dict[str, list[list[str]]]:
     """The page's rows, by section."""
-    shutil.copy(DOCS / "paper.md", page)
+    shutil.copy(DOCS / "results" / "paper.md", page)
     script("paper", longbench, "--output", output, "--page", page, "--read")
     sections: dict[str, list[list[str]]] = {}
     for line in page.read_text().splitlines():
@@ -88,7 +88,7 @@ def test_of_what_is_not_finished_nothing_is_said(longbench: Path, tmp_path: Path
     assert {row[3] for row in sections["Bounds and Assumption 1"]} == {"**not measured**"}
     assert {row[2] for row in sections["Bounds and Assumption 1"]} == {""}
     assert "# heads: not finished" in (tmp_path / "paper.md").read_text()
-    by_hand = [line for line in (DOCS / "paper.md").read_text().splitlines() if line and line[0] not in "|#`p"]
+    by_hand = [line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if line and line[0] not in "|#`p"]
     assert all(line in (tmp_path / "paper.md").read_text() for line in by_hand)
 
 
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypa
 
 
 def test_every_step_took_less_than_its_limit_and_all_less_than_two_hours() -> None:
-    text = (DOCS / "paper.md").read_text()
+    text = (DOCS / "results" / "paper.md").read_text()
     took = [line.rpartition(": ")[2] for line in text.splitlines() if line.startswith("# ") and line.endswith(" min")]
     minutes = [int(one.removesuffix(" min")) for one in took]
     assert len(minutes) == len(functions("paper_steps")["STEPS"])
@@ -130,7 +130,7 @@ def test_every_step_took_less_than_its_limit_and_all_less_than_two_hours() -> No
 
 
 def test_commands_stand_in_the_page_as_they_are_run() -> None:
-    text = (DOCS / "paper.md").read_text()
+    text = (DOCS / "results" / "paper.md").read_text()
     for step in functions("paper_steps")["STEPS"]:
         for command in step.shown():
             assert command in text
@@ -177,7 +177,7 @@ def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, 
 
 
 def _by_hand() -> str:
-    return " ".join(line for line in (DOCS / "paper.md").read_text().splitlines() if not line.startswith("| "))
+    return " ".join(line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if not line.startswith("| "))
 
 
 def test_the_page_says_what_it_is_of() -> None:

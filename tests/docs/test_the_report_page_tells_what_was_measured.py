@@ -1,4 +1,4 @@
-"""docs/report.md tells the figures of docs/bench/report.json, and no others."""
+"""docs/how-to/report.md tells the figures of docs/bench/report.json, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def told(row: dict[str, Any]) -> str:
 def test_the_table_is_what_was_measured() -> None:
     measured = json.loads((DOCS / "bench" / "report.json").read_text())["rows"]
     assert [row["name"] for row in measured] == [target.name for target in REPORT]
-    lines = (DOCS / "report.md").read_text().splitlines()
+    lines = (DOCS / "how-to" / "report.md").read_text().splitlines()
     begin = lines.index("| | measured | bound |") + 2
     assert lines[begin : begin + len(measured)] == [told(row) for row in measured]
     assert not lines[begin + len(measured)]

@@ -1,4 +1,4 @@
-"""Every name that kvpress 0.5.5 exports: what docs/kvpress.md says of it is what happens."""
+"""Every name that kvpress 0.5.5 exports: what docs/how-to/kvpress.md says of it is what happens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perturbkv.selection.resolved_config import resolve
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter, token_ids
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kvpress.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "kvpress.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\w, ]+) \|(.*)\|$", re.MULTILINE)
 TOLD = {name: (verdict, note) for name, verdict, note in ROW.findall(PAGE.read_text())}
 LAYERS, HEADS, KV_HEADS, D_HEAD, N, B = 3, 4, 2, 16, 256, 96
@@ -97,7 +97,7 @@ def test_a_press_that_works_keeps_what_it_says(name: str, adapter: Adapter) -> N
 
 @pytest.mark.parametrize("name", presses.REFUSED)
 def test_a_press_that_is_refused_says_why_in_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^press '{name}' cannot be measured: it .* \(docs/kvpress.md\)$"):
+    with pytest.raises(ConfigError, match=rf"^press '{name}' cannot be measured: it .* \(docs/how-to/kvpress.md\)$"):
         configuration(B, policy=f"kvpress:{name}{WRITTEN.get(name, '')}")
 
 

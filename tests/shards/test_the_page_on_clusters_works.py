@@ -1,4 +1,4 @@
-"""Each command on shards in docs/cluster.md runs as it is written, with a stand-in for `sbatch`, on a tiny model."""
+"""Each command on shards in docs/how-to/cluster.md runs as it is written, with a stand-in for `sbatch`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.sharded import assert_same_trace
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "cluster.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^In a file `([^`]+)`:\n\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SBATCH = """

@@ -1,4 +1,4 @@
-"""Commands as docs/cluster.md has them, and a shell that finds this environment's `perturbkv`."""
+"""Commands as docs/how-to/cluster.md has them, and a shell that finds this environment's `perturbkv`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "cluster.md"
 
 
 def commands(section: str) -> str:

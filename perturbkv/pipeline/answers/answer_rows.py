@@ -94,7 +94,7 @@ class Generation(Sequence[Answers]):
 
     Attributes:
         members: the answers, token by token.
-        written: the same as in `perturbkv generate --json`, an object per prompt (`docs/json.md`), with the run; the
+        written: the same as in `perturbkv generate --json`, an object per prompt (`docs/reference/json.md`), with the run; the
             input of `divergence` and `judge`.
     """
 
@@ -121,7 +121,7 @@ class Generation(Sequence[Answers]):
         return self.members[place]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"samples": …}, one object per prompt, as in `docs/json.md`."""
+        """Return {"samples": …}, one object per prompt, as in `docs/reference/json.md`."""
         return {"samples": list(self.rows)}
 
     def records(self) -> list[dict[str, Any]]:

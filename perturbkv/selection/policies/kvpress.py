@@ -107,7 +107,7 @@ def exported_names() -> list[str]:
 def _press_class(name: str) -> Any:
     """Return the kvpress class of a press. Raises UnknownNameError, ConfigError for a press that cannot be measured."""
     if name in REFUSED:
-        msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/kvpress.md)"
+        msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/how-to/kvpress.md)"
         raise ConfigError(msg)
     if name not in exported_names():
         raise UnknownNameError(name, "press", [known for known in exported_names() if known not in REFUSED])
