@@ -40,7 +40,7 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 
-.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
+.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised docs check check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -140,6 +140,11 @@ $(QUANTISED)/.installed: pyproject.toml
 	$(QUANTISED)/bin/python -m pip install -q "$(TORCH)"
 	$(QUANTISED)/bin/python -m pip install -q -e ".[quantised,test-needs]"
 	touch $@
+
+# The site, docs/_build/html: warnings are errors, every link inside it is checked, nothing is fetched.
+docs: develop
+	$(PY) -m pip install -q -e ".[docs]"
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -d docs/_build/doctrees docs docs/_build/html
 
 check: develop check-js
 	$(VENV)/bin/ruff check .

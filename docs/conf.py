@@ -1,7 +1,7 @@
 """The site: `make docs` builds docs/_build/html, with every warning an error and nothing fetched.
 
-Pages of the commands and of the policies are written by `scripts/reference_pages.py` when a build begins; the Python
-reference comes from docstrings.
+`scripts/reference_pages.py` writes pages of the commands, the policies and the notebooks when a build begins; the
+Python reference comes from docstrings.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ def setup(app: Sphinx) -> None:
     """Write the pages that are made from the code before Sphinx looks for pages."""
     import reference_pages
 
-    app.connect("config-inited", lambda app, config: reference_pages.write(DOCS / "reference"))
+    app.connect("config-inited", lambda app, config: reference_pages.write())

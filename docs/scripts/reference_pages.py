@@ -1,4 +1,4 @@
-"""The reference pages of the site that are made from the code: one per command, and one of the policies.
+"""The pages of the site that are made: one per command, one of the policies, and the notebooks of `examples/`.
 
 `docs/conf.py` writes them when a build begins; they are not kept in the repository.
 """
@@ -18,22 +18,39 @@ from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import Policy
 
 
-def write(folder: Path) -> None:
-    """Write all pages into `folder`, the site's `reference/`."""
-    (folder / "commands").mkdir(parents=True, exist_ok=True)
-    for name, text in {**command_pages(), "policies.md": policy_page()}.items():
+DOCS = Path(__file__).resolve().parents[1]
+
+
+def write(folder: Path = DOCS) -> None:
+    """Write all pages into `folder`, the site's source."""
+    pages = {**command_pages(), "reference/policies.md": policy_page(), **notebooks()}
+    for name, text in pages.items():
         path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
             path.write_text(text)
 
 
+def notebooks() -> dict[str, str]:
+    """Return path -> notebook of `examples/`, with links that lead from `docs/tutorial/`."""
+    paths = sorted((DOCS.parent / "examples").glob("*.ipynb"))
+    links = {"](../docs/": "](../", "](../perturbkv/storage/FORMAT.md": "](../reference/trace_format.md"}
+    pages = {}
+    for path in paths:
+        text = path.read_text()
+        for link, moved in links.items():
+            text = text.replace(link, moved)
+        pages[f"tutorial/{path.name}"] = text
+    return pages
+
+
 def command_pages() -> dict[str, str]:
-    """Return path below `reference/` -> text: the overview of all commands, and a page per command."""
+    """Return path -> text: the overview of all commands, and a page per command."""
     root = typer.main.get_command(app)
     context = root.make_context("perturbkv", [], resilient_parsing=True)
-    pages = {"commands/index.md": _overview()}
+    pages = {"reference/commands/index.md": _overview()}
     for row in COMMANDS:
-        pages[f"commands/{row.name}.md"] = "\n".join(_command(row, context, "#"))
+        pages[f"reference/commands/{row.name}.md"] = "\n".join(_command(row, context, "#"))
     return pages
 
 

@@ -220,7 +220,13 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `number`, from 1, of `count` equal parts of a run; `by`: whether samples or configurations are divided."""
+    """A part of a run that is divided into equal parts.
+
+    Attributes:
+        number: which part, from 1.
+        count: how many parts there are.
+        by: whether samples or configurations are divided.
+    """
 
     number: int
     count: int
@@ -248,7 +254,7 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def share(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
-        """Return the shard's share of `items`: every `count`th from the `number`th on, such as 3, 19, 35, … for 3/16.
+        """Return the shard's share of `items`, such as the 3rd, 19th, 35th, … of them for 3/16.
 
         A share of few items may be empty.
         """

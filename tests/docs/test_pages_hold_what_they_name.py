@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import yaml
 
+from perturbkv.cli.commands import COMMANDS
 from perturbkv.selection.policies import registry
 from tests.support.folders import model_folder
 from tests.support.scripts import perturbkv
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNAPSHOTS = ROOT / "tests" / "cli" / "snapshots"
+MADE = runpy.run_path(str(ROOT / "docs" / "scripts" / "reference_pages.py"))  # script("reference_pages")
+BUILT = {ROOT / "docs" / name for name in {**MADE["command_pages"](), **MADE["notebooks"](), "reference/policies.md": ""}}
+"""Pages that a build of the site makes from the code."""
+SITE = sorted(set((ROOT / "docs").glob("**/*.md")) - BUILT - set((ROOT / "docs" / "_build").glob("**/*.md")))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
 MOST_LINES, WIDEST = 150, 120
 FOLDERS = ("perturbkv", "analyses", "figures", "cli", "docs", "tests")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -39,6 +46,8 @@ def broken_links(page: Path, text: str) -> list[str]:
     for link in LINK.findall(text):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
+        if target in BUILT:
+            continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
@@ -101,8 +110,8 @@ def test_every_path_is_there(page: Path) -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    page = ROOT / "docs" / "faq.md"
-    assert broken_links(page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions)") == [
+    page = ROOT / "docs" / "how-to" / "faq.md"
+    assert broken_links(page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions) [d](../reference/policies.md)") == [
         "nowhere.md",
         "faq.md#nothing",
     ]
@@ -110,23 +119,29 @@ def test_what_is_not_there_is_found() -> None:
     assert missing_places("`perturbkv/policies/snapkv.py`, `docs/how-to/faq.md`") == ["perturbkv/policies/snapkv.py"]
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall((ROOT / "README.md").read_text())}
-    assert {page for page in PAGES if page.parent.name == "docs"} <= linked
+def test_every_page_of_the_site_is_in_the_list_of_its_folder() -> None:
+    for page in SITE:
+        index = page.parent / "index.md" if page.name != "index.md" else page.parents[1] / "index.md"
+        if page != ROOT / "docs" / "index.md":
+            linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text())}
+            assert page in linked, f"{page} is not linked from {index}"
 
 
-def policy_rows(text: str) -> set[str]:
-    """Rows of the table of policies, as they stand in a page."""
-    return set(re.findall(r"^\| `[a-z0-9-]+` \| [^|]+ \| (?:uniform|by head|by layer) \| .*\|$", text, re.MULTILINE))
-
-
-def test_the_page_on_usage_holds_every_policy_as_it_is_listed() -> None:
-    expected = set()
+def test_the_page_on_policies_holds_every_policy_with_its_options() -> None:
+    page = MADE["policy_page"]()
     for policy in registry.known():
-        own = ", ".join(f"`{name}`" for name in policy.options() if name not in ("pool", "kernel", "window_queries"))
-        expected.add(f"| `{policy.name}` | {policy.summary_line()} | {policy.budgets} | {own} |")
-    assert policy_rows((ROOT / "docs" / "usage.md").read_text()) == expected
-    assert policy_rows("| `a` | b | by head | `c` |\n| d | e | uniform | |\n") == {"| `a` | b | by head | `c` |"}
+        assert f"| [`{policy.name}`](#{policy.name}) | {policy.summary_line()} | {policy.budgets} |" in page
+        section = page.partition(f"## {policy.name}\n")[2].partition("\n## ")[0]
+        assert re.findall(r"^\| `(\w+)` \| `", section, re.MULTILINE) == list(policy.options())
+
+
+def test_the_pages_on_commands_hold_every_visible_option() -> None:
+    pages = MADE["command_pages"]()
+    assert {row.name for row in COMMANDS} == {Path(name).stem for name in pages} - {"index"}
+    for row in COMMANDS:
+        options = re.findall(r"^  (--[\w\[\]-]+)", (SNAPSHOTS / f"{row.name}_-h.txt").read_text(), re.MULTILINE)
+        assert options or row.commands
+        assert [option for option in options if f"`{option}" not in pages[f"reference/commands/{row.name}.md"]] == []
 
 
 def test_every_picture_is_shown() -> None:
