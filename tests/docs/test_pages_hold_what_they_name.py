@@ -19,11 +19,13 @@ from tests.support.scripts import perturbkv
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = ROOT / "tests" / "cli" / "snapshots"
 MADE = runpy.run_path(str(ROOT / "docs" / "scripts" / "reference_pages.py"))  # script("reference_pages")
-BUILT = {ROOT / "docs" / name for name in {**MADE["command_pages"](), **MADE["notebooks"](), "reference/policies.md": ""}}
+BUILT = {
+    ROOT / "docs" / name for name in {**MADE["command_pages"](), **MADE["notebooks"](), "reference/policies.md": ""}
+}
 """Pages that a build of the site makes from the code."""
 SITE = sorted(set((ROOT / "docs").glob("**/*.md")) - BUILT - set((ROOT / "docs" / "_build").glob("**/*.md")))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *SITE]
-MOST_LINES, WIDEST = 150, 120
+MOST_LINES, WIDEST = 100, 120
 FOLDERS = ("perturbkv", "analyses", "figures", "cli", "docs", "tests")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 NAME = re.compile(r"\bperturbkv(?:\.[A-Za-z_]\w*)+")
@@ -111,7 +113,9 @@ def test_every_path_is_there(page: Path) -> None:
 
 def test_what_is_not_there_is_found() -> None:
     page = ROOT / "docs" / "how-to" / "faq.md"
-    assert broken_links(page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions) [d](../reference/policies.md)") == [
+    assert broken_links(
+        page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions) [d](../reference/policies.md)"
+    ) == [
         "nowhere.md",
         "faq.md#nothing",
     ]

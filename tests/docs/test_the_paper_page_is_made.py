@@ -88,7 +88,9 @@ def test_of_what_is_not_finished_nothing_is_said(longbench: Path, tmp_path: Path
     assert {row[3] for row in sections["Bounds and Assumption 1"]} == {"**not measured**"}
     assert {row[2] for row in sections["Bounds and Assumption 1"]} == {""}
     assert "# heads: not finished" in (tmp_path / "paper.md").read_text()
-    by_hand = [line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if line and line[0] not in "|#`p"]
+    by_hand = [
+        line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if line and line[0] not in "|#`p"
+    ]
     assert all(line in (tmp_path / "paper.md").read_text() for line in by_hand)
 
 
@@ -177,7 +179,9 @@ def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, 
 
 
 def _by_hand() -> str:
-    return " ".join(line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if not line.startswith("| "))
+    return " ".join(
+        line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if not line.startswith("| ")
+    )
 
 
 def test_the_page_says_what_it_is_of() -> None:

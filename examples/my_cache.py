@@ -1,0 +1,30 @@
+"""Two evictions to audit: `perturbkv audit examples/my_cache.py:evict`, and the same with a mistake, `:evict_wrongly`."""
+
+import torch
+from transformers import DynamicCache
+
+
+def evict(model, input_ids, attention_mask, keep=128):
+    """Keep the first four and the most recent entries; the same for every layer and head."""
+    cache = DynamicCache()
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # of left-padded prompts
+    model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
+    n = input_ids.shape[1]
+    for layer in cache.layers:
+        rows = [_kept(n, int(n - length), keep) for length in attention_mask.sum(-1)]
+        layer.keys = torch.stack([keys[:, row] for keys, row in zip(layer.keys, rows, strict=True)])
+        layer.values = torch.stack([values[:, row] for values, row in zip(layer.values, rows, strict=True)])
+    return cache
+
+
+def evict_wrongly(model, input_ids, attention_mask, keep=128):
+    """Evict likewise, but gather the values one entry too late in layer 5."""
+    cache = evict(model, input_ids, attention_mask, keep)
+    layer = cache.layers[5]
+    layer.values = layer.values.roll(1, dims=2)
+    return cache
+
+
+def _kept(n, padding, keep):
+    """Return the positions of a row that stay: four after the padding, and the last ones."""
+    return torch.cat([torch.arange(padding, padding + 4), torch.arange(n - keep + 4, n)])
