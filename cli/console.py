@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.progress import Bar
 
 SCHEMA = 1
-"""The schema version of every JSON document, see docs/reference/json.md; it rises when a key changes its meaning or goes."""
+"""The schema version of every JSON document, see reference/json.md; it rises when a key changes its meaning or goes."""
 _NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 _NUMBERS = re.compile(rf"\[\n *{_NUMBER}(?:,\n *{_NUMBER})*\n *\]")  # with newlines, which no text in JSON holds
 _FEWEST_COLUMNS, _USUAL_COLUMNS = 20, 80

@@ -1,7 +1,7 @@
 """Estimates of a run's time: from its operations and a rate measured in a moment, then from its first samples.
 
 The estimate counts the operations of prefill, attention and decoding, and multiplies those of the prefill by what
-measuring added to it in docs/explanation/cost.md. It leaves out loading the weights and reading the data: it is right within a
+measuring added to it in explanation/cost.md. It leaves out loading the weights and reading the data: it is right within a
 factor of two or so, which is why it is rounded.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.running import Progress
 
 _MEASURED_OVER_PLAIN = 1.3
-"""Time of a measured prefill over that of a plain one, docs/explanation/cost.md: 1.1 for two configurations, 1.25 for 24."""
+"""Time of a measured prefill over that of a plain one, explanation/cost.md: 1.1 for two configurations, 1.25 for 24."""
 _MOST_ROWS = 512
 _PROBE_S = 0.1
 _WORTH_A_NOTE_S = 10.0

@@ -1,4 +1,4 @@
-"""The table of docs/explanation/cost.md, from the benchmark's JSON: `python docs/scripts/cost.py docs/bench/cpu.json`."""
+"""The table of explanation/cost.md, from the benchmark's JSON: `python docs/scripts/cost.py docs/bench/cpu.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/results/paper.md: `python docs/scripts/paper.py LONGBENCH --output runs/paper` runs its commands and writes its rows.
+"""results/paper.md: `python docs/scripts/paper.py LONGBENCH --output runs/paper` runs its commands and writes its rows.
 
 A step that is finished is not run again; a killed one goes on. Rows stand in the page as soon as their step is there.
 """

@@ -1,4 +1,4 @@
-"""Rows of docs/results/paper.md: scores, budgets saved, chats, and what measuring costs (tables 1 to 8, figures 1 and 8).
+"""Rows of results/paper.md: scores, budgets saved, chats, and what measuring costs (tables 1 to 8, figures 1 and 8).
 
 Scores are compared prompt by prompt. `multi_news` is one of the paper's data sets; the retrieval tasks are none of
 LongBench's, and stand for the needle test of figure 8 alone.

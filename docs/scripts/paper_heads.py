@@ -1,4 +1,4 @@
-"""Rows of docs/results/paper.md: heads, layers and what the criterion's parts bring (figures 2, 3, 5, 6; the central claim).
+"""Rows of results/paper.md: heads, layers and what the criterion's parts bring (figures 2, 3, 5, 6; the central claim).
 
 Every row of heads has one estimator, 40 prompts and a window of 32: heads by their means, as the paper counts them,
 then the share of a prompt's heads, whose interval decides.

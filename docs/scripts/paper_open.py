@@ -1,4 +1,4 @@
-"""Rows of docs/results/paper.md: what the paper leaves open, and what others asked; docs/results/questions.md has each at length."""
+"""Rows of results/paper.md: what the paper leaves open, and what others asked; docs/results/questions.md has each at length."""
 
 from __future__ import annotations
 

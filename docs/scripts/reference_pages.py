@@ -17,7 +17,6 @@ from perturbkv.cli.main import app
 from perturbkv.selection.policies import registry
 from perturbkv.selection.policies.base import Policy
 
-
 DOCS = Path(__file__).resolve().parents[1]
 
 

@@ -1,4 +1,4 @@
-"""Two models on the same prompts, for docs/results/second_model.md: `python docs/scripts/second_model.py FOLDER FOLDER`.
+"""Two models on the same prompts, for results/second_model.md: `python docs/scripts/second_model.py FOLDER FOLDER`.
 
 Each folder is one model's, as `make second-model` leaves it. Every table of the analyses stands once, with a row's
 numbers for one model beside those for the other; `--figures FOLDER` draws the ablation of both.

@@ -100,7 +100,8 @@ def read(path: Path) -> KeptFile:
             logits=_parse_logits(content.get("logits")),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        msg = f"{path} does not hold kept positions as docs/how-to/audit.md lays them out: {type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}"
+        msg = f"{path} does not hold kept positions as docs/how-to/audit.md lays them out: {found}"
         raise UnreadableCacheError(msg) from None
 
 

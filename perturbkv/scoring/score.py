@@ -1,6 +1,6 @@
 """The base class of scores: one number per entry before the window, larger is better, computed from a layer's data.
 
-A score is a subclass of `Score` in a file of its own in `perturbkv/scoring/scores/`, or external (docs/how-to/extending.md).
+A score is a subclass of `Score` in a file of its own in `perturbkv/scoring/scores/`, or external (how-to/extending.md).
 It decides neither how many entries each head keeps nor how they are selected: every budget rule and every selection
 works on any score.
 """

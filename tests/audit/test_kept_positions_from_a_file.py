@@ -24,6 +24,8 @@ IDS = token_ids(60)
 MORE = (5, 6, 7)
 KEPT = [[planted.positions(60, head).tolist() for head in range(2)] for _ in range(3)]
 
+NO_POSITIONS = "does not hold kept positions as docs/how-to/audit.md lays them out"
+
 
 def audited(path: Path, **more: Any) -> Audit:
     asked = {"steps": 3, "losses": False, "progress": False, **more}
@@ -123,7 +125,7 @@ def test_positions_of_another_model_or_prompt_are_unreadable(
 def test_a_file_of_another_layout_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/how-to/audit.md lays them out"):
+    with pytest.raises(pk.PerturbkvError, match=NO_POSITIONS):
         audited(path)
 
 
@@ -156,7 +158,7 @@ def test_an_archive_that_unpacks_to_more_than_it_may_is_not_unpacked(
 
 @pytest.mark.parametrize("member", [header(f"({2**50},)"), header("(-1,)"), b"", b"no array", header("x") + bytes(8)])
 def test_an_archive_of_no_arrays_is_one_line(tmp_path: Path, member: bytes) -> None:
-    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/how-to/audit.md lays them out"):
+    with pytest.raises(pk.PerturbkvError, match=NO_POSITIONS):
         audited(npz_of(tmp_path / "a.npz", member))
 
 
@@ -166,7 +168,7 @@ def test_a_damaged_archive_and_layers_that_are_far_apart_are_one_line(tmp_path: 
     encrypted[whole.index(b"PK\x01\x02") + 8] |= 1
     for content in (b"", whole[:-30], whole[:99] + b"\xff" * 40 + whole[139:], bytes(encrypted)):
         (tmp_path / "a.npz").write_bytes(content)
-        with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/how-to/audit.md lays them out"):
+        with pytest.raises(pk.PerturbkvError, match=NO_POSITIONS):
             audited(tmp_path / "a.npz")
-    with pytest.raises(pk.PerturbkvError, match="does not hold kept positions as docs/how-to/audit.md lays them out"):
+    with pytest.raises(pk.PerturbkvError, match=NO_POSITIONS):
         audited(as_npz(tmp_path / "b.npz", layer_1000000000_head_0=[1]))

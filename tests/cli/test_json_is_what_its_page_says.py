@@ -1,4 +1,4 @@
-"""Every document that `--json` prints is walked, key by key, against docs/reference/json.md: no other key, no other type."""
+"""Every document that `--json` prints is walked, key by key, against reference/json.md: no other key, no other type."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def test_a_dry_run_tells_the_smallest_effect(perturbkv: Run, tiny: list[object])
     runs = "four of five runs show it where prompts spread by"
     below, above = f"{told['better_below']:.2f}", f"{told['worse_above']:.2f}"
     assert f"smallest effect a sum {below} or {above} times the other's: {runs} 0.3" in shown
-    assert f"within 5 % equal sums: {runs} at most {told['equivalent_spread']:.2g} (docs/explanation/statistics.md)" in shown
+    equal = f"{told['equivalent_spread']:.2g} (docs/explanation/statistics.md)"
+    assert f"within 5 % equal sums: {runs} at most {equal}" in shown
     plain = perturbkv("heads", *six, "--dry-run")
     assert "smallest effect" in plain.out
     assert "within 5 %" not in plain.out

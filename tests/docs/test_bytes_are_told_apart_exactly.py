@@ -1,4 +1,4 @@
-"""docs/results/bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
+"""results/bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/results/paper.md: its commands leave what its rows read, a killed run goes on, and what is written by hand stays."""
+"""results/paper.md: its commands leave what its rows read, a killed run goes on, and what is written by hand stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of docs/results/second_model.md: the same whole prompts for two models, and one table of what both show."""
+"""The scripts of results/second_model.md: the same whole prompts for two models, and one table of what both show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command on shards in docs/how-to/cluster.md runs as it is written, with a stand-in for `sbatch`, on a tiny model."""
+"""Each command on shards in how-to/cluster.md runs as it is written, with a stand-in for `sbatch`, on a tiny model."""
 
 from __future__ import annotations
 
