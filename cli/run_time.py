@@ -1,7 +1,7 @@
 """Estimates of a run's time: from its operations and a rate measured in a moment, then from its first samples.
 
 The estimate counts the operations of prefill, attention and decoding, and multiplies those of the prefill by what
-measuring added to it in explanation/cost.md. It leaves out loading the weights and reading the data: it is right within a
+measuring added to it in cost.md. It leaves out loading the weights and reading the data: it is right within a
 factor of two or so, which is why it is rounded.
 """
 

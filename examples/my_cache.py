@@ -1,4 +1,4 @@
-"""Two evictions to audit: `perturbkv audit examples/my_cache.py:evict`, and the same with a mistake, `:evict_wrongly`."""
+"""Two evictions to audit: `perturbkv audit examples/my_cache.py:evict`, and with a mistake, `:evict_wrongly`."""
 
 import torch
 from transformers import DynamicCache

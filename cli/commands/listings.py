@@ -106,8 +106,8 @@ def _list_policies(as_json: bool) -> None:
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
-        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/how-to/kvpress.md); what it keeps "
-        f"is measured as it is, without a selection: labels then say '{GIVEN}'"
+        "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/how-to/kvpress.md); what it "
+        f"keeps is measured as it is, without a selection: labels then say '{GIVEN}'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of results/paper.md: what the paper leaves open, and what others asked; docs/results/questions.md has each at length."""
+"""Rows of results/paper.md: what the paper leaves open, and what others asked; questions.md has more."""
 
 from __future__ import annotations
 

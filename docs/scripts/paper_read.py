@@ -1,4 +1,4 @@
-"""What a row of results/paper.md reads: documents and traces that its step left, and numbers with their interval and n."""
+"""What a row of paper.md reads: documents and traces that its step left, and numbers with their interval and n."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ retained mass and runs of kept neighbours per configuration, what L and θ are m
 first layer, and single heads that decide. With LongBench's folder also how widely ν and the window's attention vary,
 for which the trace's model reads its prompts once more.
 
-`python docs/scripts/readings.py TRACE.h5 --token LAYER HEAD POSITION`, for results/second_model.md: what one token is to
+`python docs/scripts/readings.py TRACE.h5 --token LAYER HEAD POSITION`, for second_model.md: what one token is to
 one head.
 """
 

@@ -100,8 +100,9 @@ def _command(row: Command, parent: Any, heading: str) -> Iterator[str]:
     path = context.command_path
     yield from (f"{heading} {path.removeprefix('perturbkv ')}", "", f"{row.summary}.", "")
     yield from ("```text", command_line.usage(command, context), "```", "")
-    for paragraph in (command.help or "").split("\n\n"):
-        yield from (" ".join(paragraph.split()), "")
+    for paragraph in (" ".join(one.split()) for one in (command.help or "").split("\n\n")):
+        if paragraph != f"{row.summary}.":
+            yield from (paragraph, "")
     for title, rows in command_line.option_sections(command, context).items():
         yield from (f"**{title}**", "", "| option | what |", "|---|---|")
         yield from (f"| `{option}` | {_cell(what)} |" for option, what in rows)

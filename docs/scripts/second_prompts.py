@@ -1,4 +1,4 @@
-"""The prompts of results/second_model.md, whole for both models: `python docs/scripts/second_prompts.py LONGBENCH FOLDER`.
+"""The prompts of second_model.md, whole for both models: `python docs/scripts/second_prompts.py LONGBENCH FOLDER`.
 
 `news.jsonl`: those of LongBench's first `multi_news` samples that neither model's tokenizer makes longer than LONGEST
 tokens, so that nothing is cut and both models read the same text. `needle.jsonl`: needle prompts, made once, with the

@@ -74,7 +74,7 @@ SENTENCES = (
 
 
 def judged(count: int, claimed: int, holds: int, turned: int) -> str:
-    """Return the counts, 'on its side / holds / turned of settings', and the verdict that results/rules.md gives them."""
+    """Return the counts, 'on its side / holds / turned of settings', and the verdict that rules.md gives them."""
     refuted = turned > FEW * count or count - claimed > count / 2
     confirmed = claimed >= MANY * count and holds >= count / 2
     verdict = "refuted" if refuted else "confirmed" if confirmed else "open"

@@ -1,4 +1,4 @@
-"""results/bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
+"""bytes.md: needles are right or wrong, so better and worse prompts decide; the counts are those of its table."""
 
 from __future__ import annotations
 
