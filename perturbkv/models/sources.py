@@ -52,8 +52,8 @@ class Source:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments shared by configuration, tokenizer and model."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        """Keyword arguments shared by configuration, tokenizer and model; Python files beside a model are never run."""
+        return {"trust_remote_code": False, **({"gguf_file": self.gguf_file} if self.gguf_file else {})}
 
     @property
     def path(self) -> Path:
