@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.support.mischief import Mischief
-from tests.support.pages import commands, shell
+from tests.support.pages import commands, environment
 
 CLI = (sys.executable, "-c", "from perturbkv.cli.start import main; main()")
 _DEATH = "kill once"
@@ -69,7 +69,7 @@ class _Runs:
     def documented(self, address: str) -> None:
         """The page's own commands on Ray, in this folder."""
         script = commands("## On Ray")
-        subprocess.run(["sh", "-e", "-c", script], check=True, cwd=self.where, env=shell(RAY_ADDRESS=address))
+        subprocess.run(["sh", "-e", "-c", script], check=True, cwd=self.where, env=environment(RAY_ADDRESS=address))
 
     def stopped(self, address: str, number: int, mischief: Mischief) -> dict[str, Any]:
         """A run of which one worker hangs, ended by a signal: its exit code, and how long until its actors are gone."""

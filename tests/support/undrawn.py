@@ -21,4 +21,4 @@ def undrawn() -> Iterator[None]:
 
 
 def _begun(figure: Figure, path: Path, **given: Any) -> None:
-    Path(path).write_bytes(saving._MADE_BY_US[given["format"]])
+    Path(path).write_bytes(saving._MADE_BY_US[given.get("format") or Path(path).suffix[1:]])
