@@ -34,12 +34,13 @@ _PANEL_MM, _SQUARE_MM, _MAP_MM = 36.0, 50.0, (18.0, 32.0)
 """Heights of panels: of curves, of squares, and least and most of a map."""
 _NAMED_MM, _LINE_MM, _MARK_MM, _LEAST_MM = 4.2, 3.2, 1.9, 16.0
 """Height of a row with a name, of each line of a longer name, of each mark in a row, and of a panel with few rows."""
-_LEAST_PANEL_MM, _LEGEND_MM, _TITLE_LINES = 10.0, 45.0, 2
+_LEAST_PANEL_MM, _LEGEND_MM, _TITLE_LINES = 14.0, 45.0, 2
 """Least width of a panel, and of one that has room for a legend on it; most lines of a panel's title."""
 _NAMES_SHARE, _SAFE, _GAP_MM, _LETTER_MM = 0.36, 0.97, 1.0, 2.6
 """Most of a column's width for names at its left; of a measured room, what is used; distance between neighbours;
 room of a letter before a title."""
-_SLIDE = 9 / 16
+_SLIDE, _TRIES, _LEAST_LETTERS, _HANDLE = 9 / 16, 5, 6, 4.8
+"""Height of a slide over its width; rounds of folding, fewest letters of a line; width of a legend's handle, in em."""
 _NO_BREAK = "\u00a0"
 _INSEPARABLE = re.compile(r"\[[^\]]*\]|\d %|\S+ [=×≤] \S+")
 """An interval, a per cent, or an equation, which stays on one line."""
@@ -67,7 +68,6 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
         [axes for axes in figure.axes if axes.axison and _is_bar(axes) is of_bar] for of_bar in (False, True)
     )
     _magnify(figure)
-    _lay_out(figure)
     for axes in panels:
         _fold_labels(figure, axes, panels)
     for bar in bars:
@@ -79,6 +79,7 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
     _write_title(figure)
     _lay_out(figure)
     for axes in panels:
+        _fold_label(axes.xaxis.label, _label_room(figure, axes, panels))
         _fold_title(figure, axes, [*panels, *bars])
     _letter_titles(figure, panels)
     _set_height(figure, panels)
@@ -188,8 +189,7 @@ def _fold_title(figure: CaptionedFigure, axes: Axes, others: Sequence[Axes]) -> 
 
 def _cut(text: Text, line: str, room: float) -> str:
     """Return a line that ends with an ellipsis where it is wider than a room in pixels."""
-    text.set_text(line)
-    width = text.get_window_extent().width
+    width = _width(text, line)
     return line if width <= room else f"{line[: max(1, int(len(line) * room / width) - 1)]}…"
 
 
@@ -220,17 +220,24 @@ def _same_row(one: Axes, other: Axes) -> bool:
 
 def _fold(text: Text, words: str, room: float) -> str:
     """Return words folded to a room in pixels, by the width of the text's own letters."""
-    if text.get_parse_math() and "$" in words:
+    if (text.get_parse_math() and "$" in words) or not words.strip() or _width(text, words) <= room:
         return words
+    words = _INSEPARABLE.sub(lambda found: found[0].replace(" ", _NO_BREAK), words)
+    letters = int(len(words) * room / _width(text, words))
+    for fewer in range(_TRIES):
+        folded = fold(words, max(_LEAST_LETTERS, letters - fewer))
+        if _width(text, folded) <= room:
+            break
+    return folded
+
+
+def _width(text: Text, words: str) -> float:
+    """Return the width of words in pixels, as a text would be with them, along its line."""
     old = text.get_text()
     text.set_text(words)
     box = text.get_window_extent()
-    width = box.height if text.get_rotation() == 90 else box.width
     text.set_text(old)
-    if width <= room or not words.strip():
-        return words
-    words = _INSEPARABLE.sub(lambda found: found[0].replace(" ", _NO_BREAK), words)
-    return fold(words, max(6, int(len(words) * room / width)))
+    return float(box.height if text.get_rotation() == 90 else box.width)
 
 
 def _fold_label(label: Text, room: float) -> None:
@@ -241,12 +248,8 @@ def _fold_label(label: Text, room: float) -> None:
 
 def _fold_labels(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> None:
     """Fold the names of a panel's axes to its size, and the names of its rows to a part of its column."""
-    box, gap = axes.get_window_extent(), 2 * _GAP_MM * _pixels(figure)
-    middle = (box.x0 + box.x1) / 2
-    others = [other.get_window_extent() for other in panels if _same_row(axes, other) and other is not axes]
-    pitch = min((abs((other.x0 + other.x1) / 2 - middle) for other in others), default=figure.bbox.width)
-    _fold_label(axes.xaxis.label, min(pitch - gap, 2 * min(middle, figure.bbox.width - middle)))
-    _fold_label(axes.yaxis.label, max(box.height, _PANEL_MM * _pixels(figure)) * _SAFE)
+    _fold_label(axes.xaxis.label, _label_room(figure, axes, panels))
+    _fold_label(axes.yaxis.label, max(axes.get_window_extent().height, _PANEL_MM * _pixels(figure)) * _SAFE)
     if _names(axes):
         ticks = axes.yaxis.get_major_ticks()
         row = [other.yaxis.get_tick_params() for other in panels if _same_row(axes, other)]
@@ -258,6 +261,15 @@ def _fold_labels(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) ->
             axes.set_yticks(axes.get_yticks(), labels)
             for tick, parse in zip(axes.yaxis.get_major_ticks(), math, strict=True):
                 tick.label1.set_parse_math(parse)
+
+
+def _label_room(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> float:
+    """Return the room of the name of a panel's x axis, in pixels: to its neighbours', or to the figure's edge."""
+    boxes = [other.get_window_extent() for other in panels if _same_row(axes, other) and other is not axes]
+    middle = (axes.get_window_extent().x0 + axes.get_window_extent().x1) / 2
+    pitch = min((abs((box.x0 + box.x1) / 2 - middle) for box in boxes), default=figure.bbox.width)
+    edge = 2 * min(middle, figure.bbox.width - middle)
+    return float(min(pitch, edge) - 2 * _GAP_MM * _pixels(figure))
 
 
 def _names(axes: Axes) -> list[str]:
@@ -289,7 +301,7 @@ def _fit_legend(figure: CaptionedFigure, legend: Legend) -> None:
     columns = max(1, int(columns * room / width))
     texts = legend.get_texts()
     widest = max(text.get_window_extent().width for text in texts)
-    handle = 3.2 * float(texts[0].get_fontsize()) / 72 * figure.dpi
+    handle = _HANDLE * float(texts[0].get_fontsize()) / 72 * figure.dpi
     fits = widest + handle <= room / columns
     words = [text.get_text() if fits else _fold(text, text.get_text(), room / columns - handle) for text in texts]
     title, math = legend.get_title(), [text.get_parse_math() for text in texts]
@@ -345,6 +357,10 @@ def _set_height(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
     A slide is 16:9, or higher where its rows need it.
     """
     rows, pixels = _rows(panels), _pixels(figure)
+    if not rows:  # one panel that says why there is nothing
+        share = _SLIDE if style.in_use().magnified else _PANEL_MM * pixels / figure.bbox.width
+        figure.set_figheight(share * figure.get_figwidth())
+        return
     wanted = [max(_wanted_mm(axes, figure) for axes in row) for row in rows]
     got = [float(np.mean([axes.get_position(original=True).height for axes in row])) * figure.bbox.height / pixels
            for row in rows]  # fmt: skip

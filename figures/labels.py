@@ -160,10 +160,10 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label on the side of its interval that covers least; omit labels that would cover another label."""
-    figure = axes.get_figure()
-    assert figure is not None
-    figure.draw_without_rendering()  # type: ignore[union-attr]
+    """Write each label on the side of its interval that covers least; omit labels that would cover another label.
+
+    The panel has its final place, as after `figure.draw_without_rendering()`.
+    """
     curves, taken = _curve_points(axes), list[Bbox]()
     for label in labels:
         written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points",

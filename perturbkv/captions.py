@@ -25,7 +25,9 @@ _ESCAPES = {
     "×": r"$\times$", "·": r"$\cdot$", "±": r"$\pm$", "−": "$-$", "≤": r"$\le$", "≥": r"$\ge$", "≡": r"$\equiv$",
     "→": r"$\to$", "←": r"$\gets$", "‖": r"$\Vert$", "Σ": r"$\Sigma$", "α": r"$\alpha$", "β": r"$\beta$",
     "δ": r"$\delta$", "θ": r"$\theta$", "μ": r"$\mu$", "ν": r"$\nu$", "ρ": r"$\rho$", "σ": r"$\sigma$",
-    "Δ": r"$\Delta$", "∞": r"$\infty$", "▼": r"$\bigtriangledown$", "▲": r"$\bigtriangleup$", "°": r"$^{\circ}$",
+    "Δ": r"$\Delta$", "⌊": r"$\lfloor$", "⌋": r"$\rfloor$",
+    "∞": r"$\infty$", "▼": r"$\bigtriangledown$", "▲": r"$\bigtriangleup$",
+    "°": r"$^{\circ}$",
     **{raised: f"$^{{{plain}}}$" for raised, plain in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)},
     **{lowered: f"$_{{{plain}}}$" for lowered, plain in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)},
 }  # fmt: skip

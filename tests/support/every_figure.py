@@ -10,6 +10,7 @@ import perturbkv as pk
 from perturbkv.analyses.quality.divergence import divergence
 from perturbkv.captions import CaptionedFigure
 from perturbkv.figures import FIGURES
+from perturbkv.trace import Trace
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.analyses.test_regret_by_hand import regret
 from tests.audit import planted
@@ -18,28 +19,36 @@ from tests.figures.test_cliff_and_stability_figures import several
 from tests.figures.test_random_weights_are_said_apart import pairs, scores
 from tests.figures.test_the_patching_figure_shows_its_numbers import made as patching
 from tests.figures.test_the_quality_figure_shows_its_numbers import made as quality
-from tests.house.test_no_label_is_parsed import asked_of
+from tests.house.test_no_label_is_parsed import CONFIGS, asked_of
+from tests.house.test_no_label_is_parsed import made as measured
 from tests.support import prompts
 from tests.support.answers import written
 
+
+@cache
+def plain() -> Trace:
+    """Two budgets of two selections."""
+    return measured([CONFIGS[place] for place in (0, 2, 4, 6)])
+
+
 _RESULTS: Mapping[str, Callable[[], Any]] = {
-    "Ablation": lambda: pk.ablation(asked_of("ablation")),
+    "Ablation": lambda: pk.ablation(plain()),
     "Alpha": lambda: pk.alpha(asked_of("question alpha")),
-    "Assumption": lambda: pk.assumption(asked_of("assumption")),
+    "Assumption": lambda: pk.assumption(plain()),
     "Audit": lambda: audited("llama", planted.rotated_again),
-    "BoundTightness": lambda: pk.bound_tightness(asked_of("bound-tightness")),
-    "BudgetCurves": lambda: pk.budget_curves(asked_of("layers")),
+    "BoundTightness": lambda: pk.bound_tightness(plain()),
+    "BudgetCurves": lambda: pk.budget_curves(plain()),
     "Cliffs": lambda: pk.cliff(asked_of("budget --cliff")),
     "Correlation": lambda: pk.correlation(asked_of("correlation")),
     "Divergence": lambda: divergence(written(*ROWS)),
-    "DriftSeries": lambda: pk.layer_drift(asked_of("layers"))[0],
+    "DriftSeries": lambda: pk.layer_drift(plain())[0],
     "EqualBytes": lambda: pk.equal_bytes(asked_of("budget --bytes")),
-    "HeadComparisons": lambda: pk.compare_heads(asked_of("heads"), "attention", ["two-stage"]),
-    "Horizon": lambda: pk.horizon(asked_of("horizon")),
+    "HeadComparisons": lambda: pk.compare_heads(plain(), "attention", ["two-stage"]),
+    "Horizon": lambda: pk.horizon(plain()),
     "JudgeScores": scores,
     "Measures": lambda: pk.measures(asked_of("question measures")),
     "MethodRanking": lambda: pk.methods(asked_of("ablation --methods")),
-    "Needle": lambda: pk.needle(asked_of("needle")),
+    "Needle": lambda: pk.needle(plain()),
     "PairSavings": lambda: pk.savings(asked_of("budget --savings"))[0],
     "Patching": lambda: patching(permutations=8),
     "Preferences": pairs,
@@ -47,7 +56,7 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Regret": regret,
     "Restriction": lambda: pk.restriction(asked_of("ablation --restrictions")),
     "SafeBudgets": lambda: pk.safe_budget(asked_of("budget"), max_kl=200.0),
-    "SampleSeries": lambda: pk.last_layer(asked_of("layers"))[0],
+    "SampleSeries": lambda: pk.last_layer(plain())[0],
     "Split": lambda: pk.split(asked_of("question split")),
     "Stability": several,
     "Tokens": lambda: pk.tokens(prompts.made(prompts.sample("s0"))),
