@@ -15,7 +15,8 @@ from tests.support.folders import model_folder
 from tests.support.scripts import perturbkv
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+         *sorted((ROOT / "docs" / "how-to").glob("*.md"))]  # fmt: skip
 MOST_LINES, WIDEST = 150, 120
 FOLDERS = ("perturbkv", "analyses", "figures", "cli", "docs", "tests")
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -146,7 +147,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/trace.md", "docs/cluster.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/trace.md", "docs/cluster.md", "docs/how-to/paper_figures.md"])
 def test_every_python_block_runs(name: str, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall((ROOT / name).read_text())
     assert blocks
