@@ -45,6 +45,14 @@ class UnknownNameError(PerturbkvError):
         super().__init__(f"{message}{'; ' + hint if hint else ''}")
 
 
+class NarrowFigureError(ConfigError):
+    """A figure that has no room at its width; `needed_mm` is a width that is large enough."""
+
+    def __init__(self, width_mm: float, needed_mm: int) -> None:
+        self.needed_mm = needed_mm
+        super().__init__(f"width_mm={width_mm:g} is too small for this figure; it needs {needed_mm} mm or more")
+
+
 class ModelError(PerturbkvError):
     """A model that cannot be loaded, or whose attention cannot be measured correctly."""
 

@@ -33,7 +33,7 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from perturbkv.captions import CaptionedFigure
 
 
 ANALYSIS = "bound-tightness"
@@ -153,9 +153,9 @@ class BoundTightness(Result):
             )
         ]
 
-    def plot_heads(self, width_mm: float = 174) -> Figure:
+    def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of L/θ as maps of layer × head, one per budget."""
-        return self._draw("BoundTightness.plot_heads", width_mm)
+        return self._draw("BoundTightness.plot_heads", width_mm, style)
 
     def _named(self) -> list[tuple[str, Tightness]]:
         """Return the shown configurations with their short names."""

@@ -123,7 +123,7 @@ def _savings(
         result = savings(session.trace, names[0], names[1:], by=measures, step=look.step)
         for index, one in enumerate(result, 1):
             stem = _SAVINGS if len(result) == 1 else f"{_SAVINGS}-{index}"
-            session.save(one.plot(session.width_mm), one.identity, stem)
+            session.draw(one, stem)
         return result
 
     return Analysis(
