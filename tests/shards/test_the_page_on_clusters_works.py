@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.pages import run_script
 from tests.support.sharded import assert_same_trace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
@@ -32,53 +28,6 @@ def eval_indices(text):
     parts = [part.partition("-") for part in text.split(",")]
     return [index for first, _, last in parts for index in range(int(first), int(last or first) + 1)]
 """
-PERTURBKV = """
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as link:
-    link.connect({place!r})
-    link.sendall(json.dumps([os.getcwd(), sys.argv[1:]]).encode() + b"\\n")
-    code, out, err = json.loads(link.makefile().readline())
-sys.stdout.write(out), sys.stderr.write(err), sys.exit(code)
-"""
-"""Has a command run by the process of the test, where everything is imported already."""
-
-
-def program(folder: Path, name: str, source: str) -> None:
-    path = folder / name
-    path.write_text(f"#!{sys.executable} -S\n{source}")
-    path.chmod(0o755)
-
-
-def shell(script: str, folder: Path, run: Callable[..., Any]) -> list[Any]:
-    """Run a script whose `perturbkv` is `run`; what each command left."""
-    with tempfile.TemporaryDirectory() as programs, socket.socket(socket.AF_UNIX) as door:
-        place = f"{programs}/door"
-        door.bind(place)
-        door.listen()
-        door.settimeout(0.05)
-        program(Path(programs), "perturbkv", PERTURBKV.format(place=place))
-        program(Path(programs), "sbatch", INDICES + SBATCH)
-        env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-        bash = subprocess.Popen(["bash", "-e", "-c", script], cwd=folder, env=env)
-        left = served(door, bash, run)
-        assert bash.returncode == 0, left[-1:]
-    return left
-
-
-def served(door: socket.socket, bash: subprocess.Popen[bytes], run: Callable[..., Any]) -> list[Any]:
-    left: list[Any] = []
-    while bash.poll() is None:
-        try:
-            link, _ = door.accept()
-        except TimeoutError:
-            continue
-        with link:
-            link.settimeout(None)
-            folder, arguments = json.loads(link.makefile().readline())
-            os.chdir(folder)
-            left.append(run(*arguments))
-            link.sendall(json.dumps([left[-1].code, left[-1].out, left[-1].err]).encode() + b"\n")
-    return left
 
 
 @pytest.mark.slow
@@ -93,7 +42,8 @@ def test_every_command_runs_as_it_is_written(
     tiny = f"--dataset prompts.jsonl --model {model} --window 8"
     (tmp_path / name).write_text(batch.replace("--dataset prompts.jsonl", tiny))
     blocks = BLOCK.findall(page)
-    left = [shell(block.replace("--dataset prompts.jsonl", tiny), tmp_path, perturbkv) for block in blocks]
+    sbatch = {"sbatch": INDICES + SBATCH}
+    left = [run_script(block.replace("--dataset prompts.jsonl", tiny), tmp_path, perturbkv, sbatch) for block in blocks]
     halves, heads, array, again, wide = left
     assert page.count(" ".join(halves[0].out.split()).partition(";")[0]) == 1
     assert [ran.code for ran in (*halves, *heads, *array, *again, *wide)] == [0] * (2 + 1 + 5 + 2 + 2)
