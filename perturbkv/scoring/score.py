@@ -8,7 +8,6 @@ works on any score.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -33,15 +32,6 @@ def window_queries_option() -> Any:
     """Return a dataclass field that declares the option `window_queries` of a score or policy."""
     about = "queries of the window that vote: all, or those of the text, without the chat template's behind it"
     return option(ALL_QUERIES, about, known=(ALL_QUERIES, TEXT_QUERIES), omitted=True)
-
-
-def commands_without_product(score: str) -> str:
-    """Return as advice the commands that rank by the score of this name alone, which may then be below 0."""
-    policy = f"--policy {shlex.quote(score)}"
-    return (
-        f"rank by it alone: perturbkv heads {policy} --compare attention,random, or perturbkv trace {policy} "
-        "--selection attention"
-    )
 
 
 @dataclass(frozen=True)

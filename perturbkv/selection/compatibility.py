@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS, TEXT_QUERIES
 from perturbkv.errors import BudgetError, ConfigError
-from perturbkv.scoring.score import commands_without_product
 from perturbkv.selection.policies.registry import build, info, known, names
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 
@@ -143,9 +143,8 @@ def _check_sign(config: ResolvedConfig) -> None:
     selection = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
     multiplier = f"policy '{policy.name}'" if policy.mixes else selection
     if policy.score.signed and multiplier:
-        score = policy.score.display_name
-        advice = commands_without_product(score)
-        msg = f"{multiplier} multiplies or mixes scores, and '{score}' gives some below 0; {advice}"
+        advice = commands_for_signed(type(policy.score))
+        msg = f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; {advice}"
         raise ConfigError(msg)
 
 
