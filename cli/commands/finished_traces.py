@@ -1,4 +1,4 @@
-"""Commands on finished traces: `export`, `merge` and `report`."""
+"""Commands on finished traces: `merge` and `report`."""
 
 from __future__ import annotations
 
@@ -14,57 +14,7 @@ from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5, print_trace, trace_document
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
-from perturbkv.cli.session import print_failures
 from perturbkv.errors import TraceError
-from perturbkv.storage.output import OutputFile, OutputFolder
-
-
-def export(
-    trace: Annotated[Path, Argument(help="A finished trace", show_default=False)],
-    output: Annotated[
-        list[Path] | None,
-        Option("--output", "-o", metavar="PATH", help="A .csv or .parquet file", show_default="both, beside the trace"),
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there")] = False,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Write a trace as a table, CSV or Parquet.
-
-    One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
-    prompts' text, their tokens go into a file beside it, NAME.tokens.csv.
-    """
-    from perturbkv.storage.trace.export import (
-        SUFFIXES,
-        check_not_source,
-        check_suffix,
-        columns,
-        tokens_path,
-        write,
-        write_tokens,
-    )
-    from perturbkv.storage.trace.trace_file import read_trace
-
-    paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
-    for path in paths:
-        check_suffix(path)
-        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-        check_not_source(trace, path)
-    finished = read_trace(trace)
-    token_paths = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
-    for path in token_paths:
-        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-    with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
-        counts = {str(path): write(finished, path, bar.advance) for path in paths}
-        counts |= {str(path): write_tokens(finished, path) for path in token_paths}
-    if as_json:
-        console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
-    else:
-        for name, count in counts.items():
-            console.say(f"{name}: {count:,} rows")
-    print_failures(dict(finished.failures))
-    if finished.failures:
-        raise typer.Exit(1)
-
 
 _SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 

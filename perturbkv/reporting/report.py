@@ -137,6 +137,8 @@ def check_traces(traces: Sequence[Trace]) -> None:
 
 def page_path(path: Path) -> Path:
     """Return the page's path: a name without suffix gets .html. Raises ConfigError for another suffix than .html."""
+    if path.is_dir():  # refused where it is to be written
+        return path
     named = path if path.suffix or not path.name else path.with_name(f"{path.name}.html")
     if named.suffix.lower() not in (".html", ".htm"):
         msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
