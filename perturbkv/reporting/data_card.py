@@ -15,6 +15,7 @@ from typing import Any
 
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.pairing import plural
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
 from perturbkv.configs.run import RunConfig
@@ -69,6 +70,8 @@ _OWNED = {
 }
 _OPTIONS = ("dataset", "revision", "samples", "seed", "steps", "scenario", "cache", "dtype", "max_tokens")
 """Fields of a run that `perturbkv trace` takes as options of the same name, beside the model."""
+_DEFAULTS = {"revision": "", "seed": 0, "steps": 1, "scenario": "regular", "cache": "ragged", "max_tokens": None}
+"""What is left out of a sweep file, which refuses options without effect."""
 _DATA_OPTIONS = {"lengths": "length", "depths": "depth", "haystack": "haystack"}
 
 
@@ -253,24 +256,28 @@ def _again(run: RunConfig) -> str:
 def sweep_document(run: RunConfig) -> dict[str, Any]:
     """Return a run as a sweep file of `perturbkv trace --config`: options, and the configurations in their order."""
     options: dict[str, Any] = {"model": run.model}
-    options |= {name: getattr(run, name) for name in _OPTIONS if getattr(run, name) not in (None, "")}
+    options |= {name: getattr(run, name) for name in _OPTIONS if getattr(run, name) != _DEFAULTS.get(name)}
     options |= {key: run.dataset_options[name] for name, key in _DATA_OPTIONS.items() if name in run.dataset_options}
     options |= {"chat_template": run.chat_template, **({"save": list(run.save)} if run.save else {})}
     if not _COMMIT.fullmatch(run.revision):
         options.pop("revision", None)
-    grids = [_choices(config) for config in run.configs]
+    grids = [_choices(config, run.seed) for config in run.configs]
     shared = {name: text for name, text in grids[0].items() if all(one.get(name) == text for one in grids)}
     own = [{name: text for name, text in one.items() if name not in shared} for one in grids]
     document = {**{name.replace("_", "-"): value for name, value in options.items()}, **shared}
     return {**document, "grids": own} if any(own) else document
 
 
-def _choices(config: EvictionConfig) -> dict[str, Any]:
-    """Return a configuration as a mapping of a sweep file, each choice as it is written."""
+def _choices(config: EvictionConfig, seed: int) -> dict[str, Any]:
+    """Return a configuration as a mapping of a sweep file, each choice as it is written; `seed` is the run's."""
     own = ("budget", "policy") if config.selection.name == GIVEN else None
     fields = ("budget", "policy", "selection", "window", "granularity", "protect_first", "protect_recent", "precision",
               "correction")  # fmt: skip
-    return {name.replace("_", "-"): str(getattr(config, name)) for name in own or fields}
+    choices = {name: getattr(config, name) for name in own or fields}
+    for name, choice in choices.items():
+        if isinstance(choice, Choice) and choice.options.get("seed") == seed:  # it is the run's, which is there once
+            choices[name] = choice.without(["seed"])
+    return {name.replace("_", "-"): str(choice) for name, choice in choices.items()}
 
 
 def _origin(dataset: str) -> str:
