@@ -41,7 +41,7 @@ class FigureOptions:
     ] = 2
     style: Annotated[
         str,
-        Option(metavar="NAME", help="screen; paper: low, notes in a caption file; talk: slides", rich_help_panel=LOOK),
+        Option(metavar="NAME", help="screen, paper (notes in a caption) or talk", rich_help_panel=LOOK),
     ] = "screen"
     explain: Annotated[
         bool, Option("--explain", help="Also say what columns mean, and show further tables", rich_help_panel=LOOK)

@@ -30,7 +30,7 @@ from perturbkv.figures import style
 MOST_ROW_MM = 80
 """Most height of a figure per row of panels, unless more names than that stand at one of them."""
 _INCH_MM = 25.4
-_PANEL_MM, _SQUARE_MM, _MAP_MM = 36.0, 50.0, (18.0, 32.0)
+_PANEL_MM, _SQUARE_MM, _MAP_MM = 36.0, 44.0, (18.0, 32.0)
 """Heights of panels: of curves, of squares, and least and most of a map."""
 _NAMED_MM, _LINE_MM, _MARK_MM, _LEAST_MM = 4.2, 3.2, 1.9, 16.0
 """Height of a row with a name, of each line of a longer name, of each mark in a row, and of a panel with few rows."""
@@ -90,6 +90,8 @@ def _fit(figure: CaptionedFigure, width_mm: float) -> None:
         _trim_title(figure, axes)
         _thin_ticks(axes, thinned)
         _drop_numbers(axes)
+    for bar in bars:
+        _thin_ticks(bar, thinned)
     _lower_legends(figure, panels)
     _refuse_narrow(panels, width_mm)
 
@@ -101,6 +103,9 @@ def _lay_out(figure: CaptionedFigure) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.execute(figure)
+    for axes in figure.axes:  # squares and colour bars fill a part of their place
+        locator = axes.get_axes_locator()
+        axes.apply_aspect(locator(axes, None) if locator else None)  # type: ignore[arg-type,truthy-function]
     return not any("collapsed" in str(one.message) for one in caught)
 
 
@@ -388,7 +393,7 @@ def _thin_ticks(axes: Axes, thinned: set[int]) -> None:
         ticks = [tick for tick in ticks if tick.label1.get_visible() and tick.label1.get_text()]
         if axis is axes.yaxis and _names(axes):
             continue
-        boxes = [tick.label1.get_window_extent().padded(1.0) for tick in ticks]
+        boxes = [tick.label1.get_window_extent().padded(2.0) for tick in ticks]
         step = 1
         while any(one.overlaps(two) for one, two in zip(boxes[::step], boxes[step::step], strict=False)):
             step += 1

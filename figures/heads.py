@@ -194,7 +194,7 @@ _MANY, _WIDE_MANY = 6, 9
 """Most pairs with large panels, in one column and in two; of more, panels are smaller, so that the figure fits its
 page."""
 
-_NOTE = "in the titles: isolated / propagated · ▼: heads outside the axes"
+_NOTE = "two numbers: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
