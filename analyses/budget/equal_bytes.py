@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Row(Record):
         evicts: whether anything is evicted, in any sample.
     """
 
-    SECTION = "bytes row"
+    SECTION: ClassVar[str] = "bytes row"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -99,7 +99,7 @@ class Row(Record):
 class Setting(Record):
     """Configurations of equal bytes that differ in bits alone; the first one evicts alone, in 16 bits."""
 
-    SECTION = "bytes setting"
+    SECTION: ClassVar[str] = "bytes setting"
 
     rows: tuple[Row, ...] = column("of the same bytes: the baseline, then fewer bits and more entries")
 
@@ -217,9 +217,16 @@ class EqualBytes(Result):
         step: decode step of perturbation and KL.
     """
 
-    SECTION = "budget --bytes"
-    SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
-    HAS_MEDIANS = True
+    SECTION: ClassVar[str] = "budget --bytes"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "bits",
+        "cache_share",
+        "byte_share",
+        "over_evicting",
+        "kl_median",
+        "gain_over_evicting",
+    )
+    HAS_MEDIANS: ClassVar[bool] = True
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")

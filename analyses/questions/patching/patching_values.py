@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +145,7 @@ class PlayerValue(Record):
         exact: whether all subsets of players were measured.
     """
 
-    SECTION = "player"
+    SECTION: ClassVar[str] = "player"
 
     player: str = column("layer, or layer-head")
     value: float = column(
@@ -205,7 +205,7 @@ class Shapley(Record):
         last: the change where all other players are. Both equal `value` where players do not interact.
     """
 
-    SECTION = "Shapley values"
+    SECTION: ClassVar[str] = "Shapley values"
 
     names: tuple[str, ...]
     value: Floats
@@ -268,7 +268,7 @@ class Greedy(Record):
         chosen_interval, judged_interval: over samples.
     """
 
-    SECTION = "greedy path"
+    SECTION: ClassVar[str] = "greedy path"
 
     names: tuple[str, ...]
     paths: tuple[tuple[int, ...], tuple[int, ...]]
@@ -372,7 +372,7 @@ class NamedMixture(Record):
         mixture: the side, baseline or treatment, whose kept set each layer or head has.
     """
 
-    SECTION = "mixture"
+    SECTION: ClassVar[str] = "mixture"
 
     name: str = column("as it was given")
     mixture: Mixture
