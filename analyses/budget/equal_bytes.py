@@ -12,7 +12,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements, scores
+from perturbkv.analyses.measurements import Floats, Measurements, Scores, scores
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
@@ -119,14 +119,14 @@ class RowBuilder:
     """
 
     def __init__(self, measured: Measurements) -> None:
-        self.configs = measured.trace.run.configs
+        self.configs: tuple[EvictionConfig, ...] = measured.trace.run.configs
         perturbation = measured["perturbation_propagated"][:, :, -1].sum(axis=-1)
         norms = measured["output_norm"][:, -1].sum(axis=-1)
         self._perturbation: Floats = perturbation / norms[:, None]
         self._cache_shares, self._byte_shares = measured.cache_shares, measured.byte_shares
         self._kl = measured["logit_kl"]
         self.evicts: Floats = measured["evicted"].max(axis=0)
-        self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
+        self.scores: Scores | None = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
     def build(self, index: int, base: int | None = None) -> Row:
         """Return a configuration's row, compared at equal bytes with the configuration at `base`, which only evicts."""

@@ -46,11 +46,13 @@ class MixtureOutcomes:
         ]
         if not complete:
             raise FailedRunError(str(store.path or "the measurements"), store.failed)
-        self.store, self.game, self.step = store, game, step
-        self.samples = [
+        self.store = store
+        self.game = game
+        self.step = step
+        self.samples: list[str] = [
             name for name in complete if step < len(store.rows[name][game.baseline_everywhere].values["drift"])
         ]
-        self.ended = len(complete) - len(self.samples)
+        self.ended: int = len(complete) - len(self.samples)
         if not self.samples:
             msg = (
                 f"expected a step that some sample has, got {step}; --steps {step + 1} asks for it, as far as texts go"
