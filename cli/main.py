@@ -103,7 +103,7 @@ def _drop_output() -> None:
         os.dup2(null, sys.stdout.fileno())
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

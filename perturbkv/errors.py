@@ -36,8 +36,9 @@ class UnknownNameError(PerturbkvError):
     _MANY, _SHOWN = 12, 6
 
     def __init__(self, name: str, kind: str, known: Iterable[str], hint: str = "") -> None:
-        self.kind, self.name = kind, name
-        self.known = nearest_first(name, known)
+        self.kind = kind
+        self.name = name
+        self.known: list[str] = nearest_first(name, known)
         many = len(self.known) > self._MANY
         shown = self.known[: self._SHOWN] if many else self.known
         known_ones = f"nearest of {len(self.known)} known" if many else "known"
@@ -118,7 +119,8 @@ class ActivationError(PerturbkvError):
     exit_code = 1
 
     def __init__(self, where: str, sample: str) -> None:
-        self.where, self.sample = where, sample
+        self.where = where
+        self.sample = sample
         super().__init__(f"{where} hold NaN or Inf in sample '{sample}'")
 
 
@@ -129,7 +131,7 @@ class FailedRunError(PerturbkvError):
     _MOST_REASONS = 3
 
     def __init__(self, trace: str, failures: Mapping[str, str]) -> None:
-        self.failures = dict(failures)
+        self.failures: dict[str, str] = dict(failures)
         reasons = list(dict.fromkeys(self.failures.values()))
         more = f"; and {len(reasons) - self._MOST_REASONS} more" if len(reasons) > self._MOST_REASONS else ""
         super().__init__(
@@ -150,7 +152,9 @@ class InterruptedRunError(PerturbkvError):
     exit_code = 130
 
     def __init__(self, kept: int, total: int, path: Path, message: str = "") -> None:
-        self.kept, self.total, self.path = kept, total, path
+        self.kept = kept
+        self.total = total
+        self.path = path
         super().__init__(
             message
             or f"interrupted: {kept} of {total} samples are kept beside {path}; run the same again, with the "
@@ -164,7 +168,8 @@ class BoundError(PerturbkvError):
     exit_code = 1
 
     def __init__(self, inequality: str, values: str, where: str, count: int) -> None:
-        self.inequality, self.count = inequality, count
+        self.inequality = inequality
+        self.count = count
         super().__init__(
             f"expected {inequality} everywhere, got {values} in {where}; {count} violations in all: "
             "the trace is wrong, please report it"

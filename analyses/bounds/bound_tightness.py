@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -65,8 +65,8 @@ class BoundTightness(Result):
         left_out: quantised or corrected configurations, to which the theorems do not apply.
     """
 
-    SECTION = "bound-tightness"
-    SHOWN = ("cache_share", "share", "l_theta", "l_theta_hat")
+    SECTION: ClassVar[str] = "bound-tightness"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "share", "l_theta", "l_theta_hat")
 
     selection: str
     configs: tuple[Tightness, ...] = column("one per configuration, in the trace's order", key="configurations")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +68,8 @@ class Horizon(Result):
         identity: of the run.
     """
 
-    SECTION = "horizon"
-    SHOWN = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
+    SECTION: ClassVar[str] = "horizon"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
 
     identity: RunIdentity
     steps: int = column("decode steps of the longest text")

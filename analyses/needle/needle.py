@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,10 +69,10 @@ class Needle(Result):
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S without unit).
     """
 
-    SECTION = "needle"
-    SHOWN = ("cache_share", "score", "digits")
-    FIRST = "method"
-    HAS_SHARES = True
+    SECTION: ClassVar[str] = "needle"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "digits")
+    FIRST: ClassVar[str] = "method"
+    HAS_SHARES: ClassVar[bool] = True
 
     identity: RunIdentity
     samples: tuple[str, ...]

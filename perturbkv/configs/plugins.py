@@ -171,8 +171,11 @@ class Catalogue(Generic[_Class]):
         self, kind: str, package: str, base: Callable[[], type[_Class]], excluded: Iterable[str] = (),
         reserved: Callable[[], Iterable[str]] = tuple,
     ) -> None:  # fmt: skip
-        self.kind, self.package, self.base = kind, package, base
-        self.excluded, self.reserved = tuple(excluded), reserved
+        self.kind = kind
+        self.package = package
+        self.base = base
+        self.excluded: tuple[str, ...] = tuple(excluded)
+        self.reserved = reserved
         self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:
