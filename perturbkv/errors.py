@@ -54,6 +54,41 @@ class NarrowFigureError(ConfigError):
         super().__init__(f"width_mm={width_mm:g} is too small for this figure; it needs {needed_mm} mm or more")
 
 
+MEASURING = {
+    "torch": "torch>=2.11",
+    "transformers": "transformers>=5.2,<5.24",
+    "accelerate": "accelerate>=1.0",
+    "gguf": "gguf>=0.10",
+    "huggingface_hub": "huggingface_hub>=1.0",
+    "jaxtyping": "jaxtyping>=0.3",
+    "filelock": "filelock>=3.12",
+    "yaml": "pyyaml>=6",
+}
+"""Modules that only measuring imports -> the requirement that brings each; finished traces are read without them."""
+_OF_TRANSFORMERS = ("safetensors", "tokenizers")
+"""Modules that transformers brings along."""
+
+
+class MissingPackageError(PerturbkvError, ModuleNotFoundError):
+    """A package that is not installed, such as torch where only finished traces are read; the message installs it."""
+
+    def __init__(self, module: str) -> None:
+        package, purpose, needed = module.partition(".")[0], "", [module.partition(".")[0]]
+        if package in (*MEASURING, *_OF_TRANSFORMERS):
+            purpose, needed = " to measure with (finished traces are read without it)", list(MEASURING.values())
+        requirements = " ".join(f"'{one}'" if set(one) & set("<>") else one for one in needed)
+        message = f"expected the package {package}{purpose}, got none installed; type: pip install {requirements}"
+        super().__init__(message, name=module)
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError) -> MissingPackageError:
+        """Return the error in one line; raise `error` itself where a module of this package is missing."""
+        module = error.name or ""
+        if module.partition(".")[0] in ("", "perturbkv"):
+            raise error
+        return cls(module)
+
+
 class ModelError(PerturbkvError):
     """A model that cannot be loaded, or whose attention cannot be measured correctly."""
 
