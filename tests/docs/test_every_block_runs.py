@@ -39,7 +39,7 @@ ELSEWHERE = {
 }
 """Page and language -> the tests that run these blocks instead."""
 CONSOLE = {
-    ("audit.md", "perturbkv audit kvpress:SnapKVPress"): "kvpress needs an older transformers: tests/kvpress has audits",
+    ("audit.md", "perturbkv audit kvpress:SnapKVPress"): "kvpress needs an older transformers: see tests/kvpress",
     ("kvpress.md", "perturbkv heads"): "kvpress needs an older transformers; tests/kvpress measures presses",
 }  # fmt: skip
 """Page and a command of its ```console blocks, by how it begins -> why it cannot run here. The options are checked."""
