@@ -61,8 +61,8 @@ def patching(
 ) -> None:
     """Find the layers and heads that decide the output.
 
-    The treatment's kept sets in some layers or heads, the baseline's elsewhere, really evicted: what each does to
-    drift, KL or the score (Shapley values), and which to switch first. swap.jsonl keeps what is measured.
+    The treatment's kept sets in some layers or heads, the baseline's elsewhere: what each does to drift, KL or score,
+    and which to switch first (swap.jsonl).
     """
     _check_effects(run, permutations, greedy, answers)
     patches = PatchingConfig(

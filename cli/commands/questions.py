@@ -126,7 +126,7 @@ def split(
     """Separate the effects of how much and what is evicted.
 
     L = (1 − S) ‖μ_gone − μ_kept‖₁ per head: by which factor a method wins, and what a stored mean of the evicted
-    values gains; without a trace, that is measured for the first two of --compare.
+    values gains (the first two of --compare).
     """
     names = None if compare is None else parse_compare(compare)
 
