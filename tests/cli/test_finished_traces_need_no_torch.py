@@ -66,13 +66,12 @@ PICTURES = """
 import perturbkv as pk
 
 trace = pk.read_trace(sys.argv[1])
-results = [analyse(trace) for analyse in (pk.compare_heads, pk.layer_drift, pk.assumption, pk.bound_tightness)]
+results = [analyse(trace) for analyse in (pk.compare_heads, pk.assumption, pk.ablation)]
 for result in results:
     result.plot().savefig(sys.argv[2])
     result.to_frame(), result.to_dict(), repr(result), result._repr_html_()
 assert trace.to_xarray().sizes["sample"] == len(trace.to_frame()["sample"].unique())
 assert pk.report(trace).html.startswith("<!")
-assert pk.grid([64], policy=["snapkv"])
 """
 NEEDS_TORCH = {
     "trace": [], "generate": [], "audit": ["my_cache.py:evict"], "question regret": [], "question patching": [],
