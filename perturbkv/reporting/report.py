@@ -103,7 +103,8 @@ def report(
         msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
         raise ConfigError(msg)
     if path is not None:
-        _check_no_trace(checked, check_path(page_path(Path(path)), overwrite))
+        _check_no_trace(checked, Path(path))
+        check_path(page_path(Path(path)), overwrite)
     result = _build_report(checked, full)
     if path is not None:
         result.save(path, overwrite=overwrite)

@@ -51,26 +51,22 @@ def test_every_block_of_the_page_runs(perturbkv: Run, model: Path, tmp_path: Pat
         exec(block, {})
 
 
+KV_BLOCKS = ["--policy", "knorm", "--selection", "attention", "--granularity", "kv(block=2)", "--protect-first", 2]
+FEW_BITS = ["--precision", "quantise(bits=4)", "--max-tokens", 60, "--alpha", 0.5, "--no-chat-template"]
+POSITIONS = ["--policy", "streaming-llm", "--selection", "position", "--cache", "rectangular", "--steps", 2]
+TWO_BY_TWO = ["--policy", "snapkv", "--policy", "adakv(floor=0.1)", "--selection", "attention", "--selection", "value"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ["--policy", "snapkv", "--policy", "adakv(floor=0.1)", "--selection", "attention", "--selection", "two-stage"],
-        ["--policy", "knorm", "--selection", "attention", "--granularity", "kv(block=2)", "--protect-first", 2],
-        ["--policy", "streaming-llm", "--selection", "position", "--cache", "rectangular", "--steps", 2],
-        [
-            "--precision",
-            "quantise(bits=4)",
-            "--scenario",
-            "regular",
-            "--max-tokens",
-            60,
-            "--alpha",
-            0.5,
-            "--no-chat-template",
-        ],
-        ["--selection", "attention", "--selection", "random", "--seed", 3],
-        ["--policy", "pyramidkv", "--budget", "0.3", "--dtype", "bfloat16"],
+        TWO_BY_TWO,
+        KV_BLOCKS,
         ["--dataset", "needle", "--length", 200, "--length", 250, "--depth", 0.5, "--seed", 4],
+        pytest.param(POSITIONS, marks=pytest.mark.slow),
+        pytest.param(FEW_BITS, marks=pytest.mark.slow),
+        pytest.param(["--selection", "attention", "--selection", "random", "--seed", 3], marks=pytest.mark.slow),
+        pytest.param(["--policy", "pyramidkv", "--budget", "0.3", "--dtype", "bfloat16"], marks=pytest.mark.slow),
     ],
 )
 def test_the_sweep_of_a_card_plans_the_same_run(perturbkv: Run, model: Path, data: Path, options: list[object]) -> None:
@@ -80,10 +76,8 @@ def test_the_sweep_of_a_card_plans_the_same_run(perturbkv: Run, model: Path, dat
     first = pk.read_trace("a/t.h5")
     ((_, shown),) = re.findall(r"^(`{3,})yaml\n(.*?)^\1$", Path("a/README.md").read_text(), re.MULTILINE | re.DOTALL)
     sweep = sweep_document(first.run)
-    assert yaml.safe_load(shown) == sweep | {
-        "model": model.name,
-        "dataset": Path(first.run.dataset).name,
-    }  # a card names no folder
+    without_folders = {"model": model.name, "dataset": Path(first.run.dataset).name}
+    assert yaml.safe_load(shown) == sweep | without_folders
     Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
     before = Path("a/t.h5").read_bytes()
     ran = perturbkv("trace", "--config", "sweep.yaml", "-o", "a/t.h5")  # another run is refused, this one is there
