@@ -2,8 +2,8 @@
 
 The folder holds a tiny model under the embedded one's name, which commands and Python then find, so that blocks run as
 they are written; its answers end early, as every second token ends one. One thing is changed, so that it takes seconds
-(`shortened`): a command that measures takes 2 samples (4 where it needs them). What a page shows after "In a file
-`name`:" is written to the folder first.
+(`shortened`): a command that measures takes 2 samples (4 where it needs them), needle prompts of 700 tokens where none
+are asked for. What a page shows after "In a file `name`:" is written to the folder first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from perturbkv.cli.commands import COMMANDS, FORMER_COMMANDS
 from tests.support import ruler_data
 from tests.support.commands import command_of, every_command
 from tests.support.folders import model_folder
-from tests.support.pages import HOW_TO, ROOT, Block, blocks, shell
+from tests.support.pages import HOW_TO, ROOT, blocks, shell
 from tests.support.screens import Ran, run
 from tests.support.undrawn import undrawn
 
@@ -39,7 +39,7 @@ ELSEWHERE = {
 }
 """Page and language -> the tests that run these blocks instead."""
 CONSOLE = {
-    ("audit.md", "perturbkv audit kvpress:SnapKVPress"): "kvpress needs an older transformers: tests/kvpress has audits",
+    ("audit.md", "perturbkv audit kvpress:"): "kvpress needs an older transformers; tests/kvpress audits presses",
     ("kvpress.md", "perturbkv heads"): "kvpress needs an older transformers; tests/kvpress measures presses",
 }  # fmt: skip
 """Page and a command of its ```console blocks, by how it begins -> why it cannot run here. The options are checked."""
@@ -75,12 +75,15 @@ def options_of(words: tuple[str, ...]) -> set[str]:
 
 
 def shortened(given: list[str]) -> list[str]:
-    """The command with 2 samples, where it measures."""
+    """The command with 2 samples, where it measures, and where it says nothing of their length with 700 tokens."""
     words = words_of(shlex.join(["perturbkv", *given]))
     reads = [word for place, word in enumerate(given) if word.endswith((".h5", "generation.jsonl"))
              and given[place - 1] not in ("-o", "--output")]  # fmt: skip
-    if reads or "--samples" not in options_of(words):
+    if reads or "--samples" not in (options := options_of(words)):
         return given
+    named = given[given.index("--dataset") + 1] if "--dataset" in given else "needle"
+    if named == "needle" and "--length" in options and not {"--length", "--config"} & {*given}:
+        given = [*given, "--length", "700"]
     most = FEWEST.get(words[-1], 2)
     if "--samples" not in given:
         return [*given, "--samples", str(most)]
@@ -100,7 +103,7 @@ def make(target: str) -> Ran:
     assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
     recipe = re.search(r"^demo: install\n\t\$\(BIN\) (.*)$", MAKEFILE, re.MULTILINE)
     assert recipe
-    return perturbkv(*shlex.split(recipe[1])) if target == "demo" else Ran(0, "", "")
+    return perturbkv(*shlex.split(recipe[1]), "--length", "1000") if target == "demo" else Ran(0, "", "")
 
 
 def pip(*given: str) -> Ran:
@@ -163,14 +166,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     plt.close("all")
 
 
-def runs(block: Block) -> bool:
-    return block.language in ("sh", "bash", "python") and not block.file
+def runs(page: Path) -> bool:
+    """Whether the page has a block that is run here."""
+    here = {"sh", "bash", "python"} - {language for name, language in ELSEWHERE if name == page.name}
+    return any(block.language in here and not block.file for block in blocks(page.read_text()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(map(runs, blocks(page.read_text())))], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", filter(runs, PAGES), ids=lambda page: page.name)
 def test_every_block_runs(page: Path, folder: Path) -> None:
     run_page(page.name, page.read_text(), folder)
 
@@ -179,7 +182,7 @@ def test_every_block_runs(page: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "said"),
     [
-        ("compare.md", "-o runs/compare", "-o runs/compare --budgget 3", "no option --budgget"),
+        ("compare.md", "-o runs/compare", "-o runs/compare --budgget 3", "No such option: --budgget"),
         ("compare.md", "--methods adakv,", "--methods adak,", "adak"),
         ("compare.md", "perturbkv ablation", "perturbkv restriction", "ablation --restrictions"),
         ("report.md", "runs/noise/trace.h5", "runs/nowhere/trace.h5", "runs/nowhere/trace.h5"),
