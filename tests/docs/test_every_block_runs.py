@@ -2,8 +2,8 @@
 
 The folder holds a tiny model under the embedded one's name, which commands and Python then find, so that blocks run as
 they are written; its answers end early, as every second token ends one. One thing is changed, so that it takes seconds
-(`shortened`): a command that measures takes 2 samples (4 where it needs them), needle prompts of 700 tokens where none
-are asked for. What a page shows after "In a file `name`:" is written to the folder first.
+(`shortened`): a command that measures takes 2 samples (4 where it needs them). What a page shows after "In a file
+`name`:" is written to the folder first.
 """
 
 from __future__ import annotations
@@ -75,15 +75,12 @@ def options_of(words: tuple[str, ...]) -> set[str]:
 
 
 def shortened(given: list[str]) -> list[str]:
-    """The command with 2 samples, where it measures, and where it says nothing of their length with 700 tokens."""
+    """The command with 2 samples, where it measures."""
     words = words_of(shlex.join(["perturbkv", *given]))
     reads = [word for place, word in enumerate(given) if word.endswith((".h5", "generation.jsonl"))
              and given[place - 1] not in ("-o", "--output")]  # fmt: skip
-    if reads or "--samples" not in (options := options_of(words)):
+    if reads or "--samples" not in options_of(words):
         return given
-    named = given[given.index("--dataset") + 1] if "--dataset" in given else "needle"
-    if named == "needle" and "--length" in options and not {"--length", "--config"} & {*given}:
-        given = [*given, "--length", "700"]
     most = FEWEST.get(words[-1], 2)
     if "--samples" not in given:
         return [*given, "--samples", str(most)]
@@ -103,7 +100,7 @@ def make(target: str) -> Ran:
     assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
     recipe = re.search(r"^demo: install\n\t\$\(BIN\) (.*)$", MAKEFILE, re.MULTILINE)
     assert recipe
-    return perturbkv(*shlex.split(recipe[1]), "--length", "1000") if target == "demo" else Ran(0, "", "")
+    return perturbkv(*shlex.split(recipe[1])) if target == "demo" else Ran(0, "", "")
 
 
 def pip(*given: str) -> Ran:
@@ -173,7 +170,7 @@ def runs(page: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", filter(runs, PAGES), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
 def test_every_block_runs(page: Path, folder: Path) -> None:
     run_page(page.name, page.read_text(), folder)
 
