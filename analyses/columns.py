@@ -83,9 +83,11 @@ class Derived(Generic[Value]):
     """A column computed from other columns on first access; the docstring of its method is its meaning."""
 
     def __init__(self, compute: Callable[[Any], Value], **more: Any) -> None:
-        self.compute, self.__doc__, self.name = compute, compute.__doc__, compute.__name__
+        self.compute = compute
+        self.__doc__ = compute.__doc__
+        self.name: str = compute.__name__
         meaning = " ".join((compute.__doc__ or "").split()).removesuffix(".")
-        self.declared = Column(meaning, **more)
+        self.declared: Column = Column(meaning, **more)
 
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...

@@ -45,8 +45,9 @@ class Measurements:
     """
 
     def __init__(self, trace: Trace, analysis: str, step: int | None = 0) -> None:
-        self.trace = _with_step(trace, analysis, step or 0)
-        self.analysis, self.step = analysis, step
+        self.trace: Trace = _with_step(trace, analysis, step or 0)
+        self.analysis = analysis
+        self.step = step
         self._arrays: dict[str, Floats] = {}
 
     def __getitem__(self, name: str) -> Floats:

@@ -56,7 +56,7 @@ class ComparisonRow(HeadComparison):
 class Outcome(ComparisonRow):
     """A configuration against a baseline: heads, drift after the last layer, and KL of the next token."""
 
-    SECTION = "outcome"
+    SECTION: ClassVar[str] = "outcome"
 
     drift_ratio: float = column(
         "mean drift after the last layer over the baseline's; NaN where that does not drift",

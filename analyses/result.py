@@ -15,7 +15,7 @@ from perturbkv.display import Part, Table, as_html, as_text
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from perturbkv.captions import CaptionedFigure
 
 
 _MOST_NOTES = 3
@@ -100,9 +100,19 @@ class Result(Record, ABC):
         """Return the notes under the table, most important first."""
         return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
 
-    def plot(self, width_mm: float = 174) -> Figure:
-        """Return the result's figure at a printed width: 174 mm, or 84 for one column of a journal."""
-        return self._draw(type(self).__name__, width_mm)
+    def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
+        """Return the result's figure, a matplotlib `Figure` with an attribute `caption`.
+
+        Args:
+            width_mm: printed width in mm: 174, or 84 for one column of a journal; None: 174, of a talk 339.
+            style: "screen", with notes in the picture; "paper", low and with its notes in the caption; "talk", a slide
+                with large text.
+
+        Raises:
+            UnknownNameError: an unknown style.
+            ConfigError: a width that is too small; the message says which one is large enough.
+        """
+        return self._draw(type(self).__name__, width_mm, style)
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` of `records`."""
@@ -110,9 +120,9 @@ class Result(Record, ABC):
 
         return pd.DataFrame(self.records())
 
-    def _draw(self, name: str, width_mm: float) -> Figure:
+    def _draw(self, name: str, width_mm: float | None, style: str) -> CaptionedFigure:
         """Return this result's figure called `name` in `perturbkv.figures.FIGURES`, imported on first use."""
-        figure: Figure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm)
+        figure: CaptionedFigure = importlib.import_module("perturbkv.figures").draw(name, self, width_mm, style)
         return figure
 
     def __repr__(self) -> str:
@@ -190,9 +200,9 @@ class Several(Sequenced[MemberResult], Result):
         """Return the rows of all members."""
         return [row for member in self.members for row in member.records()]
 
-    def plot(self, width_mm: float = 174) -> Figure:
+    def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return the only member's figure. Raises ConfigError for several members."""
         if len(self.members) != 1:
             msg = f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
             raise ConfigError(msg)
-        return self.members[0].plot(width_mm)
+        return self.members[0].plot(width_mm, style)

@@ -42,8 +42,8 @@ def screen(**attributes: Any) -> Screen:
     return console
 
 
-out = screen()
-err = screen(stderr=True)
+out: Screen = screen()
+err: Screen = screen(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

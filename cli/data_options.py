@@ -14,9 +14,12 @@ from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import ALIASES, DEFAULT
 
+Completer = Callable[[str], list[str]]
+"""Shell-completion function: from the start of a name to the matching names."""
 
-def _completer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a shell-completion function: from the start of a name to the matching names."""
+
+def _completer(names: Callable[[], Iterable[str]]) -> Completer:
+    """Return the completer of these names."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -38,10 +41,10 @@ def _policy_names() -> Iterable[str]:
     return registry.names()
 
 
-complete_models = _completer(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
-complete_datasets = _completer(_dataset_names)
-complete_policies = _completer(_policy_names)
-complete_presets = _completer(lambda: PRESETS)
+complete_models: Completer = _completer(lambda: [*ALIASES, *(f"random:{name}" for name in ALIASES)])
+complete_datasets: Completer = _completer(_dataset_names)
+complete_policies: Completer = _completer(_policy_names)
+complete_presets: Completer = _completer(lambda: PRESETS)
 
 
 DATA = "Model and data"

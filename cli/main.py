@@ -19,7 +19,7 @@ import perturbkv
 from perturbkv.cli import console
 from perturbkv.cli.command_line import JsonRequest, group_class
 from perturbkv.cli.commands import COMMANDS
-from perturbkv.errors import InterruptedRunError, PerturbkvError
+from perturbkv.errors import InterruptedRunError, MissingPackageError, PerturbkvError
 
 INTERRUPTED = InterruptedRunError.exit_code
 _INTERRUPTED_MESSAGE = "interrupted; no unfinished file was written"
@@ -103,7 +103,7 @@ def _drop_output() -> None:
         os.dup2(null, sys.stdout.fileno())
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -182,6 +182,9 @@ def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
         if is_caused_by_interrupt(error) and error.exit_code != INTERRUPTED:
             return _print_error(KeyboardInterrupt(), _INTERRUPTED_MESSAGE, sigterm.exit_code(INTERRUPTED), request)
         return _print_error(error, " ".join(str(error).split()), sigterm.exit_code(error.exit_code), request)
+    except ModuleNotFoundError as error:
+        missing = MissingPackageError.of(error)
+        return _print_error(missing, str(missing), missing.exit_code, request)
     except BrokenPipeError:
         raise  # nobody reads the output any more
     except OSError as error:

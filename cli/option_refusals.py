@@ -144,7 +144,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 """Command -> shared options without effect on it -> reason."""
 
 _ON_A_TRACE = frozenset({
-    "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "explain",
+    "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
     "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
     "savings", "bytes", "cliff", "sample", "layer", "head",

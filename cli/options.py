@@ -21,6 +21,7 @@ from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
+from perturbkv.figures import STYLE_NAMES
 from perturbkv.selection.grid import FIELDS, expand_grid, names_policy
 
 LOOK = "Analysis and figures"
@@ -29,7 +30,7 @@ LOOK = "Analysis and figures"
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """The options of figures: formats, width and explanations; `own_options` has the command's own options by name."""
+    """The options of figures: format, width, style; and explanations. `own_options` has the command's own options."""
 
     figure_format: Annotated[
         list[str] | None,
@@ -38,6 +39,10 @@ class FigureOptions:
     columns: Annotated[
         int, Option(metavar="N", help="Figures' width: 1 (84 mm) or 2 (174 mm) columns", rich_help_panel=LOOK)
     ] = 2
+    style: Annotated[
+        str,
+        Option(metavar="NAME", help="screen, paper (notes in a caption) or talk", rich_help_panel=LOOK),
+    ] = "screen"
     explain: Annotated[
         bool, Option("--explain", help="Also say what columns mean, and show further tables", rich_help_panel=LOOK)
     ] = False
@@ -48,6 +53,10 @@ class FigureOptions:
             check_choice("format", suffix, ("png", "svg", "pdf"))
         if self.columns not in (1, 2):
             msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
+            raise ConfigError(msg)
+        check_choice("style", self.style, STYLE_NAMES)
+        if self.style == "talk" and self.columns == 1:
+            msg = "--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns"
             raise ConfigError(msg)
 
     @property
@@ -66,11 +75,11 @@ class FigureOptions:
         return self.figure_format or ["png", "svg"]
 
     @property
-    def width_mm(self) -> int:
+    def width_mm(self) -> float:
         """The printed width of the figures, mm."""
         from perturbkv.figures import style
 
-        return style.COLUMN_MM if self.columns == 1 else style.WIDE_MM
+        return style.COLUMN_MM if self.columns == 1 else style.STYLES[self.style].usual_mm
 
 
 FRACTIONS = ("0.025", "0.05", "0.1", "0.2", "0.4")
@@ -342,6 +351,10 @@ class LookOptions(FigureOptions):
         super().__post_init__()
         if self.step < 0:
             msg = f"expected a step of at least 0, got {self.step}"
+            raise ConfigError(msg)
+        check_choice("style", self.style, STYLE_NAMES)
+        if self.style == "talk" and self.columns == 1:
+            msg = "--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns"
             raise ConfigError(msg)
 
     @property

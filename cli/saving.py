@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.cli import console
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, NarrowFigureError
 from perturbkv.storage.atomic_files import atomic_path, clear_leftovers, write_atomically
 from perturbkv.storage.output import Lock, OutputFile, OutputFolder
 from perturbkv.user_files import FileKind
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from perturbkv.analyses.identity import RunIdentity
+    from perturbkv.analyses.result import Result
+    from perturbkv.cli.options import FigureOptions
     from perturbkv.trace import Trace
 
 
 _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pdf": b"/Creator (perturbkv"}
 """The bytes that name this library in the metadata of a figure, by format."""
+
+
+_CAPTION_BY_US = b"% Caption by perturbkv"
+"""The beginning of a caption's LaTeX file."""
 
 
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
@@ -37,6 +43,21 @@ def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> 
         for suffix in formats
         for stem in stems
     ]
+
+
+def caption_files(folder: Path, stems: Iterable[str]) -> list[OutputFile]:
+    """Return the output files of figures' captions, text and LaTeX; they replace only captions of this library."""
+    return [
+        OutputFile(folder / f"{stem}.caption{suffix}", "a caption of ours", _is_caption)
+        for stem in stems
+        for suffix in (".txt", ".tex")
+    ]
+
+
+def _is_caption(path: Path) -> bool:
+    """Return whether a caption's LaTeX file, at the path or beside it, says that this library wrote it."""
+    latex = path.with_suffix(".tex")
+    return latex.exists() and latex.read_bytes().startswith(_CAPTION_BY_US)
 
 
 def text_file(path: Path, begins: str) -> OutputFile:
@@ -78,6 +99,28 @@ def new_file(path: Path, overwrite: bool) -> Iterator[Path]:
         clear_leftovers(path)
         with atomic_path(path) as temporary:
             yield temporary
+
+
+def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool, method: str = "plot") -> list[str]:
+    """Draw a result's figure and save it as `save_figure` does, with its caption unless for a screen; return the paths.
+
+    Raises ConfigError for a figure that has no room at its width, and the errors of `save_figure`.
+    """
+    try:
+        figure = getattr(result, method)(look.width_mm, look.style)
+    except NarrowFigureError as error:
+        if look.columns == 1:
+            msg = f"--columns 1 is too narrow for figure {stem.name}: it needs {error.needed_mm} mm; write --columns 2"
+            raise ConfigError(msg) from None
+        raise
+    paths = save_figure(figure, result.identity, stem, look.formats, overwrite)
+    if look.style != "screen":
+        OutputFolder(stem.parent, overwrite).claim(*caption_files(stem.parent, [stem.name]))
+        for ending, text in figure.caption_texts().items():
+            path = stem.with_name(stem.name + ending)
+            write_atomically(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
+            paths.append(str(path))
+    return paths
 
 
 def save_figure(

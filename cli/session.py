@@ -33,9 +33,6 @@ from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.output import Claim, OutputFile, OutputFolder
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from perturbkv.analyses.identity import RunIdentity
     from perturbkv.analyses.result import Result
     from perturbkv.models.loading import ModelFiles
     from perturbkv.pipeline.run.plan import Plan
@@ -81,11 +78,6 @@ class Session:
         return tuple(trace for trace in self.traces if trace.ok.any())
 
     @property
-    def width_mm(self) -> int:
-        """The printed width of the figures, mm."""
-        return self.look.width_mm
-
-    @property
     def failures(self) -> dict[str, str]:
         """Failed sample -> reason; samples of the second and later traces are named with their data set."""
         later = {
@@ -107,14 +99,18 @@ class Session:
         """
         folder = self.output.path
         figures = saving.figure_files(folder, stems, self.look.formats)
+        figures += saving.caption_files(folder, stems) if self.look.style != "screen" else []
         if not sources:
             return self.output.claim(*figures, *files, saving.result_file(self.path, self.name), writer=self.path)
         return self.output.claim(*figures, *files, saving.summary_file(folder, sources, self.name, self.options))
 
-    def save(self, figure: Figure, identity: RunIdentity, stem: str) -> None:
-        """Write a figure in every chosen format, as `<stem>.<format>` in the output folder."""
+    def draw(self, result: Result, stem: str, method: str = "plot") -> None:
+        """Draw a result and write the figure in every chosen format, as `<stem>.<format>` in the output folder.
+
+        Raises ConfigError where the figure has no room at its width; the result is not written then.
+        """
         path = self.output.path / stem
-        self.figures.extend(saving.save_figure(figure, identity, path, self.look.formats, self.output.overwrite))
+        self.figures.extend(saving.draw_figure(result, path, self.look, self.output.overwrite, method))
 
     def show(
         self, results: Results, document: dict[str, Any] | None = None, failures: Mapping[str, str] | None = None
@@ -244,8 +240,7 @@ class Analysis:
         results, document = analysed if isinstance(analysed, tuple) else (analysed, None)
         if not self.stems:
             for method, end in self.figures.items():
-                figure = getattr(results, method)(session.width_mm)
-                session.save(figure, results.identity, f"{self.name}{end}")
+                session.draw(results, f"{self.name}{end}", method)
         if not self.writes:
             session.show_unsaved(results)
             return

@@ -41,6 +41,8 @@ autodoc_inherit_docstrings = False
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 
+smartquotes = False  # `--option` and quotes stay as they are typed
+
 html_theme = "pydata_sphinx_theme"
 html_title = f"perturbkv {release}"
 html_static_path = ["_static"]

@@ -8,56 +8,74 @@ from typing import TYPE_CHECKING
 from perturbkv.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from perturbkv.analyses.result import Result
+    from perturbkv.captions import CaptionedFigure
 
 FIGURES = {
-    "Ablation": "ablation:draw_ablation",
-    "Alpha": "alpha",
-    "Assumption": "bounds:draw_assumption",
-    "Audit": "audit",
-    "BoundTightness": "bounds:draw_bound_tightness",
-    "BoundTightness.plot_heads": "bounds:draw_heads",
-    "BudgetCurves": "layers:draw_budget_curves",
-    "Cliffs": "budget:draw_cliff",
-    "Divergence": "quality:draw_divergence",
-    "DriftSeries": "layers:draw_layers",
-    "EqualBytes": "budget:draw_equal_bytes",
-    "HeadComparisons": "heads:draw_panels",
-    "Horizon": "horizon",
-    "Horizon.plot_heads": "horizon:draw_heads",
-    "JudgeScores": "quality:draw_judged",
-    "Correlation": "correlation",
-    "Measures": "measures",
-    "MethodRanking": "ablation:draw_methods",
-    "Needle": "needle:draw_needle",
-    "Needle.plot_correlation": "needle:draw_retrieval",
-    "Needle.plot_depths": "needle:draw_needle_depths",
-    "Needle.plot_digits": "needle:draw_digits",
-    "PairSavings": "budget:draw_savings",
-    "Patching": "patching",
-    "Preferences": "quality:draw_preferred",
-    "Quality": "quality:draw_quality",
-    "Regret": "regret",
-    "Restriction": "ablation:draw_restriction",
-    "SafeBudgets": "budget:draw_safe_budget",
-    "SampleSeries": "layers:draw_last_layer",
-    "Split": "split",
-    "Stability": "stability",
-    "Tokens": "tokens",
+    "Ablation": ("ablation:draw_ablation", "What each ingredient of a selection brings"),
+    "Alpha": ("alpha", "Perturbation by the share of stage 1"),
+    "Assumption": ("bounds:draw_assumption", "Assumption 1 by head"),
+    "Audit": ("audit", "An eviction against the masked reference"),
+    "BoundTightness": ("bounds:draw_bound_tightness", "How tight the bounds on the perturbation are"),
+    "BoundTightness.plot_heads": ("bounds:draw_heads", "Tightness of Theorem 2 by head"),
+    "BudgetCurves": ("layers:draw_budget_curves", "Drift and next token over the cache share"),
+    "Cliffs": ("budget:draw_cliff", "Next token's KL over budgets"),
+    "Divergence": ("quality:draw_divergence", "Where answers leave the full cache's"),
+    "DriftSeries": ("layers:draw_layers", "Drift of the residual stream by layer"),
+    "EqualBytes": ("budget:draw_equal_bytes", "Evicting or storing fewer bits, over bytes"),
+    "HeadComparisons": ("heads:draw_panels", "Perturbation per head, one selection against another"),
+    "Horizon": ("horizon", "Perturbation over the decode steps"),
+    "Horizon.plot_heads": ("horizon:draw_heads", "Growth of the perturbation by head"),
+    "JudgeScores": ("quality:draw_judged", "Scores of answers by a judge"),
+    "Correlation": ("correlation", "Does the first step's perturbation tell which answers are lost?"),
+    "Measures": ("measures", "Perturbation over the baseline's, in three distances"),
+    "MethodRanking": ("ablation:draw_methods", "Propagated perturbation by method"),
+    "Needle": ("needle:draw_needle", "Numbers found by length and depth"),
+    "Needle.plot_correlation": ("needle:draw_retrieval", "Correlation of the first step's measures with retrieval"),
+    "Needle.plot_depths": ("needle:draw_needle_depths", "Numbers found by depth"),
+    "Needle.plot_digits": ("needle:draw_digits", "Leading digits found by length and depth"),
+    "PairSavings": ("budget:draw_savings", "Budget that the second selection saves over the first"),
+    "Patching": ("patching", "Layers and heads that decide the output"),
+    "Preferences": ("quality:draw_preferred", "Answers against the full cache's, by a judge"),
+    "Quality": ("quality:draw_quality", "Scores of answers over the cache share"),
+    "Regret": ("regret", "Distance from the best known kept sets"),
+    "Restriction": ("ablation:draw_restriction", "What restrictions on kept sets cost"),
+    "SafeBudgets": ("budget:draw_safe_budget", "The smallest safe budget"),
+    "SampleSeries": ("layers:draw_last_layer", "Drift after the last layer by sample"),
+    "Split": ("split", "Evicted attention against the distance of what goes"),
+    "Stability": ("stability", "Ranks of heads between traces"),
+    "Tokens": ("tokens", "Which tokens of a prompt are kept"),
 }
 """Class of a result, or "Class.method" for its further figures -> module that draws it, ":" and function (default:
-`draw`)."""
+`draw`); and the figure's headline, a slide's title and the beginning of its caption."""
 
 
-def draw(name: str, result: Result, width_mm: float) -> Figure:
-    """Return a result's figure; `name` is a key of `FIGURES`, whose module, and matplotlib with it, is imported here.
+STYLE_NAMES = ("screen", "paper", "talk")
+"""Styles of figures; `perturbkv.figures.style.STYLES` has them."""
 
-    Raises UnknownNameError for a result that has no figure.
+
+def draw(name: str, result: Result, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
+    """Return a result's figure; its module, and matplotlib with it, is imported here.
+
+    Args:
+        name: a key of `FIGURES`.
+        result: what is drawn.
+        width_mm: printed width; None: the style's usual one.
+        style: a name of `perturbkv.figures.style.STYLES`.
+
+    Raises:
+        UnknownNameError: a result that has no figure, or an unknown style.
+        ConfigError: a width that is too small for the style, or, NarrowFigureError, for this figure.
     """
     if name not in FIGURES:
         raise UnknownNameError(name, "figure of a result", FIGURES)
-    module, _, function = FIGURES[name].partition(":")
-    figure: Figure = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")(result, width_mm)
+    place, headline = FIGURES[name]
+    module, _, function = place.partition(":")
+    looks = importlib.import_module(f"{__name__}.style")
+    look, width_mm = looks.check_style(style, width_mm)
+    with looks.use(look, width_mm):
+        drawing = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")
+        figure: CaptionedFigure = drawing(result, looks.WIDE_MM if look.magnified else width_mm)
+        figure.headline = headline
+        importlib.import_module(f"{__name__}.finishing").finish(figure, width_mm)
     return figure

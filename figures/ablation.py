@@ -81,7 +81,14 @@ def _draw_setting(axes: Axes, result: Setting, name: str, titles: dict[str, str]
                 draw_ratio(axes, index, kind, measured, f"{BASELINE} or row is 0")
         elif title != BASELINE:
             grouped = titles[title] == MEAN_OF_PRODUCTS and result.granularity == "query"
-            axes.text(1, index, " no group" if grouped else " not measured", fontsize=5.5, color="0.5", va="center")
+            axes.text(
+                1,
+                index,
+                " no group" if grouped else " not measured",
+                fontsize=style.points(5.5),
+                color="0.5",
+                va="center",
+            )
     names = [f"{title} (= 1)" if title == BASELINE else title for title in titles] if label_rows else [""] * len(titles)
     finish_ratio_panel(axes, names, f"{name}\ncache share {_cache_share_range(result)}",
                        f"Σ L1 over {BASELINE}'s (log axis)", ylim=(len(titles) - 0.5, -0.5))  # fmt: skip

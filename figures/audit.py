@@ -39,7 +39,7 @@ def _draw_kept_share(figure: Figure, axes: Axes, result: Audit) -> None:
     """Draw kept share (layer, position) as an image with a colour bar; a note where no kept sets were found."""
     shares = result.kept_share(_BINS)
     if np.isnan(shares).all():
-        style.draw_note(axes, "no kept sets were found", middle=True)
+        style.draw_note(axes, "no kept sets were found", at="middle")
         axes.set_axis_off()
         return
     image = axes.imshow(
@@ -56,7 +56,7 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
     """Draw the distance from the masked reference by layer, a line per situation, with the limit of a difference."""
     by_situation = {name: floors for name, floors in result.by_layer().items() if not np.isnan(floors).all()}
     if not by_situation:
-        style.draw_note(axes, "no layer was seen while it decoded", middle=True)
+        style.draw_note(axes, "no layer was seen while it decoded", at="middle")
         axes.set_axis_off()
         return
     for (name, floors), colour in zip(by_situation.items(), style.category_colours(len(by_situation)), strict=True):
@@ -64,11 +64,11 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
         axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
     axes.axhline(FLOORS, color="0.3", linewidth=0.8, linestyle="--", gid="limit")
     axes.annotate(
-        f"{FLOORS} floors: a difference", (1, FLOORS), xytext=(-2, 2), textcoords="offset points", fontsize=6,
-        xycoords=("axes fraction", "data"), ha="right",
+        f"{FLOORS} floors: a difference", (1, FLOORS), xytext=(-2, 2), textcoords="offset points",
+        fontsize=style.points(6), xycoords=("axes fraction", "data"), ha="right",
     )  # fmt: skip
     style.log_axes(axes, y=True)
     axes.set_ylim(bottom=_LEAST, top=max(10 * FLOORS, axes.get_ylim()[1]))
     axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.legend(loc="best", fontsize=6)
+    axes.legend(loc="best", fontsize=style.points(6))

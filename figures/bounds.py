@@ -48,7 +48,7 @@ def draw_bound_tightness(result: BoundTightness, width_mm: float = style.WIDE_MM
         figure = style.figure(width_mm, (_NARROW_MM if narrow else _ROW_MM) + (extra_mm if named.key else 0))
         axes = figure.subplots(3, 1) if narrow else figure.subplots(1, 3)
         for panel in axes if narrow else ():
-            panel.yaxis.label.set_size(6.5)
+            panel.yaxis.label.set_size(style.points(6.5))
         legend = style.draw_legend_right if narrow else style.draw_legend_below
         legend(axes[0], _draw_ratios(axes[0], configs, named.ticks), 2)
         curves = _draw_by_mass(axes[1], configs, named.ticks)
@@ -143,7 +143,7 @@ def _set_budget_label(axes: Axes, configs: Sequence[EvictionConfig]) -> None:
     """Set the x label of budgets, in a smaller font if it is too wide for the panel."""
     axes.set_xlabel(_budget_label(configs))
     if len(axes.get_xlabel()) > _ACROSS:
-        axes.xaxis.label.set_fontsize(6.2)
+        axes.xaxis.label.set_fontsize(style.points(6.2))
 
 
 def _draw_ratios(axes: Axes, configs: Sequence[Tightness], names: Sequence[str]) -> list[Line2D]:
@@ -222,12 +222,12 @@ def _draw_agreement(axes: Axes, compared: Sequence[RankAgreement], names: Sequen
     axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
     axes.set_title("Lower bound, lower L?", loc="left")
     if not compared:
-        style.draw_note(axes, "needs two-stage beside attention\nor two-stage-uniform", middle=True)
+        style.draw_note(axes, "needs two-stage beside attention\nor two-stage-uniform", at="middle")
     elif not axes.containers:
-        style.draw_note(axes, f"fewer than {MIN_SAMPLES} samples\nhave heads that count", middle=True)
+        style.draw_note(axes, f"fewer than {MIN_SAMPLES} samples\nhave heads that count", at="middle")
     for index, agreement in enumerate(compared):
         axes.text(index, 0.02, _counts_text(agreement), transform=axes.get_xaxis_transform(), ha="center", va="bottom",
-                  fontsize=5, color="0.35", linespacing=0.95)  # fmt: skip
+                  fontsize=style.points(5), color="0.35", linespacing=0.95)  # fmt: skip
     handles = [_dot_entry(colour, colour, symbols_to_tex(name)) for name, colour in _bound_colours().items()]
     return [*handles, _dot_entry("0.3", "0.3", "against ν ≡ 1"), _dot_entry("0.3", "white", "against attention")]
 

@@ -53,9 +53,15 @@ def draw_savings(result: PairSavings, width_mm: float = style.WIDE_MM) -> Figure
         kl = any(one.measure == "kl" for one in result.measures)
         note = style.interval_legend(result.identity.samples, medians=kl)
         style.draw_foot(figure, result.identity, f"bars on arrows: intervals of b* · {note}")
-        for axes, one in panels:  # when all else has its place
-            place_labels(axes, [_saving_label(axes, point, one) for point in one.points if point.equivalent.known])
+        figure.last_steps.append(lambda: _label_savings(figure, panels))
     return figure
+
+
+def _label_savings(figure: Figure, panels: Sequence[tuple[Axes, MeasuredSavings]]) -> None:
+    """Write each arrow's saving beside it."""
+    figure.draw_without_rendering()
+    for axes, one in panels:
+        place_labels(axes, [_saving_label(axes, point, one) for point in one.points if point.equivalent.known])
 
 
 def _draw_measure(axes: Axes, savings: MeasuredSavings, along: str) -> None:

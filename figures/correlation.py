@@ -86,7 +86,7 @@ def _draw_measures(axes: Axes, settings: Sequence[Setting], colours: Sequence[An
     values = [getattr(setting.strength(name), statistic).value for setting in settings for name in NAMES]
     if np.isnan(values).all():
         reasons = dict.fromkeys(setting.undecided_reason for setting in settings)
-        style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", middle=True)
+        style.draw_note(axes, "\n".join(filter(None, reasons)) or "no prompt has lost and kept answers", at="middle")
 
 
 def _row_offsets(count: int) -> list[float]:
@@ -112,7 +112,7 @@ def _frame(axes: Axes, middle: float, limits: tuple[float, float], label: str) -
     axes.axvline(middle, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
-              ha="right", va="top", fontsize=5.5, color="0.35")  # fmt: skip
+              ha="right", va="top", fontsize=style.points(5.5), color="0.35")  # fmt: skip
     axes.set_yticks(list(_HEIGHTS.values()), list(map(symbols_to_tex, NAMES.values())))
     axes.set(xlim=limits, ylim=(max(_HEIGHTS.values()) + 0.5, -0.5), xlabel=label)
 

@@ -147,7 +147,7 @@ def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
     draw_scatter(axes, kind, result.flagged, ends)
     axes.set_xlabel(_axis_label(baseline, name, unit))
     axes.set_ylabel(_axis_label(treatment, name, unit))
-    axes.set_title(_kind_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=7.5)
+    axes.set_title(_kind_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=style.points(7.5))
     beyond = int(outside_axes(kind, ends).sum())
     if beyond:
         style.draw_note(axes, f"{plural(beyond, 'head')} outside (▼)")
@@ -194,7 +194,7 @@ _MANY, _WIDE_MANY = 6, 9
 """Most pairs with large panels, in one column and in two; of more, panels are smaller, so that the figure fits its
 page."""
 
-_NOTE = "in the titles: isolated / propagated · ▼: heads outside the axes"
+_NOTE = "two numbers: isolated / propagated · ▼: heads outside the axes"
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,11 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         ends = axis_limits([one.propagated for one in ordered])
         for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
             _draw_small_panel(panel, one, ends, grid.scale)
-            panel.set_title(title, loc="left", fontsize=grid.font)
+            panel.set_title(title, loc="left", fontsize=style.points(grid.font))
         for panel in axes.flat[len(ordered) :]:
             panel.set_axis_off()
         _name_axes(axes.ravel().tolist(), ordered, grid.columns)
-        axes[0, 0].legend(handles=_panels_legend(ordered), loc="upper left", fontsize=0.95 * grid.font,
+        axes[0, 0].legend(handles=_panels_legend(ordered), loc="upper left", fontsize=style.points(0.95 * grid.font),
                           handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip

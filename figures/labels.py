@@ -108,10 +108,14 @@ def draw_key(figure: Figure, key: Sequence[str], colours: Sequence[Any], width_m
         Line2D([], [], color=colour, marker="o", markersize=2.4, label=entry)
         for entry, colour in zip(entries, line_colours, strict=True)
     ]
+    look: dict[str, Any] = {"fontsize": style.points(6), "ncols": _key_columns(entries, width_mm), "handlelength": 1.4,
+                            "columnspacing": 1.2, "labelspacing": 0.25, "borderaxespad": 0.2}  # fmt: skip
+    if not style.in_use().notes:  # no foot below it
+        figure.legend(handles=handles, loc="outside lower left", **look).set_gid(style.BELOW)
+        return
     style.lay_out_above(figure, foot_mm + key_height_mm(key, width_mm))
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, foot_mm / style.height_mm(figure)), fontsize=6,
-                  ncols=_key_columns(entries, width_mm), handlelength=1.4, columnspacing=1.2, labelspacing=0.25,
-                  borderaxespad=0.2).set_in_layout(False)  # fmt: skip
+    anchor = (0, foot_mm / style.height_mm(figure))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=anchor, **look).set_in_layout(False)
 
 
 def _key_entries(key: Sequence[str], width_mm: float) -> list[str]:
@@ -156,14 +160,14 @@ class Label:
 
 
 def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label on the side of its interval that covers least; omit labels that would cover another label."""
-    figure = axes.get_figure()
-    assert figure is not None
-    figure.draw_without_rendering()  # type: ignore[union-attr]
+    """Write each label on the side of its interval that covers least; omit labels that would cover another label.
+
+    The panel has its final place, as after `figure.draw_without_rendering()`.
+    """
     curves, taken = _curve_points(axes), list[Bbox]()
     for label in labels:
-        written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points", fontsize=6,
-                                color="0.2", in_layout=False)  # fmt: skip
+        written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points",
+                                fontsize=style.points(6), color="0.2", in_layout=False)  # fmt: skip
         costs = [_move_label(axes, written, label, side, curves, taken) for side in _SIDES]
         best = int(np.argmin(costs))
         if _move_label(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:

@@ -256,7 +256,7 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
     share = text.percent(result.improved_share, result.improved_share_interval)
     ratio = text.decimal(result.mean_ratio, result.mean_ratio_interval)
     budget = f"b={result.baseline.budget}, cache share {cache_shares_text(result.cache_shares)}"
-    axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=font)
+    axes.set_title(f"{budget}\n{share} better\nmean × {ratio}", loc="left", fontsize=style.points(font))
     hidden = int(np.isnan(np.stack([first, second])).sum())
     if hidden:
         style.draw_note(axes, f"{plural(hidden, 'drift')} of 0 not drawn")
@@ -291,8 +291,7 @@ def draw_budget_curves(result: BudgetCurves, width_mm: float = style.WIDE_MM) ->
         _draw_quantity(axes[1], result, "kl", "KL(full ‖ evicted) (nat)", "Next token's distribution", log=True)
         _draw_quantity(axes[2], result, "top1", "share of samples", "Same next token", log=False)
         axes[2].set_ylim(-0.03, 1.03)
-        axes[1].text(0.03, 0.03, f"everything kept: {result.kl_floor:.0e} nat", transform=axes[1].transAxes, fontsize=6,
-                     color="0.35")  # fmt: skip
+        style.draw_note(axes[1], f"everything kept: {result.kl_floor:.0e} nat", at="lower left")
         handles = [line for line in axes[0].get_lines() if line.get_gid()]  # by label "_my.py:Score" would be lost
         legend_columns = labels.legend_columns([curve.name for curve in result], width_mm, 1 if narrow else 4)
         figure.legend(handles=handles, loc="outside upper left", ncols=legend_columns)

@@ -97,11 +97,15 @@ def _draw_map(axes: Axes, result: Needle, method: Retrieval, outcome: str) -> No
 
     sns.heatmap(grid, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), cbar=False, linewidths=0.4,
                 annot=np.vectorize(_hundredths)(grid) if grid.size <= 60 else False, fmt="",
-                annot_kws={"fontsize": 4.6},
+                annot_kws={"fontsize": style.points(4.6)},
                 xticklabels=[_thousands(length) for length in result.lengths],
                 yticklabels=[f"{depth:g}" for depth in result.depths])  # fmt: skip
     axes.collections[0].set_gid("map")
-    axes.set_title("\n".join([*_title_lines(result, method), text.percent(mean, interval)]), loc="left", fontsize=6.5)
+    for number in axes.texts:
+        number.set_gid(style.NUMBERS)
+    axes.set_title(
+        "\n".join([*_title_lines(result, method), text.percent(mean, interval)]), loc="left", fontsize=style.points(6.5)
+    )
     axes.tick_params(length=2, rotation=0)
 
 
@@ -144,10 +148,12 @@ def draw_needle_depths(result: Needle, width_mm: float = style.WIDE_MM) -> Figur
                 panel.set_axis_off()
                 continue
             _draw_depth(panel, methods, index)
-            panel.set_title(f"depth {result.depths[index]:g}", loc="left", fontsize=6.5 if narrow else 7.5)
+            panel.set_title(
+                f"depth {result.depths[index]:g}", loc="left", fontsize=style.points(6.5 if narrow else 7.5)
+            )
             panel.set_xlabel("share" if index + columns >= len(result.depths) else "")
             panel.tick_params(labelbottom=index + columns >= len(result.depths), labelleft=index % columns == 0)
-            panel.tick_params(axis="y", labelsize=5.5 if narrow else 7)
+            panel.tick_params(axis="y", labelsize=style.points(5.5 if narrow else 7))
         axes[0, 0].set_yticks(range(len(methods)), _method_names(result, methods))
         figure.legend(handles=marker_entries(_MARKS.values(), 3.2), loc="outside upper left", ncols=2)
         shares = dict.fromkeys(
@@ -177,7 +183,7 @@ def _draw_depth(axes: Axes, methods: list[Retrieval], depth_index: int) -> None:
                       linewidth=0.7, clip_on=False, gid="score")  # fmt: skip
         axes.plot([digits], [row + 0.2], color=colours[1], marker=_MARKS["digits"][0], markersize=2.4, clip_on=False,
                   gid="digits")  # fmt: skip
-        axes.text(1.1, row, f"{score:.2f}", transform=axes.get_yaxis_transform(), fontsize=5, va="center")
+        axes.text(1.1, row, f"{score:.2f}", transform=axes.get_yaxis_transform(), fontsize=style.points(5), va="center")
     axes.set(xlim=(-0.04, 1.04), ylim=(len(methods) - 0.4, -0.6), xticks=[0, 1])
     axes.grid(visible=True, axis="x")
 
@@ -204,7 +210,7 @@ def draw_retrieval(result: Needle, width_mm: float = style.WIDE_MM) -> Figure:
             panel.tick_params(labelleft=index % columns == 0)
         if not budgets:
             axes.flat[0].set(xticks=[], yticks=[])
-            style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", middle=True)
+            style.draw_note(axes.flat[0], "no budget of three methods or more: no ranks", at="middle")
         handles = marker_entries((marker, label) for marker, label, _ in _RETRIEVAL_MARKS.values())
         figure.legend(handles=handles, loc="outside upper left", ncols=2)
         style.draw_foot(figure, result.identity, _foot_text(result.correlation.samples))
@@ -228,7 +234,7 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
     axes.axvline(0, color="0.55", linewidth=0.8, zorder=1)
     axes.axhline(len(FIRST_STEP_MEASURES) - 0.45, color="0.55", linewidth=0.6, linestyle=":")
     axes.text(0.98, len(FIRST_STEP_MEASURES) - 0.37, "circular: nearly the score", transform=axes.get_yaxis_transform(),
-              ha="right", va="top", fontsize=5.5, color="0.35",
+              ha="right", va="top", fontsize=style.points(5.5), color="0.35",
               bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8})  # fmt: skip
     axes.set_yticks(list(positions.values()), list(names.values()))
     axes.set(
@@ -249,11 +255,11 @@ def _draw_budget(axes: Axes, budget: RankedBudget) -> None:
         if not deciding[name]
     ]
     if len(reasons) == len(_RETRIEVAL_MARKS):
-        axes.text(0, (len(FIRST_STEP_MEASURES) - 1) / 2, "\n".join(reasons), ha="center", va="center", fontsize=6.5,
-                  color="0.35", backgroundcolor="white")  # fmt: skip
+        axes.text(0, (len(FIRST_STEP_MEASURES) - 1) / 2, "\n".join(reasons), ha="center", va="center",
+                  fontsize=style.points(6.5), color="0.35", backgroundcolor="white")  # fmt: skip
     elif reasons:
         title += f"\n{reasons[0]}"
-    axes.set_title(title, loc="left", fontsize=6.5)
+    axes.set_title(title, loc="left", fontsize=style.points(6.5))
 
 
 def _undecided_reason(budget: RankedBudget, outcome: str) -> str:

@@ -77,7 +77,7 @@ def draw_maps(
                 continue
             _draw_map(at, shown[index], scale)
             at.set_yticklabels([str(layer_name(int(tick.get_text()))) for tick in at.get_yticklabels()])
-            at.set_title(shown[index].title, loc="left", fontsize=_NARROW_FONT if narrow else None)
+            at.set_title(shown[index].title, loc="left", fontsize=style.points(_NARROW_FONT) if narrow else None)
             at.tick_params(labelleft=index == 0)
             at.set_xlabel("head" if shown is rows[-1] else "")
             at.set_ylabel("\n".join(filter(None, (shown[0].row, "layer"))) if index == 0 else "")
@@ -136,7 +136,7 @@ def draw_ratio(axes: Axes, index: int, kind: str, measured: HeadKind, reason: st
     marker, offset = _MARKS[kind]
     ratio = measured.sum_ratio
     if np.isnan(ratio) or ratio <= 0:
-        axes.text(1, index + offset, f" {kind}: {reason}", fontsize=5.5, color="0.5", va="center")
+        axes.text(1, index + offset, f" {kind}: {reason}", fontsize=style.points(5.5), color="0.5", va="center")
         return
     colour = style.category_colours(2)[list(_MARKS).index(kind)]
     axes.plot([measured.median_ratio], [index + offset], linestyle="", color=colour, marker="|", markersize=4.5,

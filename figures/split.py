@@ -116,7 +116,7 @@ def _trim_axis(axes: Axes, masses: Sequence[Floats]) -> None:
     begin = float(np.quantile(every, _LEAST)) / 2
     if left := int((every < begin).sum()):
         axes.set_xlim(left=begin)
-        axes.set_title(f"{plural(left, 'head')} further left", loc="right", fontsize=6, color="0.35")
+        style.draw_note(axes, f"{plural(left, 'head')} further left", at="above")
 
 
 def _draw_equal_loss(axes: Axes) -> None:

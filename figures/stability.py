@@ -68,9 +68,11 @@ def _draw_matrix(axes: Axes, result: Stability, kind: str, wide: bool) -> None:
     import seaborn as sns
 
     sns.heatmap(values, ax=axes, vmin=0, vmax=1, cmap=style.layer_colours(), annot=written, fmt=".2f", square=True,
-                annot_kws={"size": 5.5 if few else 4.3}, xticklabels=numbers, yticklabels=numbers,
+                annot_kws={"size": style.points(5.5 if few else 4.3)}, xticklabels=numbers, yticklabels=numbers,
                 cbar_kws={"label": "Spearman's ρ", "shrink": 0.9})  # fmt: skip
     axes.collections[0].set_gid(f"matrix {kind}")
+    for number in axes.texts:
+        number.set_gid(style.NUMBERS)
     axes.tick_params(length=0, rotation=0)
     axes.set_title(f"{kind.capitalize()} L1: ranks of heads", loc="left")
     axes.set(xlabel="trace", ylabel="trace")

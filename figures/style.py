@@ -1,14 +1,16 @@
 """The style of every figure: a journal's column widths, colours safe for colour-blind readers, ticks, and foot.
 
 Logarithmic axes have plain numbers, and always enough ticks to read a scale. The package's symbols are typeset;
-other text is plain, also with dollar signs and backslashes. The foot identifies the run.
+other text is plain, also with dollar signs and backslashes. The foot identifies the run. A figure for a screen has
+title, notes and foot in its picture; one for a paper or a talk has them in its caption.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
+from perturbkv.captions import CaptionedFigure
+from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_line
 
 _STEPS: tuple[tuple[float, ...], ...] = (
@@ -107,9 +111,8 @@ def typeset(texts: Iterable[Text]) -> None:
         text.set_parse_math("$" not in rest)
 
 
-COLUMN_MM, WIDE_MM = 84, 174
+COLUMN_MM, WIDE_MM, SLIDE_MM, _MOST_MM = 84, 174, 338.7, 2000
 _INCH_MM = 25.4
-_SCREEN_DPI = 100
 _FOOT_POINTS = 5.0
 _LINE_MM, _USUAL_LINES = 2.4, 5
 _TITLE_LETTER_MM, _TITLE_MM = 1.8, 3.4
@@ -119,26 +122,111 @@ _COLOURBLIND = (
 _RANDOM, _WARNING_MM = "random weights", 4
 
 
+@dataclass(frozen=True)
+class FigureStyle:
+    """A style of figures: widths, sizes of text, and whether the picture holds its own notes.
+
+    Attributes:
+        usual_mm: the printed width where none is asked for.
+        least_mm: the smallest printed width.
+        notes: whether title, notes and the run stand in the picture; else they are its caption.
+        points: smallest and largest size of text; of a magnified style before it is magnified. Else each figure's own.
+        magnified: whether a figure is drawn as for two columns of a journal and enlarged to its width.
+    """
+
+    usual_mm: float
+    least_mm: float
+    notes: bool = False
+    points: tuple[float, float] | None = None
+    magnified: bool = False
+
+    def scale(self, width_mm: float) -> float:
+        """Return the factor of all text, lines and lengths at a printed width."""
+        return width_mm / WIDE_MM if self.magnified else 1.0
+
+
+STYLES = {
+    "screen": FigureStyle(WIDE_MM, 60, notes=True),
+    "paper": FigureStyle(WIDE_MM, 76, points=(7.0, 8.0)),
+    "talk": FigureStyle(SLIDE_MM, SLIDE_MM, points=(7.2, 8.5), magnified=True),
+}
+"""Styles by name: with notes in the picture, for a journal's columns, and for a slide of 13.3 inches."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """The style in use, and its factor of all lengths."""
+
+    style: FigureStyle
+    scale: float
+
+
+def check_style(name: str, width_mm: float | None = None) -> tuple[FigureStyle, float]:
+    """Return the style of a name, and a figure's width in mm, which is the style's usual one where None.
+
+    Raises UnknownNameError for an unknown style, ConfigError for a width below the style's least.
+    """
+    if name not in STYLES:
+        raise UnknownNameError(name, "style", STYLES)
+    look = STYLES[name]
+    width = look.usual_mm if width_mm is None else width_mm
+    if not look.least_mm <= width <= _MOST_MM:
+        msg = f"width_mm of style {name} must be {look.least_mm:g} to {_MOST_MM:g}, got {width:g}"
+        raise ConfigError(msg)
+    return look, float(width)
+
+
+_SCREEN = _Use(STYLES["screen"], 1.0)
+_IN_USE: ContextVar[_Use] = ContextVar("style of figures")
+_TEXTS = (
+    "font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize",
+)  # fmt: skip
+_LENGTHS = (
+    "axes.linewidth", "axes.titlepad", "axes.labelpad", "grid.linewidth",
+    *(f"{axis}tick.major.{length}" for axis in "xy" for length in ("width", "size", "pad")),
+    *(f"{axis}tick.minor.{length}" for axis in "xy" for length in ("width", "size", "pad")),
+)  # fmt: skip
+
+
 @contextmanager
-def use() -> Iterator[None]:
-    """Apply the style of the package's figures within a `with` block."""
-    with as_file(files("perturbkv.figures") / "perturbkv.mplstyle") as path, mpl.rc_context(fname=path):
-        yield
+def use(style: FigureStyle | None = None, width_mm: float = WIDE_MM) -> Iterator[None]:
+    """Apply the style of the package's figures within a `with` block.
+
+    Args:
+        style: one of `STYLES`; None: the one in use around the block, which is "screen" where there is none.
+        width_mm: the figure's printed width, on which the size of a magnified style's text depends.
+    """
+    token = _IN_USE.set(_Use(style, style.scale(width_mm)) if style else _IN_USE.get(_SCREEN))
+    try:
+        with as_file(files("perturbkv.figures") / "perturbkv.mplstyle") as path, mpl.rc_context(fname=path):
+            settings: dict[str, Any] = mpl.rcParams  # type: ignore[assignment]
+            settings |= {name: points(settings[name]) for name in _TEXTS}
+            settings |= {name: scale() * settings[name] for name in _LENGTHS}
+            yield
+    finally:
+        _IN_USE.reset(token)
 
 
-class NotebookFigure(Figure):
-    """A figure that a notebook displays without pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        """Return the figure as a PNG file for a notebook."""
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=_SCREEN_DPI)
-        return buffer.getvalue()
+def in_use() -> FigureStyle:
+    """Return the style in use."""
+    return _IN_USE.get(_SCREEN).style
 
 
-def figure(width_mm: float, height_mm: float) -> Figure:
+def scale() -> float:
+    """Return the factor of all lengths of the style in use."""
+    return _IN_USE.get(_SCREEN).scale
+
+
+def points(size: float) -> float:
+    """Return a size of text, in points, within what the style in use allows, and magnified as it is."""
+    ends = in_use().points
+    return size if ends is None else scale() * min(max(size, ends[0]), ends[1])
+
+
+def figure(width_mm: float, height_mm: float) -> CaptionedFigure:
     """Return an empty figure of a printed size, laid out so that nothing is clipped. Call inside `use()`."""
-    return NotebookFigure(figsize=(width_mm / _INCH_MM, height_mm / _INCH_MM), layout="constrained")
+    inches = scale() / _INCH_MM
+    return CaptionedFigure(figsize=(width_mm * inches, height_mm * inches), layout="constrained")
 
 
 def layer_colours() -> Colormap:
@@ -203,7 +291,11 @@ def draw_layer_bar(
 
 
 def set_title(figure: Figure, text: str) -> None:
-    """Set the figure's title at its upper left, broken into as many lines as needed."""
+    """Set the figure's title at its upper left, broken into as many lines as needed, or begin its caption with it."""
+    assert isinstance(figure, CaptionedFigure)
+    figure.subtitle = text
+    if not in_use().notes:
+        return
     figure.suptitle(
         _fold_title(text, figure.get_figwidth() * _INCH_MM), x=0.008, ha="left", fontsize=8, fontweight="bold"
     )
@@ -211,7 +303,7 @@ def set_title(figure: Figure, text: str) -> None:
 
 def long_title_mm(text: str, width_mm: float) -> float:
     """Return a title's height beyond two lines, in mm."""
-    return max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
+    return 0.0 if not in_use().notes else max(0, _fold_title(text, width_mm).count("\n") - 1) * _TITLE_MM
 
 
 def _fold_title(text: str, width_mm: float) -> str:
@@ -219,11 +311,33 @@ def _fold_title(text: str, width_mm: float) -> str:
     return fold(text, int(width_mm / _TITLE_LETTER_MM))
 
 
-def draw_note(axes: Axes, text: str, middle: bool = False) -> None:
-    """Write a small remark in the panel's lower right corner, or in the middle of an empty panel."""
-    x, y, at = (0.5, 0.5, "center") if middle else (0.98, 0.02, "right")
-    axes.text(x, y, text, transform=axes.transAxes, ha=at, va="center" if middle else "bottom", fontsize=6,
-              color="0.35")  # fmt: skip
+_CORNERS = {
+    "lower right": (0.98, 0.02, "right", "bottom"),
+    "lower left": (0.03, 0.03, "left", "bottom"),
+    "middle": (0.5, 0.5, "center", "center"),
+}
+
+
+def draw_note(axes: Axes, text: str, at: str = "lower right") -> None:
+    """Write a small remark into a corner of the panel, above its right end, or into the middle of an empty panel.
+
+    A style without notes has it in its caption; an empty panel says why it is empty in every style. `at` is "lower
+    right", "lower left", "above" or "middle".
+    """
+    figure = axes.get_figure()
+    assert isinstance(figure, CaptionedFigure)
+    figure.remarks.append((axes, text))
+    if at != "middle" and not in_use().notes:
+        return
+    if at == "above":
+        axes.set_title(text, loc="right", fontsize=6, color="0.35")
+        return
+    x, y, across, up = _CORNERS[at]
+    axes.text(x, y, text, transform=axes.transAxes, ha=across, va=up, fontsize=points(6), color="0.35")
+
+
+BELOW, NUMBERS = "below", "numbers"
+"""Names of a legend under its panel, and of a panel's texts of which all are drawn or, without room, none."""
 
 
 def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
@@ -231,19 +345,20 @@ def draw_legend_below(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     if handles:
         legend = axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=columns,
                            handlelength=1.6, columnspacing=1.0, handletextpad=0.4, borderaxespad=0.0)  # fmt: skip
+        legend.set_gid(BELOW)
         typeset(legend.get_texts())
 
 
 def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
     """Draw a legend to the right of the panel, in one column whatever `columns` is."""
     if handles:
-        legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=6,
+        legend = axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.05), fontsize=points(6),
                              handlelength=1.4, handletextpad=0.4, borderaxespad=0.0, labelspacing=0.3)  # fmt: skip
         typeset(legend.get_texts())
 
 
 def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
-    """Write a note and the run's identity at the figure's foot; warn at the top where weights are random.
+    """Write a note and the run's identity at the figure's foot, or into its caption; warn at the top of random weights.
 
     Args:
         figure: the figure with its panels.
@@ -252,6 +367,10 @@ def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
     """
     if identity.random_weights:
         _warn_random_weights(figure)
+    assert isinstance(figure, CaptionedFigure)
+    figure.notes = [note[:1].upper() + note[1:], *identity.lines()]
+    if not in_use().notes:
+        return
     lines = _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM)
     lay_out_above(figure, _lines_mm(lines))
     figure.text(0.008, 0.006, "\n".join(lines), fontsize=_FOOT_POINTS, color="0.35", va="bottom", ha="left")
@@ -259,16 +378,16 @@ def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
 
 def _warn_random_weights(figure: Figure) -> None:
     """Write at the top that the weights are random: above an existing legend, else in the figure's title."""
-    look = {"color": "#b00020", "fontweight": "bold"}
+    look: dict[str, Any] = {"color": "#b00020", "fontweight": "bold"}
     if not figure.legends:
         title = figure.get_suptitle()
-        figure.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, **look)
+        figure.suptitle(f"{_RANDOM} · {title}" if title else _RANDOM, fontsize=points(9), **look)
         return
     legend = figure.legends[0]
     legend.set_title(_RANDOM)
     legend.get_title().set(**look)
     legend.set_alignment("left")
-    figure.set_figheight(figure.get_figheight() + _WARNING_MM / _INCH_MM)
+    figure.set_figheight(figure.get_figheight() + scale() * _WARNING_MM / _INCH_MM)
 
 
 def lay_out_above(figure: Figure, foot_mm: float) -> None:
@@ -289,8 +408,8 @@ def long_foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
 
 
 def foot_mm(identity: RunIdentity, note: str, width_mm: float) -> float:
-    """Return the height of `draw_foot`'s foot, in mm."""
-    return _lines_mm(_foot_lines(identity, note, width_mm))
+    """Return the height of `draw_foot`'s foot, in mm; 0 where the caption has it."""
+    return 0.0 if not in_use().notes else _lines_mm(_foot_lines(identity, note, width_mm))
 
 
 def _foot_lines(identity: RunIdentity, note: str, width_mm: float) -> list[str]:

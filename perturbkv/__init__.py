@@ -129,13 +129,21 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name when the name is first used (PEP 562)."""
+    """Import the module of a public name when the name is first used (PEP 562).
+
+    Raises MissingPackageError, an ImportError too, where a package is not installed that the module needs.
+    """
     if name not in _PUBLIC:
         message = f"module 'perturbkv' has no attribute '{name}'"
         raise AttributeError(message)
     with warnings.catch_warnings():  # tqdm, which the hub imports, complains in a notebook that has no ipywidgets
         warnings.filterwarnings("ignore", message="IProgress not found")
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        try:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        except ModuleNotFoundError as error:
+            from perturbkv.errors import MissingPackageError
+
+            raise MissingPackageError.of(error) from error
 
 
 def __dir__() -> list[str]:

@@ -36,13 +36,57 @@ class UnknownNameError(PerturbkvError):
     _MANY, _SHOWN = 12, 6
 
     def __init__(self, name: str, kind: str, known: Iterable[str], hint: str = "") -> None:
-        self.kind, self.name = kind, name
-        self.known = nearest_first(name, known)
+        self.kind = kind
+        self.name = name
+        self.known: list[str] = nearest_first(name, known)
         many = len(self.known) > self._MANY
         shown = self.known[: self._SHOWN] if many else self.known
         known_ones = f"nearest of {len(self.known)} known" if many else "known"
         message = f"unknown {kind} '{name}'; {known_ones}: {', '.join(shown)}"
         super().__init__(f"{message}{'; ' + hint if hint else ''}")
+
+
+class NarrowFigureError(ConfigError):
+    """A figure that has no room at its width; `needed_mm` is a width that is large enough."""
+
+    def __init__(self, width_mm: float, needed_mm: int) -> None:
+        self.needed_mm = needed_mm
+        super().__init__(f"width_mm={width_mm:g} is too small for this figure; it needs {needed_mm} mm or more")
+
+
+MEASURING = {
+    "torch": "torch>=2.11",
+    "transformers": "transformers>=5.2,<5.24",
+    "accelerate": "accelerate>=1.0",
+    "gguf": "gguf>=0.10",
+    "huggingface_hub": "huggingface_hub>=1.0",
+    "jaxtyping": "jaxtyping>=0.3",
+    "filelock": "filelock>=3.12",
+    "yaml": "pyyaml>=6",
+}
+"""Modules that only measuring imports -> the requirement that brings each; finished traces are read without them."""
+_OF_TRANSFORMERS = ("safetensors", "tokenizers")
+"""Modules that transformers brings along."""
+
+
+class MissingPackageError(PerturbkvError, ModuleNotFoundError):
+    """A package that is not installed, such as torch where only finished traces are read; the message installs it."""
+
+    def __init__(self, module: str) -> None:
+        package, purpose, needed = module.partition(".")[0], "", [module.partition(".")[0]]
+        if package in (*MEASURING, *_OF_TRANSFORMERS):
+            purpose, needed = " to measure with (finished traces are read without it)", list(MEASURING.values())
+        requirements = " ".join(f"'{one}'" if set(one) & set("<>") else one for one in needed)
+        message = f"expected the package {package}{purpose}, got none installed; type: pip install {requirements}"
+        super().__init__(message, name=module)
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError) -> MissingPackageError:
+        """Return the error in one line; raise `error` itself where a module of this package is missing."""
+        module = error.name or ""
+        if module.partition(".")[0] in ("", "perturbkv"):
+            raise error
+        return cls(module)
 
 
 class ModelError(PerturbkvError):
@@ -110,7 +154,8 @@ class ActivationError(PerturbkvError):
     exit_code = 1
 
     def __init__(self, where: str, sample: str) -> None:
-        self.where, self.sample = where, sample
+        self.where = where
+        self.sample = sample
         super().__init__(f"{where} hold NaN or Inf in sample '{sample}'")
 
 
@@ -121,7 +166,7 @@ class FailedRunError(PerturbkvError):
     _MOST_REASONS = 3
 
     def __init__(self, trace: str, failures: Mapping[str, str]) -> None:
-        self.failures = dict(failures)
+        self.failures: dict[str, str] = dict(failures)
         reasons = list(dict.fromkeys(self.failures.values()))
         more = f"; and {len(reasons) - self._MOST_REASONS} more" if len(reasons) > self._MOST_REASONS else ""
         super().__init__(
@@ -142,7 +187,9 @@ class InterruptedRunError(PerturbkvError):
     exit_code = 130
 
     def __init__(self, kept: int, total: int, path: Path, message: str = "") -> None:
-        self.kept, self.total, self.path = kept, total, path
+        self.kept = kept
+        self.total = total
+        self.path = path
         super().__init__(
             message
             or f"interrupted: {kept} of {total} samples are kept beside {path}; run the same again, with the "
@@ -156,7 +203,8 @@ class BoundError(PerturbkvError):
     exit_code = 1
 
     def __init__(self, inequality: str, values: str, where: str, count: int) -> None:
-        self.inequality, self.count = inequality, count
+        self.inequality = inequality
+        self.count = count
         super().__init__(
             f"expected {inequality} everywhere, got {values} in {where}; {count} violations in all: "
             "the trace is wrong, please report it"

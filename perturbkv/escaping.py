@@ -132,6 +132,11 @@ def escape_line(text: str) -> str:
     return _LINE_BREAKS.sub(_escape_match, escape_control_characters(text))
 
 
+def escape_markdown(text: str) -> str:
+    """Return the text as one line with Markdown's special characters escaped by backslashes."""
+    return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>#|~$&" else sign for sign in escape_line(text))
+
+
 def escape_json(document: str) -> str:
     r"""Return an equivalent JSON document with control and invisible characters as escapes such as `\u202e`."""
     return _INTERPRETED.sub(lambda match: json.dumps(match[0])[1:-1], document)

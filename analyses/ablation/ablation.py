@@ -44,9 +44,15 @@ _GAIN_WORDS = {
 class Ablation(SettingsResult):
     """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
-    SECTION = "ablation"
-    SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "median_ratio", "better_share")
-    FIRST = "ingredient"
+    SECTION: ClassVar[str] = "ablation"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "cache_share",
+        "isolated_ratio",
+        "propagated_ratio",
+        "median_ratio",
+        "better_share",
+    )
+    FIRST: ClassVar[str] = "ingredient"
     IGNORED: ClassVar[tuple[str, ...]] = ("alpha", "product")
 
     settings: tuple[Setting, ...] = column("one per policy, budget, granularity and so on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.columns import Line, column, derived, record
@@ -57,7 +58,7 @@ _STAGED = ("two-stage-uniform", "two-stage", MEAN_OF_PRODUCTS)
 class Row(ComparisonRow):
     """One ingredient against the baseline, or against the row that lacks the ingredient."""
 
-    SECTION = "ablation row"
+    SECTION: ClassVar[str] = "ablation row"
 
     name: str = column("an ingredient, or what it brings")
     alpha: Alpha = column("share of stage 1, of a table its name; null for a row without stages")
@@ -77,7 +78,7 @@ class Row(ComparisonRow):
 class Setting(BaselineSetting):
     """Configurations that share all but selection, group's product and α; rows are in the order of `INGREDIENTS`."""
 
-    SECTION = "ablation setting"
+    SECTION: ClassVar[str] = "ablation setting"
 
     baseline: EvictionConfig = column("the selection attention, which every row is compared with")
     rows: tuple[Row, ...] = column("each ingredient, at each α, against the baseline")

@@ -55,7 +55,7 @@ class ControlComparison(HeadComparison):
         margin: δ of these verdicts.
     """
 
-    SECTION = "comparison with a control"
+    SECTION: ClassVar[str] = "comparison with a control"
 
     isolated_verdict: ControlVerdict = column("of the isolated sums")
     propagated_verdict: ControlVerdict = column("of the propagated sums")
@@ -121,7 +121,7 @@ class Row(_Controlled, Outcome):
         difference: choices in which it differs from other rows of the same name.
     """
 
-    SECTION = "methods row"
+    SECTION: ClassVar[str] = "methods row"
 
     controls: Mapping[str, ControlComparison] = column(
         "the method against snapkv's entries so selected (random, attention) with its own window and protection"
@@ -141,7 +141,7 @@ class Row(_Controlled, Outcome):
 class MethodSetting(_Controlled, OutcomeSetting):
     """The methods of one budget and granularity against SnapKV, sorted by propagated perturbation."""
 
-    SECTION = "methods setting"
+    SECTION: ClassVar[str] = "methods setting"
 
     baseline: EvictionConfig = column("snapkv:attention, which every row is compared with")
     rows: tuple[Row, ...] = column("each method, that which perturbs least first")
@@ -333,9 +333,9 @@ def _compare_with_controls(
 class MethodRanking(SettingsResult):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
-    SECTION = "ablation --methods"
-    SHOWN = ("cache_share", "propagated_ratio", "over_random", "over_attention")
-    FIRST = "method"
+    SECTION: ClassVar[str] = "ablation --methods"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "propagated_ratio", "over_random", "over_attention")
+    FIRST: ClassVar[str] = "method"
     IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
 
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")

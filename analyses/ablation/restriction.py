@@ -27,7 +27,7 @@ _FREE = ("granularity", "granularity_block", "granularity_block_score")
 class Row(Outcome):
     """One restriction of kept sets against the baseline, one set of single entries per key/value head."""
 
-    SECTION = "restriction row"
+    SECTION: ClassVar[str] = "restriction row"
 
     @derived()
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Row(Outcome):
 class RestrictionSetting(OutcomeSetting):
     """Configurations that share all but the restriction: per key/value head, per layer, then one per query head."""
 
-    SECTION = "restriction setting"
+    SECTION: ClassVar[str] = "restriction setting"
 
     baseline: EvictionConfig = column(
         "one kept set of single entries per key/value head, which every row is compared with"
@@ -110,10 +110,10 @@ def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig]
 class Restriction(SettingsResult):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
-    SECTION = "ablation --restrictions"
-    SHOWN = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
-    FIRST = "one set per"
-    HAS_MEDIANS = True
+    SECTION: ClassVar[str] = "ablation --restrictions"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
+    FIRST: ClassVar[str] = "one set per"
+    HAS_MEDIANS: ClassVar[bool] = True
     IGNORED: ClassVar[tuple[str, ...]] = ("granularity",)
 
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")

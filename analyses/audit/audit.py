@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,10 @@ class Audit(Result):
         identity: of the run.
     """
 
-    SECTION = "audit"
-    DOCUMENT = "of an audit"
-    SHOWN = ("cache_share", "intact", "worst", "difference")
-    FIRST = "prompt"
+    SECTION: ClassVar[str] = "audit"
+    DOCUMENT: ClassVar[str] = "of an audit"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "intact", "worst", "difference")
+    FIRST: ClassVar[str] = "prompt"
 
     trace: AuditTrace
     faults: tuple[Fault, ...] = column(

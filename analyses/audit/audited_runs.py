@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +179,7 @@ class AuditedRun(Record):
 class CacheUse(Record):
     """Plain use of the cache with transformers, where no positions are given."""
 
-    SECTION = "plain use"
+    SECTION: ClassVar[str] = "plain use"
 
     position: int | None = column("where `model(token, past_key_values=cache)` puts the next token; null: it fails")
     expected: int = column("where it belongs: at n")

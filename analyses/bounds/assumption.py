@@ -6,7 +6,7 @@ There are three readings of σ per configuration, layer and head (METHOD: Assump
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,7 @@ class Reading(Record):
 class ConfigAssumption(Record):
     """The three readings of σ of one configuration."""
 
-    SECTION = "configuration's σ"
+    SECTION: ClassVar[str] = "configuration's σ"
 
     config: EvictionConfig = column("configuration of this σ")
     cache_share: float = column(
@@ -192,8 +192,8 @@ class Assumption(Result):
         identity: of the run.
     """
 
-    SECTION = "assumption"
-    SHOWN = ("cache_share", "stage1_share", "weak_count", "topk_share", "kept_share")
+    SECTION: ClassVar[str] = "assumption"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "stage1_share", "weak_count", "topk_share", "kept_share")
 
     selection: str = column("selection whose configurations are shown")
     configs: tuple[ConfigAssumption, ...] = column("one per budget and α: by α, then budget", key="configurations")

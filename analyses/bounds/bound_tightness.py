@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from perturbkv.captions import CaptionedFigure
 
 
 ANALYSIS = "bound-tightness"
@@ -65,8 +65,8 @@ class BoundTightness(Result):
         left_out: quantised or corrected configurations, to which the theorems do not apply.
     """
 
-    SECTION = "bound-tightness"
-    SHOWN = ("cache_share", "share", "l_theta", "l_theta_hat")
+    SECTION: ClassVar[str] = "bound-tightness"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "share", "l_theta", "l_theta_hat")
 
     selection: str
     configs: tuple[Tightness, ...] = column("one per configuration, in the trace's order", key="configurations")
@@ -153,9 +153,9 @@ class BoundTightness(Result):
             )
         ]
 
-    def plot_heads(self, width_mm: float = 174) -> Figure:
+    def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of L/θ as maps of layer × head, one per budget."""
-        return self._draw("BoundTightness.plot_heads", width_mm)
+        return self._draw("BoundTightness.plot_heads", width_mm, style)
 
     def _named(self) -> list[tuple[str, Tightness]]:
         """Return the shown configurations with their short names."""

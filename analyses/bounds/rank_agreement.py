@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +104,7 @@ class Concordance(Record):
 class RankAgreement(Record):
     """The agreement of bounds with L for configurations that differ in selection alone."""
 
-    SECTION = "agreement"
+    SECTION: ClassVar[str] = "agreement"
 
     configs: tuple[EvictionConfig, ...] = column("one per selection", json=False)
     correlations: tuple[RankCorrelation, ...] = column(

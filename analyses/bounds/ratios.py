@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isnan
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +185,7 @@ class MassCurve(Record):
         quantiles: (level, bin) of L/θ at `LEVELS`.
     """
 
-    SECTION = "mass bins"
+    SECTION: ClassVar[str] = "mass bins"
 
     count: NDArray[np.int64] = column("values, one per sample and head", dims=("bin",))
     quantiles: Floats

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import ClassVar
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -66,7 +67,7 @@ class EquivalentBudget(Record):
             the smallest budget measured that does as well, and the true one is not known.
     """
 
-    SECTION = "equivalent budget"
+    SECTION: ClassVar[str] = "equivalent budget"
 
     value: float = column(
         "the budget; null or 0 beyond those measured; where `beyond` is flat the smallest measured that does as well"
@@ -310,7 +311,7 @@ def _loss(measured: Measurements, name: str) -> Loss:
 class Level(Record):
     """The value of one configuration of a curve."""
 
-    SECTION = "level"
+    SECTION: ClassVar[str] = "level"
 
     config: EvictionConfig = column("the configuration")
     at: float = column("its coordinate: its budget, or the share of the full cache's entries that its cache holds")
@@ -334,7 +335,7 @@ class Point(Level):
         entries: whether coordinates are whole numbers of entries.
     """
 
-    SECTION = "saving at a budget"
+    SECTION: ClassVar[str] = "saving at a budget"
 
     equivalent: EquivalentBudget = column("the baseline's budget for the same, on the same axis", key="reached")
     reason: str = column("why there is no saving, or no end of its interval; empty where both are there")
@@ -402,7 +403,7 @@ def _percent_end(end: float) -> str:
 class MeasuredSavings(Record):
     """The values of both curves by one measure, and the savings of the treatment."""
 
-    SECTION = "savings by one measure"
+    SECTION: ClassVar[str] = "savings by one measure"
 
     measure: str = column("score, propagated or kl")
     full: float = column("mean score of the full cache's answers, 0 to 1; null of other measures")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class BudgetKL(Record):
 class Cliff(Record):
     """KL of one method over its budgets, smallest first, and where it passes the thresholds."""
 
-    SECTION = "cliff of a method"
+    SECTION: ClassVar[str] = "cliff of a method"
 
     name: str = column("what distinguishes it from the other methods")
     configs: tuple[EvictionConfig, ...] = column("its configurations, smallest budget first")
@@ -152,10 +152,10 @@ def _unstaged_samples(measured: Measurements, axis: Axis) -> NDArray[np.int64]:
 class Cliffs(Sequenced[Cliff], Result):
     """The cliffs of every method of a run; a sequence of them."""
 
-    SECTION = "budget --cliff"
-    SHOWN = ("threshold", "budget", "cache_share", "megabytes", "over_first")
-    FIRST = "method"
-    HAS_MEDIANS = True
+    SECTION: ClassVar[str] = "budget --cliff"
+    SHOWN: ClassVar[tuple[str, ...]] = ("threshold", "budget", "cache_share", "megabytes", "over_first")
+    FIRST: ClassVar[str] = "method"
+    HAS_MEDIANS: ClassVar[bool] = True
 
     thresholds: tuple[float, ...] = column("rising", unit="nat")
     steps: int = column("decode steps over which each sample's KL is the mean")

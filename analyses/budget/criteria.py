@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,7 +169,7 @@ class TestedBudget(Record):
     """One budget tested under one limit."""
 
     __test__ = False
-    SECTION = "tested budget"
+    SECTION: ClassVar[str] = "tested budget"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column("entries of its cache over those of the full cache", key="held")
@@ -185,7 +186,7 @@ class TestedBudget(Record):
 class Verdict(Record):
     """The verdict of one limit on one curve."""
 
-    SECTION = "limit's verdict"
+    SECTION: ClassVar[str] = "limit's verdict"
 
     criterion: Criterion
     budgets: tuple[TestedBudget, ...] = column("largest first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
-from perturbkv.analyses.measurements import Floats, Measurements, scores
+from perturbkv.analyses.measurements import Floats, Measurements, Scores, scores
 from perturbkv.analyses.pairing import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
@@ -37,7 +37,7 @@ class Row(Record):
         evicts: whether anything is evicted, in any sample.
     """
 
-    SECTION = "bytes row"
+    SECTION: ClassVar[str] = "bytes row"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -99,7 +99,7 @@ class Row(Record):
 class Setting(Record):
     """Configurations of equal bytes that differ in bits alone; the first one evicts alone, in 16 bits."""
 
-    SECTION = "bytes setting"
+    SECTION: ClassVar[str] = "bytes setting"
 
     rows: tuple[Row, ...] = column("of the same bytes: the baseline, then fewer bits and more entries")
 
@@ -119,14 +119,14 @@ class RowBuilder:
     """
 
     def __init__(self, measured: Measurements) -> None:
-        self.configs = measured.trace.run.configs
+        self.configs: tuple[EvictionConfig, ...] = measured.trace.run.configs
         perturbation = measured["perturbation_propagated"][:, :, -1].sum(axis=-1)
         norms = measured["output_norm"][:, -1].sum(axis=-1)
         self._perturbation: Floats = perturbation / norms[:, None]
         self._cache_shares, self._byte_shares = measured.cache_shares, measured.byte_shares
         self._kl = measured["logit_kl"]
         self.evicts: Floats = measured["evicted"].max(axis=0)
-        self.scores = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
+        self.scores: Scores | None = scores(measured.trace, ANALYSIS) if "score_full" in measured else None
 
     def build(self, index: int, base: int | None = None) -> Row:
         """Return a configuration's row, compared at equal bytes with the configuration at `base`, which only evicts."""
@@ -217,9 +217,16 @@ class EqualBytes(Result):
         step: decode step of perturbation and KL.
     """
 
-    SECTION = "budget --bytes"
-    SHOWN = ("bits", "cache_share", "byte_share", "over_evicting", "kl_median", "gain_over_evicting")
-    HAS_MEDIANS = True
+    SECTION: ClassVar[str] = "budget --bytes"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "bits",
+        "cache_share",
+        "byte_share",
+        "over_evicting",
+        "kl_median",
+        "gain_over_evicting",
+    )
+    HAS_MEDIANS: ClassVar[bool] = True
 
     settings: tuple[Setting, ...] = column("one per policy, selection, budget and so on")
     everything: tuple[Row, ...] = column("rows that keep everything in few bits, compared with nothing")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,7 +54,7 @@ _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 class CacheSize(Record):
     """The bytes of full caches of one length and batch, in the model's shape and the run's number type."""
 
-    SECTION = "cache size"
+    SECTION: ClassVar[str] = "cache size"
 
     length: int = column("entries of a prompt")
     batch: int = column("prompts at once")
@@ -112,7 +112,7 @@ class SafeBudget(Record):
         size: caches of the reader's length and batch, or None.
     """
 
-    SECTION = "safe budget"
+    SECTION: ClassVar[str] = "safe budget"
 
     name: str = column("what distinguishes it from the other selections")
     verdicts: tuple[Verdict, ...] = column("one per limit")
@@ -167,9 +167,16 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         alike: samples whose full answer has no token but one that all caches share; 0 where no score is limited.
     """
 
-    SECTION = "budget"
-    SHOWN = ("limit_shown", "budget", "cache_share", "mean_shown", "failure", "evicted_shown")
-    FIRST = "selection"
+    SECTION: ClassVar[str] = "budget"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "limit_shown",
+        "budget",
+        "cache_share",
+        "mean_shown",
+        "failure",
+        "evicted_shown",
+    )
+    FIRST: ClassVar[str] = "selection"
 
     members: tuple[SafeBudget, ...] = column("one per selection and setting", key="selections")
     size: CacheSize | None = column("caches of the length and batch of the request", key="cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ _FLAT = (
 class PairSavings(Result):
     """The budget that one curve saves over another, by every measure."""
 
-    SHOWN = ("caption", "cache_share", "level", "equivalent_budget", "saved")
+    SHOWN: ClassVar[tuple[str, ...]] = ("caption", "cache_share", "level", "equivalent_budget", "saved")
 
     measures: tuple[MeasuredSavings, ...] = column("one per measure")
     setting: str = column(
@@ -135,7 +135,7 @@ class PairSavings(Result):
 class Savings(Several[PairSavings]):
     """The savings of every treatment and setting: a sequence of `PairSavings`."""
 
-    SECTION = "budget --savings"
+    SECTION: ClassVar[str] = "budget --savings"
 
     members: tuple[PairSavings, ...] = column("one per treatment and setting", key="savings")
     identity: RunIdentity

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,9 +162,9 @@ class Correlation(Result):
         prompts: per prompt of the arrays in `settings`, the index of its trace in `parts` and its sample's name.
     """
 
-    SECTION = "correlation"
-    SHOWN = correlation_tables.SHOWN
-    FIRST = "measure"
+    SECTION: ClassVar[str] = "correlation"
+    SHOWN: ClassVar[tuple[str, ...]] = correlation_tables.SHOWN
+    FIRST: ClassVar[str] = "measure"
 
     identity: RunIdentity
     parts: tuple[GradedTrace, ...] = column("the traces, which are pooled")

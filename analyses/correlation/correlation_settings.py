@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +171,7 @@ def _config_indices(trace: Trace, configs: Sequence[EvictionConfig]) -> list[int
 class Control(Record):
     """Controls of one measure's correlation: permuted scores, and pairs of answers to different prompts."""
 
-    SECTION = "control"
+    SECTION: ClassVar[str] = "control"
 
     measure: str = column("the measure")
     rho: PermutationNull = column(
@@ -208,7 +209,7 @@ class Setting(ByMeasure, Record):
         tables: measure -> its statistics with every prompt's measure and every prompt's answers.
     """
 
-    SECTION = "correlation setting"
+    SECTION: ClassVar[str] = "correlation setting"
 
     name: str = column("budget, and what else distinguishes it from other settings")
     configs: tuple[EvictionConfig, ...] = column("which are ranked")
@@ -353,7 +354,7 @@ EVICTED = "evicted"
 class AcrossBudgets(Record):
     """The correlation of a measure with the score over the budgets of one method, mean over methods, then prompts."""
 
-    SECTION = "correlation across budgets"
+    SECTION: ClassVar[str] = "correlation across budgets"
 
     measure: str = column("a measure, or evicted: the budget itself")
     rho: Estimate = column("Spearman's ρ with the score over the budgets of one method, mean over methods")

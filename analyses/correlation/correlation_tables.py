@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import factorial, isnan
+from typing import ClassVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record, column, record
@@ -53,7 +54,7 @@ def format_share(one: Estimate) -> str:
 class Overall(ByMeasure, Record):
     """The correlations of all settings together: each prompt counts with its mean over them."""
 
-    SECTION = "overall correlation"
+    SECTION: ClassVar[str] = "overall correlation"
 
     dataset: str = column("whose prompts; empty: all")
     strengths: tuple[Strength, ...] = column("one per measure")

@@ -10,6 +10,8 @@ interval is over the prompts in it, whose answers are not independent.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -101,7 +103,7 @@ _DROP = StatisticKind(3 / 8, limits=(-1, 1))
 class Bin(Record):
     """Answers of similar perturbation."""
 
-    SECTION = "calibration bin"
+    SECTION: ClassVar[str] = "calibration bin"
 
     low: float = column("least perturbation in it")
     high: float = column("largest")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ AREAS = StatisticKind(3 / 8, limits=(-1, 1))
 class IdentityBaseline(Record):
     """The method identity baseline of one statistic, over the prompts that have others to compare with."""
 
-    SECTION = "method identity baseline of a statistic"
+    SECTION: ClassVar[str] = "method identity baseline of a statistic"
 
     others: Estimate = column("the same with the measure of other prompts of the data set: the methods' names alone")
     beyond: Estimate = column("the prompt's own less that")
@@ -179,7 +180,7 @@ class PromptStatistics:
 class Strength(Record):
     """The correlation of one measure with the score, mean over prompts."""
 
-    SECTION = "strength"
+    SECTION: ClassVar[str] = "strength"
 
     measure: str = column(
         "isolated, propagated, theta, theta_hat, lost (1 − S), or circular kl or drift, all of the first decode step"
@@ -195,7 +196,7 @@ class Strength(Record):
 class Contrast(Record):
     """The difference between two measures on the same prompts."""
 
-    SECTION = "contrast"
+    SECTION: ClassVar[str] = "contrast"
 
     first: str = column("a measure")
     second: str = column("another")
@@ -280,7 +281,7 @@ class CrossPromptTables:
 class IdentityBaselines(Record):
     """The method identity baselines of one measure: of its ranks and of its areas."""
 
-    SECTION = "method identity baseline"
+    SECTION: ClassVar[str] = "method identity baseline"
 
     measure: str = column("the measure")
     rho: IdentityBaseline = column("of Spearman's ρ; `beyond` below 0: the prompt's own perturbation adds to the names")

@@ -5,6 +5,8 @@ Where the first decoded token differs, the two runs decode different texts: such
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,7 @@ Verdicts = NDArray[np.int8]
 class Agreement(Record):
     """Counts of the heads that one rule decides in the rounded trace, by their verdict in float32."""
 
-    SECTION = "verdicts kept"
+    SECTION: ClassVar[str] = "verdicts kept"
 
     decided: int = column("heads that the rule decides in the rounded trace")
     agreeing: int = column("of them those with float32's verdict")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class HeadKind(Record):
         sample_sums: (sample,) sums over heads of the baseline and of the treatment.
     """
 
-    SECTION = "heads of a kind"
+    SECTION: ClassVar[str] = "heads of a kind"
 
     name: str = column("isolated or propagated", heading="kind", json=False)
     baseline_mean: Floats = column("of each head", dims=HEADS, json=False)
@@ -190,7 +190,7 @@ class HeadComparison(PairRecord, Record):
         identity: of the run.
     """
 
-    SECTION = "comparison"
+    SECTION: ClassVar[str] = "comparison"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
@@ -46,8 +46,8 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         identity: of the run, with every configuration that is compared.
     """
 
-    SECTION = "heads"
-    SHOWN = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
+    SECTION: ClassVar[str] = "heads"
+    SHOWN: ClassVar[tuple[str, ...]] = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,7 @@ def by_step(measured: Measurements, name: str, steps: Steps, config: int | None 
 class Curve(Record):
     """Isolated or propagated perturbation of one configuration over the decode steps."""
 
-    SECTION = "curve over steps"
+    SECTION: ClassVar[str] = "curve over steps"
 
     kind: str = column("propagated or isolated", heading="kind")
     relative: Floats = column("Σ L / Σ ‖o_h‖₁ over all heads and the samples that have the step", dims=STEP)
@@ -127,7 +128,7 @@ class ConfigHorizon(Record):
         curves: by kind of perturbation.
     """
 
-    SECTION = "configuration over steps"
+    SECTION: ClassVar[str] = "configuration over steps"
 
     config: EvictionConfig = column("configuration of these curves")
     cache_share: float = column(

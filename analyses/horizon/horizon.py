@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from perturbkv.captions import CaptionedFigure
 
 _LISTED = 6
 _SIDES = ("attention", "two-stage")
@@ -68,8 +68,8 @@ class Horizon(Result):
         identity: of the run.
     """
 
-    SECTION = "horizon"
-    SHOWN = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
+    SECTION: ClassVar[str] = "horizon"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
 
     identity: RunIdentity
     steps: int = column("decode steps of the longest text")
@@ -152,9 +152,9 @@ class Horizon(Result):
             for step, count in enumerate(self.samples_at_step)
         ]
 
-    def plot_heads(self, width_mm: float = 174) -> Figure:
+    def plot_heads(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of each head's growth as maps of layer × head."""
-        return self._draw("Horizon.plot_heads", width_mm)
+        return self._draw("Horizon.plot_heads", width_mm, style)
 
     def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
         """Return (short name, configuration) pairs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,11 +161,11 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         identity: of the run.
     """
 
-    SECTION = "layers"
-    KEY = "budgets"
-    SHOWN = ("kept", "cache_share", "drift", "kl", "top1")
-    HAS_SHARES = True
-    HAS_MEDIANS = True
+    SECTION: ClassVar[str] = "layers"
+    KEY: ClassVar[str] = "budgets"
+    SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
+    HAS_SHARES: ClassVar[bool] = True
+    HAS_MEDIANS: ClassVar[bool] = True
 
     members: tuple[BudgetCurve, ...] = column("one per selection and setting", key="curves")
     distance: str = column("distance of the drift: l1, l2 or cosine")

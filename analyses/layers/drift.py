@@ -5,6 +5,8 @@ Paper, figures 3a, 3b, 5 and 6.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,7 +77,7 @@ class LayerDrift(DriftPair):
         noise_floor: None where the trace holds none of the distance: then only what is equal is tied.
     """
 
-    SECTION = "drift"
+    SECTION: ClassVar[str] = "drift"
 
     baseline_drift: Floats = column("mean over samples, in the distance's unit", dims=LAYER)
     baseline_drift_interval: Band = interval()
@@ -218,7 +220,7 @@ LAST_LAYER_ANALYSIS = "layers --per-sample"
 class LastLayer(DriftPair):
     """Drift after the last decoder layer, sample by sample, sorted by the baseline's, largest first."""
 
-    SECTION = "sample drift"
+    SECTION: ClassVar[str] = "sample drift"
 
     sample_ids: tuple[str, ...] = column("the baseline's largest drift first")
     baseline_drift: Floats = column("after the last layer, in the distance's unit", dims=SAMPLE)

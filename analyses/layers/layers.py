@@ -139,7 +139,7 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
 class LayerDrifts(_LayerTable, Several[DriftSeries]):
     """Drift of all treatments and settings, a `DriftSeries` each."""
 
-    SECTION = "layers"
+    SECTION: ClassVar[str] = "layers"
 
     @derived()
     def drifts(self) -> tuple[LayerDrift, ...]:
@@ -280,7 +280,7 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
 class SampleDrifts(_SampleTable, Several[SampleSeries]):
     """Drift of each sample after the last layer, of all treatments and settings, a `SampleSeries` each."""
 
-    SECTION = "layers"
+    SECTION: ClassVar[str] = "layers"
 
     @derived()
     def per_sample(self) -> tuple[LastLayer, ...]:

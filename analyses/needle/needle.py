@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from perturbkv.captions import CaptionedFigure
 
 
 _PREDICTION_CLAUSES = {
@@ -69,10 +69,10 @@ class Needle(Result):
         measured: measure -> (sample, config), relative to the full run's own norms (KL in nat, 1 − S without unit).
     """
 
-    SECTION = "needle"
-    SHOWN = ("cache_share", "score", "digits")
-    FIRST = "method"
-    HAS_SHARES = True
+    SECTION: ClassVar[str] = "needle"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "digits")
+    FIRST: ClassVar[str] = "method"
+    HAS_SHARES: ClassVar[bool] = True
 
     identity: RunIdentity
     samples: tuple[str, ...]
@@ -125,17 +125,17 @@ class Needle(Result):
                 rows.append({**config_columns(config), **cell, **_outcomes(method, index), **measured})
         return rows
 
-    def plot_digits(self, width_mm: float = 174) -> Figure:
+    def plot_digits(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of the share of right leading digits as maps of length × depth, one per method."""
-        return self._draw("Needle.plot_digits", width_mm)
+        return self._draw("Needle.plot_digits", width_mm, style)
 
-    def plot_depths(self, width_mm: float = 174) -> Figure:
+    def plot_depths(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of the shares of numbers and of leading digits by depth, over all lengths."""
-        return self._draw("Needle.plot_depths", width_mm)
+        return self._draw("Needle.plot_depths", width_mm, style)
 
-    def plot_correlation(self, width_mm: float = 174) -> Figure:
+    def plot_correlation(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return a figure of the rank correlation of every measure with numbers and with leading digits found."""
-        return self._draw("Needle.plot_correlation", width_mm)
+        return self._draw("Needle.plot_correlation", width_mm, style)
 
     def _names(self) -> list[str]:
         """Return the short name of each evicted method."""

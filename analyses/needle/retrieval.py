@@ -10,6 +10,7 @@ nothing to lose. No paper tested this correlation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,7 @@ class RetrievalCorrelation(Record):
     Negative: the more perturbed a configuration, the less of the number it finds.
     """
 
-    SECTION = "correlation with retrieval"
+    SECTION: ClassVar[str] = "correlation with retrieval"
 
     measure: str = column(
         "a key of `measured`",
@@ -143,7 +144,7 @@ class RankedBudget(Record):
 class RetrievalCorrelations(Record):
     """The rank correlations between perturbation and retrieval, by budget."""
 
-    SECTION = "correlations with retrieval"
+    SECTION: ClassVar[str] = "correlations with retrieval"
 
     samples: int = column("prompts that the full cache answers; only these count")
     left_out: int = column("prompts that it does not answer")

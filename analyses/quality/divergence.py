@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isinf
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,9 +39,16 @@ ANALYSIS = "divergence"
 class Divergence(Result):
     """The divergence of every configuration's answers from the full cache's."""
 
-    SECTION = "quality --divergence"
-    DOCUMENT = "about answers"
-    SHOWN = ("cache_share", "equal_share", "median_first_difference", "mean_rouge_l", "kl", "same_token")
+    SECTION: ClassVar[str] = "quality --divergence"
+    DOCUMENT: ClassVar[str] = "about answers"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "cache_share",
+        "equal_share",
+        "median_first_difference",
+        "mean_rouge_l",
+        "kl",
+        "same_token",
+    )
 
     identity: RunIdentity
     samples: tuple[str, ...] = column("ids, in the file's order")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import isinf
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,7 @@ class ForcedReading(Record):
     KL is summarised by medians over samples: a single one can dominate a mean.
     """
 
-    SECTION = "forced reading of a configuration"
+    SECTION: ClassVar[str] = "forced reading of a configuration"
 
     kl: Floats = column("per sample: mean over the answer's steps", unit="nat", dims=("sample",))
     kl_interval: OptionalInterval = interval("of the median over samples")
@@ -104,7 +104,7 @@ class ForcedReading(Record):
 class DivergencePoint(Record):
     """One configuration's answers compared with the full cache's."""
 
-    SECTION = "divergence point"
+    SECTION: ClassVar[str] = "divergence point"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(

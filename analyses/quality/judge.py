@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,7 +39,7 @@ _FALLS = {
 class JudgeRequest(Record):
     """The external judge's command and its settings."""
 
-    SECTION = "judge request"
+    SECTION: ClassVar[str] = "judge request"
 
     command: tuple[str, ...] = column("program and arguments")
     pairwise: bool = column("whether pairs are compared, instead of answers scored")
@@ -55,7 +55,7 @@ class ScoredCache(Record):
         drop: (sample,) the full cache's score less this cache's.
     """
 
-    SECTION = "scored cache"
+    SECTION: ClassVar[str] = "scored cache"
 
     config: EvictionConfig | None = column("the configuration; null: the full cache")
     cache_share: float = column(
@@ -96,10 +96,10 @@ class JudgeScores(Result):
         judgements: with the judge's comments.
     """
 
-    SECTION = "quality --judge"
-    DOCUMENT = "about answers"
-    SHOWN = ("cache_share", "mean", "shown_drop")
-    FIRST = "cache"
+    SECTION: ClassVar[str] = "quality --judge"
+    DOCUMENT: ClassVar[str] = "about answers"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "mean", "shown_drop")
+    FIRST: ClassVar[str] = "cache"
 
     identity: RunIdentity
     judge: JudgeRequest = column("the judge, and how it was asked")
@@ -232,7 +232,7 @@ _LOSES = {
 class PreferredCache(Record):
     """The judge's preferences between one configuration's answers and the full cache's."""
 
-    SECTION = "preferred cache"
+    SECTION: ClassVar[str] = "preferred cache"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -279,9 +279,9 @@ class Preferences(Result):
         judgements: with the judge's comments.
     """
 
-    SECTION = "quality --judge --pairwise"
-    DOCUMENT = "about answers"
-    SHOWN = ("cache_share", "wins", "ties", "losses")
+    SECTION: ClassVar[str] = "quality --judge --pairwise"
+    DOCUMENT: ClassVar[str] = "about answers"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "wins", "ties", "losses")
 
     identity: RunIdentity
     judge: JudgeRequest = column("the judge, and how it was asked")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -94,10 +94,10 @@ class Quality(Result):
         pairs: indices of each baseline and treatment that differ in selection alone; empty without such a pair.
     """
 
-    SECTION = "quality"
-    DOCUMENT = "of scores"
-    SHOWN = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
-    FIRST = "method"
+    SECTION: ClassVar[str] = "quality"
+    DOCUMENT: ClassVar[str] = "of scores"
+    SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
+    FIRST: ClassVar[str] = "method"
 
     identity: RunIdentity
     configs: tuple[EvictionConfig, ...] = column("those that all traces hold, in the order of `methods`")

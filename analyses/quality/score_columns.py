@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Comparison:
 class ScoreDifference(Record):
     """The difference between two caches' scores of answers to the same prompts."""
 
-    SECTION = "score difference"
+    SECTION: ClassVar[str] = "score difference"
 
     difference: float = column("mean of the first answers' scores less the second's, −1 to 1")
     difference_interval: OptionalInterval = interval()
@@ -59,7 +59,7 @@ class ScoreDifference(Record):
 class Gain(ScoreDifference):
     """A treatment's scores less its baseline's, sample by sample."""
 
-    SECTION = "gain"
+    SECTION: ClassVar[str] = "gain"
 
     baseline: EvictionConfig = column("what is subtracted")
     treatment: EvictionConfig = column("from what")
@@ -69,7 +69,7 @@ class Gain(ScoreDifference):
 class MethodScore(Record):
     """One configuration's mean score, and its difference from the full cache's."""
 
-    SECTION = "method's score"
+    SECTION: ClassVar[str] = "method's score"
 
     config: EvictionConfig = column("the configuration")
     cache_share: float = column(
@@ -88,7 +88,7 @@ class MethodScore(Record):
 class ScoreColumn(Record):
     """Mean scores over one data set, one kind of task, or all data sets; every data set counts the same."""
 
-    SECTION = "scores"
+    SECTION: ClassVar[str] = "scores"
 
     name: str = column("of the data set, the kind, or `average`")
     tasks: tuple[Task, ...]
@@ -117,7 +117,7 @@ class ScoreColumn(Record):
 class FirstStep(Record):
     """One configuration's perturbation and KL at the first decode step."""
 
-    SECTION = "first step"
+    SECTION: ClassVar[str] = "first step"
 
     config: EvictionConfig = column("the configuration")
     propagated: float = column("propagated L1 over the norms of the full run's heads, median over samples")
@@ -130,7 +130,7 @@ class FirstStep(Record):
 class DatasetScores(ScoreColumn):
     """One data set's scores, and its first decode step."""
 
-    SECTION = "data set's scores"
+    SECTION: ClassVar[str] = "data set's scores"
 
     failed: int = column("samples that failed")
     first_step: tuple[FirstStep, ...] = column("one per configuration")

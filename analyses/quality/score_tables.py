@@ -12,6 +12,7 @@ from perturbkv.analyses.quality.score_columns import FULL, Cell, Layout, Row, Sc
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.escaping import escape_line as in_a_line
+from perturbkv.escaping import escape_markdown
 
 BEST = "the highest mean of its budget, granularity and protection, by looking, for which no interval allows"
 """Meaning of bold scores and stars."""
@@ -159,12 +160,12 @@ CSV = ("config", "policy", "selection", "budget", "held")
 
 def markdown(layouts: Sequence[Layout], caption: str) -> str:
     """Return the caption, then every table in Markdown, with the best score of each group in bold."""
-    return "\n".join([f"{MARKDOWN}{_escape_markdown(caption)}\n", *map(_markdown_table, layouts)])
+    return "\n".join([f"{MARKDOWN}{escape_markdown(caption)}\n", *map(_markdown_table, layouts)])
 
 
 def _markdown_table(layout: Layout) -> str:
     """Return one table in Markdown."""
-    heads = ["method", "b", "cache share", *map(_escape_markdown, _column_names(layout))]
+    heads = ["method", "b", "cache share", *map(escape_markdown, _column_names(layout))]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     rows = [_markdown_row(one) for one in layout.rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in (heads, rule, *rows))
@@ -179,7 +180,7 @@ def _column_names(layout: Layout) -> list[str]:
 def _markdown_row(row: Row) -> list[str]:
     """Return the cells of a row in Markdown."""
     return [
-        _escape_markdown(row.method),
+        escape_markdown(row.method),
         row.budget,
         text.cache_share(row.cache_share),
         *map(_markdown_cell, row.cells),
@@ -190,11 +191,6 @@ def _markdown_cell(cell: Cell) -> str:
     """Return a score with its interval in Markdown, bold where it is the best."""
     score, space, ends = text.points(cell.value, cell.interval).partition(" ")
     return f"**{score}**{space}{ends}" if cell.best else f"{score}{space}{ends}"
-
-
-def _escape_markdown(text: str) -> str:
-    """Return the text with Markdown's special characters escaped by backslashes."""
-    return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>#|~" else sign for sign in in_a_line(text))
 
 
 def csv(layout: Layout, configs: Sequence[EvictionConfig]) -> str:

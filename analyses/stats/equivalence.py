@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from scipy import special
 
@@ -48,7 +49,7 @@ def margin_text(margin: float) -> str:
 class ControlVerdict(Record):
     """The verdict on a method's sum over its control's."""
 
-    SECTION = "verdict against a control"
+    SECTION: ClassVar[str] = "verdict against a control"
 
     verdict: str = column("better, worse, equivalent (within the margin, and no difference decided), or undecided")
     within_margin: bool = column("whether two one-sided tests find the ratio within the margin; of any verdict")
@@ -122,7 +123,7 @@ def chance_to_decide(value: float, spread: float, samples: int, margin: float = 
 class SmallestEffect(Record):
     """The smallest difference of two sums that a number of samples can show, told before they are measured."""
 
-    SECTION = "smallest effect"
+    SECTION: ClassVar[str] = "smallest effect"
 
     samples: int = column("n")
     spread: float = column("spread between prompts that is assumed, that of the logarithm of the sums' ratio")

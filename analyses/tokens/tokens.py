@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
@@ -128,10 +128,10 @@ class Tokens(Result):
         everything: whether the prompt is shown whole.
     """
 
-    SECTION = "tokens"
-    DOCUMENT = "of a trace"
-    SHOWN = ("baseline", "treatment", "both", "baseline_only", "treatment_only")
-    FIRST = "head"
+    SECTION: ClassVar[str] = "tokens"
+    DOCUMENT: ClassVar[str] = "of a trace"
+    SHOWN: ClassVar[tuple[str, ...]] = ("baseline", "treatment", "both", "baseline_only", "treatment_only")
+    FIRST: ClassVar[str] = "head"
 
     identity: RunIdentity
     prompt: PromptText

@@ -43,7 +43,7 @@ LISTS = (
     Command("models", "List the model aliases, and what else is a model", "listings:models"),
     Command("datasets", "List the data sets, or look at one and its prompts", "datasets:datasets"),
     Command("policies", "List policies and selections, or the options of one", "listings:policies"),
-    Command(FILE, "Show a trace's run, samples, variables and provenance", "finished_traces:describe_trace"),
+    Command(FILE, "Show what a trace, or a file of prompts or answers, holds", "described_files:describe_file"),
 )
 BENCHES = (
     Command("scale", "Measure runs of thousands of samples", "bench:scale"),
@@ -74,7 +74,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("trace", "Run a model with full and evicted caches; write a trace", "trace:trace"),
         Command("generate", "Answer from the full and the evicted caches; compare", "generate:generate"),
         Command("merge", "Join the shards of a run, which --shard leaves", "finished_traces:merge"),
-        Command("export", "Write a trace as a table, CSV or Parquet", "finished_traces:export"),
+        Command("export", "Write traces as tables, CSV or Parquet; a data card", "published_tables:export"),
         Command("report", "Make one page to look at, of a trace or of several", "finished_traces:report"),
     ),
     "Check another eviction": (
@@ -84,7 +84,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("question", ", ".join(row.name for row in QUESTIONS), "", QUESTIONS),
     ),
     "This machine, and what there is to choose from": (
-        Command("list", "List models, datasets, policies; or describe a trace file", "", LISTS),
+        Command("list", "List models, datasets, policies; or describe a file", "", LISTS),
         Command("doctor", "Report versions, devices, folders; selfcheck; bench", "doctor:doctor", CHECKS),
     ),
 }  # fmt: skip

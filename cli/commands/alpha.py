@@ -124,7 +124,7 @@ def alpha(
             else:
                 traces = _read_folds(result.folds, session.trace)
             result = alpha(session.trace, folds, traces) if traces else result
-        session.save(result.plot(session.width_mm), result.identity, _NAME)
+        session.draw(result, _NAME)
         save_alpha_files(result, session)
         return result
 

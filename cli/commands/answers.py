@@ -57,7 +57,7 @@ def _scores(
         from perturbkv.analyses.quality.quality import quality
 
         result = quality(session.usable)
-        session.save(result.plot(session.width_mm), result.identity, "quality")
+        session.draw(result, "quality")
         return result, {**result.to_dict(), "tables": _save_tables(result, session.output)}
 
     return Analysis(
@@ -152,7 +152,7 @@ def _parse_scale(text: str | None) -> tuple[float, float] | None:
     return ends[0], ends[1]
 
 
-_ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format", "columns", "explain")
+_ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format", "columns", "style", "explain")
 
 
 def _answers_session(
@@ -177,7 +177,7 @@ def _save_and_show(session: Session, result: Result, answers: WrittenAnswers) ->
     """Write the figure and JSON of a result on a file of answers, and print it."""
     run = run_object(answers.run)
     session.source = {"answers": answers.source, "answers_digest": answers.digest, "run": run}
-    session.save(result.plot(session.width_mm), result.identity, session.name)
+    session.draw(result, session.name)
     session.show(result)
 
 

@@ -16,7 +16,7 @@ from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
-from perturbkv.cli.saving import figure_files, save_figure, write_json
+from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.storage.output import OutputFile, OutputFolder
@@ -77,6 +77,7 @@ def audit(
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
+    files += caption_files(folder, [_STEM]) if look.style != "screen" else []
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
         result = _run_audit(eviction, run)
         _save_and_show(result, folder, run, look)
@@ -112,7 +113,7 @@ def _save_and_show(result: Audit, folder: Path, run: AuditOptions, look: FigureO
     """Write the figure and the JSON of an audit that compared or measured something; print its tables or JSON."""
     figures, document = [], result.to_dict()
     if result.compared or any(one.entries is not None for one in result.trace.runs):
-        figures = save_figure(result.plot(look.width_mm), result.identity, folder / _STEM, look.formats, run.overwrite)
+        figures = draw_figure(result, folder / _STEM, look, run.overwrite)
         document |= {"figures": figures}
         write_json(folder / _FILE, document)
     if run.as_json:

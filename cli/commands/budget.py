@@ -123,7 +123,7 @@ def _savings(
         result = savings(session.trace, names[0], names[1:], by=measures, step=look.step)
         for index, one in enumerate(result, 1):
             stem = _SAVINGS if len(result) == 1 else f"{_SAVINGS}-{index}"
-            session.save(one.plot(session.width_mm), one.identity, stem)
+            session.draw(one, stem)
         return result
 
     return Analysis(
@@ -261,16 +261,17 @@ def _bytes(
     ] = None,
 ) -> Analysis:
     """Compare evicting with quantising at equal bytes."""
-    from perturbkv.models.loading import open_model
-
     if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
         got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
         msg = f"--max-new-tokens must be at least 1, {got}"
         raise ConfigError(msg)
     wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _check_bits(bits)
     names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
-    # the size of the model's heads decides how many entries a budget of bytes holds
-    files = None if look.trace else open_model(run.model, run.seed, run.revision or "")
+    files = None
+    if look.trace is None:  # the size of the model's heads decides how many entries a budget of bytes holds
+        from perturbkv.models.loading import open_model
+
+        files = open_model(run.model, run.seed, run.revision or "")
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.budget.equal_bytes import equal_bytes

@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
+from perturbkv.cli.commands.described_files import describe_json_lines
 from perturbkv.cli.commands.generate import shorten
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.cli.options import JsonOption
@@ -150,9 +151,9 @@ def datasets(
 ) -> None:
     """List the data sets, or look at one and its prompts.
 
-    Any .jsonl file with `prompt`, a chat's `messages` or LongBench's fields works too. With a name, show how the data
-    set asks and grades. With --show, print prompts as the model sees them, special tokens included: what --model,
-    --max-tokens, --chat-template and the others make of them, as in a run.
+    Any .jsonl file with `prompt`, a chat's `messages`, or `context` and `question` works too. With a name, show how the
+    data set asks and grades; of a file, what it holds. With --show, print prompts as the model sees them, special
+    tokens included: what --model, --max-tokens, --chat-template and the others make of them, as in a run.
     """
     if name is None:
         if show:
@@ -183,13 +184,13 @@ def _list_datasets(as_json: bool) -> None:
 
 
 def _describe_dataset(name: str, as_json: bool) -> None:
-    """Print kind, summary, needs and wording of a data set. Raises PerturbkvErrors for an unknown name or a file."""
+    """Print kind, summary, needs and wording of a data set, or what a file holds. Raises PerturbkvErrors."""
     from perturbkv.datasets import dataset_registry
 
     dataset_registry.check_name(name)
     if dataset_registry.is_file(name):
-        msg = f"'{name}' is a file; --show prints its prompts"
-        raise ConfigError(msg)
+        describe_json_lines(Path(name), as_json)
+        return
     info = next(info for info in dataset_registry.known() if info.name == name)
     document: dict[str, Any] = {"name": name, "kind": info.kind, "summary": info.summary, "needs": info.needs}
     wording = _wording(name)

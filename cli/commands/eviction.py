@@ -51,7 +51,7 @@ def heads(
 
         result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
         stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
-        session.save(result.plot(session.width_mm), result.identity, stem)
+        session.draw(result, stem)
         return result
 
     return Analysis(name, run, lambda: run.configs(names), analyse, stems=[name], compares_sums=True)
@@ -91,7 +91,7 @@ def layers(
             document |= samples.to_dict()
         if budgets:
             curves = compare_drifts(budget_curves)
-            session.save(curves.plot(session.width_mm), curves.identity, f"{name}-budgets")
+            session.draw(curves, f"{name}-budgets")
             results.append(curves)
             document["budgets"] = curves.to_dict()
         return results, document
@@ -107,7 +107,7 @@ def _save_series(session: Session, result: LayerDrifts | SampleDrifts, stem: str
     members: Sequence[DriftSeries | SampleSeries] = result.members
     for index, series in enumerate(members, 1):
         name = stem if len(result) == 1 else f"{stem}-{index}-{series[0].treatment.selection.name}"
-        session.save(series.plot(session.width_mm), series.identity, name)
+        session.draw(series, name)
 
 
 @show_defaults(budget=" ".join(FRACTIONS))

@@ -1,12 +1,10 @@
-"""Commands on finished traces: `export`, `merge`, `report` and `list FILE`."""
+"""Commands on finished traces: `merge` and `report`."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -16,61 +14,7 @@ from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5, print_trace, trace_document
 from perturbkv.cli.options import JsonOption
 from perturbkv.cli.saving import new_file
-from perturbkv.cli.session import print_failures
-from perturbkv.errors import ConfigError, TraceError
-from perturbkv.escaping import escape_line
-from perturbkv.storage.output import OutputFile, OutputFolder
-
-if TYPE_CHECKING:
-    from perturbkv.storage.trace.trace_file import Description
-
-
-def export(
-    trace: Annotated[Path, Argument(help="A finished trace", show_default=False)],
-    output: Annotated[
-        list[Path] | None,
-        Option("--output", "-o", metavar="PATH", help="A .csv or .parquet file", show_default="both, beside the trace"),
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there")] = False,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Write a trace as a table, CSV or Parquet.
-
-    One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
-    prompts' text, their tokens go into a file beside it, NAME.tokens.csv.
-    """
-    from perturbkv.storage.trace.export import (
-        SUFFIXES,
-        check_not_source,
-        check_suffix,
-        columns,
-        tokens_path,
-        write,
-        write_tokens,
-    )
-    from perturbkv.storage.trace.trace_file import read_trace
-
-    paths = output or [trace.with_suffix(suffix) for suffix in SUFFIXES]
-    for path in paths:
-        check_suffix(path)
-        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-        check_not_source(trace, path)
-    finished = read_trace(trace)
-    token_paths = [tokens_path(path) for path in paths] if "prompt_token" in finished.arrays else []
-    for path in token_paths:
-        OutputFolder(path.parent, overwrite).claim(OutputFile(path))
-    with console.progress("samples", len(paths) * int(finished.ok.sum())) as bar:
-        counts = {str(path): write(finished, path, bar.advance) for path in paths}
-        counts |= {str(path): write_tokens(finished, path) for path in token_paths}
-    if as_json:
-        console.print_json({"files": counts, "columns": list(columns(finished)), "failed": dict(finished.failures)})
-    else:
-        for name, count in counts.items():
-            console.say(f"{name}: {count:,} rows")
-    print_failures(dict(finished.failures))
-    if finished.failures:
-        raise typer.Exit(1)
-
+from perturbkv.errors import TraceError
 
 _SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 
@@ -135,16 +79,15 @@ def report(
     One HTML file that holds everything: it opens in any browser, without network, and can be mailed. Choose two
     configurations in it and see which heads they change, which words of a prompt they keep, and what that costs.
     """
+    from perturbkv.reporting.report import page_path
     from perturbkv.reporting.report import report as make
     from perturbkv.storage.trace.export import check_not_source
     from perturbkv.storage.trace.trace_file import read_trace
 
-    path = output or traces[0].parent / "report.html"
+    given = output or traces[0].parent / "report.html"
     for trace in traces:
-        check_not_source(trace, path)
-    if path.suffix.lower() not in ("", ".html", ".htm"):
-        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
-        raise ConfigError(msg)
+        check_not_source(trace, given)
+    path = page_path(given)
     finished = [read_trace(trace) for trace in traces]
     with new_file(path, overwrite) as temporary:
         page = make(finished, full=full)
@@ -156,69 +99,3 @@ def report(
         return
     size = f"{page.bytes / 1e6:.1f} MB, {plural(page.samples, 'sample')}, {plural(page.configs, 'configuration')}"
     console.say(f"{path}: {size}; opens in any browser, without network")
-
-
-def describe_trace(
-    trace: Annotated[Path, Argument(metavar="FILE", help="A trace file", show_default=False)],
-    as_json: JsonOption = False,
-) -> None:
-    """Show a trace's run, samples, variables and provenance."""
-    from perturbkv.analyses.json_values import provenance_object, run_object
-    from perturbkv.storage.trace.trace_file import describe
-
-    description = describe(trace)
-    if as_json:
-        document = {**dataclasses.asdict(description), "attrs": provenance_object(description.attrs)}
-        console.print_json({**document, "run": run_object(description.run), "path": str(trace)})
-        return
-    run = description.run
-    counts = f"{len(description.sample_ids)} samples, {len(description.failures)} failed"
-    facts = [
-        ("samples", counts),
-        ("text", _stored_text(description, description.with_text)),
-        *_answer_rows(description),
-        ("kept positions", _stored_text(description, description.with_kept)),
-        *_cache_rows(description.caches),
-        *((escape_line(name), escape_line(value)) for name, value in sorted(description.attrs.items())),
-    ]
-    console.table(str(trace), ["", ""], facts)
-    console.table("configurations", ["config"], [(label,) for label in run.labels()])
-    rows = [
-        (
-            escape_line(name),
-            " ".join(map(escape_line, variable.dims)),
-            "×".join(map(str, variable.shape)),
-            escape_line(variable.units),
-            f"{variable.nbytes:,}",
-        )
-        for name, variable in description.variables.items()
-    ]
-    console.table("variables", ["name", "axes", "shape", "unit", "#bytes"], rows)
-    for reason in description.failures.values():
-        console.say(escape_line(f"failed: {reason}"))
-
-
-def _answer_rows(description: Description) -> list[tuple[str, str]]:
-    """Return a table row on the stored text of answers; none where the trace has no answers."""
-    if "generated" not in description.variables:
-        return []
-    return [("text of answers", _stored_text(description, description.with_answers))]
-
-
-def _stored_text(description: Description, samples: Sequence[str]) -> str:
-    """Return as text the number of complete samples for which an optional part of a trace is stored.
-
-    `samples` are those for which it is stored.
-    """
-    stored, complete = len(samples), len(description.sample_ids) - len(description.failures)
-    if not stored:
-        return "not stored"
-    return "stored" if stored == complete else f"stored of {stored} of {complete} samples"
-
-
-def _cache_rows(caches: dict[str, int]) -> list[tuple[str, str]]:
-    """Return a table row on the bytes of all evicted caches and the share of padding; none without caches."""
-    if not caches:
-        return []
-    total, padding = caches["cache_bytes"], caches["cache_padding_bytes"]
-    return [("evicted caches", f"{total:,} bytes, of which {padding:,} ({padding / max(total, 1):.1%}) are padding")]

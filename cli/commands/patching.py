@@ -92,7 +92,7 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
         with console.progress("mixtures") as bar:
             result = run_patching(planned, patches, path, run.overwrite, run.wait, bar.update)
         session.source = {"file": str(path), "run": run_object(planned.run)}
-        session.save(result.plot(session.width_mm), result.identity, session.name)
+        session.draw(result, session.name)
         session.show(result, failures=result.failures)
 
 

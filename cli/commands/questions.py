@@ -102,7 +102,7 @@ def regret(
         with console.progress("samples") as bar:
             result = run_search(planned, searches, path, bar.update, overwrite=run.overwrite, wait=run.wait)
         session.source = {"run": run_object(planned.run), "file": str(path)}
-        session.save(result.plot(session.width_mm), result.identity, session.name)
+        session.draw(result, session.name)
         session.show(result)
 
 
@@ -187,7 +187,7 @@ def stability(
         Budget.parse(budget)
     session = _open_traces(look)
     result = compare_heads(session.traces, selection=selection, baseline=baseline, budget=budget)
-    session.save(result.plot(session.width_mm), result.identity, session.name)
+    session.draw(result, session.name)
     session.show(result)
 
 

@@ -113,4 +113,6 @@ def _command(row: Command, parent: Any, heading: str) -> Iterator[str]:
 
 def _cell(text: str) -> str:
     """Return a text that can stand in a cell of a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    for character, escaped in (("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_")):
+        text = text.replace(character, escaped)
+    return text.replace("docs/reference/json.md", "[JSON](../json.md)")

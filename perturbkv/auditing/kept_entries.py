@@ -283,9 +283,12 @@ class EntryComparison:
     """A comparison of one row's entries, at the first forward pass, with those of the full cache."""
 
     def __init__(self, tracker: EntryTracker, row: int, floors: EntryFloors) -> None:
-        self.tracker, self.row, self.floors = tracker, row, floors
-        self.layers, self.attended = tracker.first[row], tracker.attended[row]
-        self.padding = tracker.situation.padding[row]
+        self.tracker = tracker
+        self.row = row
+        self.floors = floors
+        self.layers: list[LayerKept] = tracker.first[row]
+        self.attended: list[Tensor] = tracker.attended[row]
+        self.padding: int = tracker.situation.padding[row]
 
     def entries(self) -> CacheEntries:
         """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""

@@ -152,7 +152,7 @@ class TimedEngine:
         self._crew, self._task, self._scheduler = crew, task, Scheduler(crew)
         self._model = ModelSpec.from_plan(plan, plan.caches_bytes())
         real = measure_work(plan, self._model, {}, lambda sample, configs: None, 1).task
-        self.ready = wait_until_ready(self._scheduler, task or real, len(crew.devices))
+        self.ready: float = wait_until_ready(self._scheduler, task or real, len(crew.devices))
 
     def measure(self, planned: Plan, missing: Missing, finished: Finished) -> None:
         """Measure a run; append its wall seconds and this process's CPU seconds to the attribute `spent`."""

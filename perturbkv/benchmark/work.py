@@ -347,5 +347,5 @@ _WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak,
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":
-    name, arguments = sys.argv[1:]
-    sys.stdout.write(json.dumps(WORK[name](**json.loads(arguments))) + "\n")
+    _name, _arguments = sys.argv[1:]
+    sys.stdout.write(json.dumps(WORK[_name](**json.loads(_arguments))) + "\n")

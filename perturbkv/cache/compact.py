@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from perturbkv.cache.entries import KeptEntries
-from perturbkv.cache.ragged import build
+from perturbkv.cache.ragged import AnyBlock, build
 from perturbkv.cache.sliding import FIRST, SlidingLayer, Tail, Window, merge_sinks
 from perturbkv.cache.stand_in import StandIn, merge_stand_ins
 from perturbkv.configs.resources import SLACK
@@ -45,6 +45,16 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
+    batch: int
+    seen: int
+    length: int
+    blocks: list[AnyBlock]
+    kept_entries: int
+    borrowed_rows: dict[int, KeptEntries]
+    tail_from: list[int]
+    stand_ins: Mapping[int, StandIn]
 
     def __init__(
         self,
@@ -56,7 +66,9 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
         stand_ins: Mapping[int, StandIn] = _NOTHING,
     ) -> None:
         CacheLayerMixin.__init__(self)
-        self.heads, self.layout, self.passing = heads, layout, passing
+        self.heads = heads
+        self.layout = layout
+        self.passing = passing
         self._freeze(entries)
         self.batch, self.seen, self.length = len(entries), seen, 0
         self.tail_from, self.stand_ins = [0] * len(entries), stand_ins
@@ -210,7 +222,7 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], position_offsets: Sequence[int] = ()) -> None:
         super().__init__(layers=list(layers))
-        self.position_offsets = list(position_offsets)
+        self.position_offsets: list[int] = list(position_offsets)
 
     @property
     def evicted(self) -> list[CompactLayer]:

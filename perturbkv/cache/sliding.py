@@ -118,10 +118,14 @@ class SlidingLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     """A layer of a `CompactCache` whose queries see the last `window.size` entries, their own included."""
 
     is_sliding = True
+    batch: int
+    seen: int
+    length: int
 
     def __init__(self, window: Window, heads: int, rows: int) -> None:
         CacheLayerMixin.__init__(self)
-        self.window, self.heads = window, heads
+        self.window = window
+        self.heads = heads
         self.batch, self.seen, self.length = rows, window.seen, 0
         self.attached = False
 

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -29,6 +30,8 @@ from perturbkv.user_files import MIB, FileKind
 PACKAGE_PREFIX = "perturbkv."
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
+_MODULE_PREFIX = "perturbkv_plugin_"
+"""The beginning of the name of a module that is imported from a user's file."""
 _LONGEST = 200
 """Longest quotation of an external error message, in characters."""
 
@@ -41,6 +44,19 @@ def refers_to_file(name: str) -> bool:
 def is_builtin(kind: type) -> bool:
     """Return whether a class is defined in this package."""
     return kind.__module__.startswith(PACKAGE_PREFIX)
+
+
+def commands_for_signed(score: type) -> str:
+    """Return as advice the commands that rank by a score alone, without products, so that it may be below 0."""
+    name = getattr(score, "name", score.__name__)
+    if score.__module__.startswith(_MODULE_PREFIX):
+        path = Path(inspect.getfile(score))
+        name = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{score.__name__}"
+    policy = f"--policy {shlex.quote(name)}"
+    return (
+        f"rank by it alone: perturbkv heads {policy} --compare attention,random, or perturbkv trace {policy} "
+        "--selection attention"
+    )
 
 
 def class_digest(kind: type) -> str:
@@ -89,7 +105,7 @@ def load_module(path: Path) -> ModuleType:
 @functools.cache
 def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
     """Return the module of a Python file, imported anew when `stamp`, the file's time and size, changes."""
-    module_name = f"perturbkv_plugin_{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
+    module_name = f"{_MODULE_PREFIX}{hashlib.sha256(bytes(path) + _KIND.read_bytes(path)).hexdigest()[:16]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -155,8 +171,11 @@ class Catalogue(Generic[_Class]):
         self, kind: str, package: str, base: Callable[[], type[_Class]], excluded: Iterable[str] = (),
         reserved: Callable[[], Iterable[str]] = tuple,
     ) -> None:  # fmt: skip
-        self.kind, self.package, self.base = kind, package, base
-        self.excluded, self.reserved = tuple(excluded), reserved
+        self.kind = kind
+        self.package = package
+        self.base = base
+        self.excluded: tuple[str, ...] = tuple(excluded)
+        self.reserved = reserved
         self.registered: dict[str, type[_Class]] = {}
 
     def names(self) -> list[str]:

@@ -201,7 +201,7 @@ ENGINES = {
     "ray": "actors of a Ray cluster, one per GPU or per few cores",
 }
 MOST_WORKERS = 4096
-NEEDS = {
+NEEDS: dict[str, tuple[str, ...]] = {
     "workers": ("workers", "ray"),
     "ray_address": ("ray",),
     "cpus_per_worker": ("workers", "ray"),

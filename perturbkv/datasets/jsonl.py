@@ -1,12 +1,16 @@
-"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or LongBench's fields, all checked.
+"""Samples from a jsonl file: a `prompt`, used verbatim, a chat's `messages`, or `context` and `question`, all checked.
 
 Errors name file and line. In a row with `messages`, as chat services write them, the last user's turn is the question.
+LongBench's word for the question is `input`, which a row may have instead.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,18 @@ from perturbkv.datasets.encode import Tokenizer
 from perturbkv.datasets.sample import Chat, Message, Sample, check_text
 from perturbkv.datasets.wording import Wording
 from perturbkv.errors import DatasetError, UnknownNameError
+from perturbkv.escaping import escape_line
 from perturbkv.user_files import FileKind, parse_json
 
 FILE = FileKind("a jsonl file (UTF-8)", DatasetError, 2 * 2**30)
+WAYS = (("prompt",), ("messages",), ("context", "question", "input"))
+"""The fields that say a prompt, in three ways of which a row has one."""
+FIELDS = (
+    *(name for way in WAYS for name in way),
+    *("id", "answers", "answer_prefix", "metric"),
+    *("dataset", "all_classes", "_id", "length", "language"),
+)
+"""All fields of a row; the last five are LongBench's, and `length` and `language` are never read."""
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
 
 
@@ -65,6 +78,14 @@ class Row:
             raise self.refusal(msg)
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
+    def question(self) -> str:
+        """Return the question: `question`, or LongBench's `input`. Raises DatasetError for two different ones."""
+        question, longbench_input = self.text("question"), self.text("input")
+        if {"question", "input"} <= self.fields.keys() and question != longbench_input:
+            msg = "expected `question` or `input`, which mean the same, got both with different texts; leave one out"
+            raise self.refusal(msg)
+        return question or longbench_input
+
     def sample_id(self) -> str:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
         if self.fields.get("id") is not None:
@@ -102,26 +123,50 @@ def read_rows(text: str, where: str, most: int) -> list[Row]:
 
     Raises DatasetError for a line that is no JSON object, and for a text without rows.
     """
-    rows: list[Row] = []
-    for line, content in enumerate(text.split("\n"), start=1):
-        if len(rows) == most:
-            break
-        if content.strip():
-            rows.append(_parse_row(content, len(rows), f"{where}, line {line}"))
+    lines = itertools.islice(_lines(text, where), most)
+    rows = [_parse_row(content, index, place) for index, (place, content) in enumerate(lines)]
     if not rows:
-        msg = f"expected at least one sample in {where}, got none"
-        raise DatasetError(msg)
+        raise _no_rows(where)
     return rows
 
 
-def _check_unique_ids(samples: tuple[Sample, ...], rows: list[Row]) -> None:
-    """Raise DatasetError, with file and line, for a sample whose id an earlier sample has."""
-    seen: set[str] = set()
-    for sample, row in zip(samples, rows, strict=True):
-        if sample.id in seen:
-            msg = f"expected every id once, got '{sample.id}' again"
-            raise row.refusal(msg)
-        seen.add(sample.id)
+def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Yield file and line number, and the content, of every line that is not empty."""
+    for line, content in enumerate(text.split("\n"), start=1):
+        if content.strip():
+            yield f"{where}, line {line}", content
+
+
+def _no_rows(where: str) -> DatasetError:
+    """Return, not raise, the DatasetError for a file without rows."""
+    return DatasetError(f"expected at least one sample in {where}, got none")
+
+
+def _check_fields(row: Row) -> None:
+    """Raise DatasetError, with file and line, for an unknown field, and for a prompt that is given in two ways."""
+    if row.index == 0 and isinstance(row.fields.get("run"), dict):
+        msg = "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
+        raise row.refusal(msg)
+    if unknown := next((name for name in row.fields if name not in FIELDS), None):
+        close = difflib.get_close_matches(unknown, FIELDS, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "take it out"
+        msg = f"expected the fields {', '.join(FIELDS)}, got `{escape_line(unknown)[:40]}`; {hint}"
+        raise row.refusal(msg)
+    given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
+    if len(given) > 1:
+        msg = f"expected `{given[0]}` or `{given[1]}`, got both; leave one out"
+        raise row.refusal(msg)
+    if not given:
+        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {[*row.fields]}"
+        raise row.refusal(msg)
+
+
+def _check_new_id(sample: Sample, row: Row, seen: set[str]) -> None:
+    """Add a sample's id to those seen. Raises DatasetError, with file and line, for one that an earlier sample has."""
+    if sample.id in seen:
+        msg = f"expected every id once, got '{sample.id}' again"
+        raise row.refusal(msg)
+    seen.add(sample.id)
 
 
 def _parse_row(content: str, index: int, where: str) -> Row:
@@ -144,9 +189,6 @@ _CALLS = ("tool_calls", "function_call")
 
 def _chat_sample(row: Row) -> Sample:
     """Return the sample of a row with `messages`. Raises DatasetError, with file and line, for an invalid chat."""
-    if "prompt" in row.fields:
-        msg = "expected `prompt` or `messages`, got both; leave one out"
-        raise row.refusal(msg)
     messages = tuple(_message(row, index, value) for index, value in enumerate(_message_list(row)))
     *earlier, last = messages
     _check_last_message(row, last)
@@ -211,9 +253,9 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     path = Path(name)
     text = FILE.read_text(path)
     rows = read_rows(text, str(path), options.samples)
-    wordings = _wordings(rows)
-    samples = tuple(replace(_sample(row, wordings), metric=_metric(row)) for row in rows)
-    _check_unique_ids(samples, rows)
+    wordings: dict[str, Wording] = {}
+    seen: set[str] = set()
+    samples = tuple(_checked_sample(row, wordings, seen) for row in rows)
     recorded = {dataset: each.record() for dataset, each in wordings.items()}
     digest = hashlib.sha256(text.encode()).hexdigest()
     longest = max((each.generation_length for each in wordings.values()), default=GENERATION_LENGTH)
@@ -222,42 +264,40 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
 
 def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
     """Return the sample of a row with LongBench's fields, with the prompt wording of its dataset."""
-    for name in ("context", "input") if dataset_wording.has_question else ("context",):
-        if name not in row.fields:
-            msg = f"expected the field `{name}`, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
-            raise row.refusal(msg)
+    missing = {"`context`": "context" not in row.fields}
+    missing["`question` (or `input`)"] = dataset_wording.has_question and not {"question", "input"} & row.fields.keys()
+    if name := next((name for name, lacks in missing.items() if lacks), None):
+        msg = f"expected the field {name}, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
+        raise row.refusal(msg)
     context = row.text("context")
     if not context.strip():
         msg = "the context is empty; give `context` some text"
         raise row.refusal(msg)
-    before, after = dataset_wording.surrounding_text(row.text("input"))
+    before, after = dataset_wording.surrounding_text(row.question())
     return row.sample(
         id=row.sample_id(),
         context=before + context,
         question=after,
         answers=row.texts("answers"),
+        answer_prefix=row.text("answer_prefix"),
         task=dataset_wording.dataset,
         classes=row.texts("all_classes") if row.fields.get("all_classes") is not None else (),
     )
 
 
-def _wordings(rows: list[Row]) -> dict[str, Wording]:
-    """Return LongBench dataset -> wording, for all datasets named by rows with LongBench's fields."""
-    wordings: dict[str, Wording] = {}
-    for row in rows:
-        name = row.fields.get("dataset")
-        if (
-            {"prompt", "messages"} & row.fields.keys()
-            or not isinstance(name, str)
-            or not in_longbench(name)
-            or name in wordings
-        ):
-            continue
+def _add_wording(row: Row, wordings: dict[str, Wording]) -> None:
+    """Add the wording of the LongBench dataset that a row names, where it has one. Raises DatasetError."""
+    name = row.fields.get("dataset")
+    if (
+        not {"prompt", "messages"} & row.fields.keys()
+        and isinstance(name, str)
+        and in_longbench(name)
+        and name not in wordings
+    ):
         try:
             wordings[name] = wording.read(name)
         except DatasetError as error:
             raise row.refusal(error) from None
-    return wordings
 
 
 def _metric(row: Row) -> str:
@@ -271,8 +311,17 @@ def _metric(row: Row) -> str:
     return name
 
 
-def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
-    """Return a row's sample, made from its `messages`, its `prompt`, or its `context` and `input`."""
+def _checked_sample(row: Row, wordings: dict[str, Wording], seen: set[str]) -> Sample:
+    """Return a row's sample; its LongBench wording and its id are added. Raises DatasetError, with file and line."""
+    _check_fields(row)
+    _add_wording(row, wordings)
+    sample = replace(_sample(row, wordings), metric=_metric(row))
+    _check_new_id(sample, row, seen)
+    return sample
+
+
+def _sample(row: Row, wordings: Mapping[str, Wording]) -> Sample:
+    """Return a row's sample, made from its `messages`, its `prompt`, or its `context` and `question`."""
     if "messages" in row.fields:
         return _chat_sample(row)
     if "prompt" in row.fields:
@@ -282,22 +331,67 @@ def _sample(row: Row, wordings: dict[str, Wording]) -> Sample:
             answers=row.texts("answers"),
             answer_prefix=row.text("answer_prefix"),
         )
-    if "context" not in row.fields and "input" not in row.fields:
-        msg = f"expected the field `prompt`, `messages`, or `context` and `input`; got {[*row.fields]}"
-        raise row.refusal(msg)
     dataset_wording = wordings.get(str(row.fields.get("dataset")))
     return longbench_sample(row, dataset_wording) if dataset_wording else _context_sample(row)
 
 
 def _context_sample(row: Row) -> Sample:
-    """Return the sample of a row with `context` and `input`, separated by an empty line."""
-    context, question = row.text("context"), row.text("input")
+    """Return the sample of a row with `context` and `question`, separated by an empty line."""
+    context, question = row.text("context"), row.question()
     if not (context + question).strip():
-        msg = "the prompt is empty; give `context` or `input` some text"
+        msg = "the prompt is empty; give `context` or `question` some text"
         raise row.refusal(msg)
     return row.sample(
         id=row.sample_id(),
         context=context,
         question=f"\n\n{question}" if context and question else question,
         answers=row.texts("answers"),
+        answer_prefix=row.text("answer_prefix"),
     )
+
+
+@dataclass(frozen=True)
+class FileDescription:
+    """A jsonl file of prompts, described without a tokenizer.
+
+    Attributes:
+        rows: number of lines that are not empty.
+        fields: field -> number of rows that have it, in the order in which they appear.
+        first: the first row that is not refused; None where every row is.
+        characters: length of every prompt that is not refused, in characters.
+        graded: number of prompts with accepted answers.
+        refusals: the error of every row that a run would refuse, with file and line.
+    """
+
+    rows: int
+    fields: Mapping[str, int]
+    first: Sample | None
+    characters: tuple[int, ...]
+    graded: int
+    refusals: tuple[str, ...]
+
+
+def describe(path: Path) -> FileDescription:
+    """Return what a jsonl file of prompts holds, and which of its rows a run would refuse.
+
+    What only a model knows, such as a chat template that refuses a role, is not checked. Raises DatasetError for a file
+    that cannot be read, and for one without rows.
+    """
+    fields: Counter[str] = Counter()
+    samples: list[Sample] = []
+    refusals: list[str] = []
+    wordings: dict[str, Wording] = {}
+    seen: set[str] = set()
+    index = -1
+    for index, (where, content) in enumerate(_lines(FILE.read_text(path), str(path))):
+        try:
+            row = _parse_row(content, index, where)
+            fields.update(row.fields.keys())
+            samples.append(_checked_sample(row, wordings, seen))
+        except DatasetError as error:
+            refusals.append(str(error))
+    if index < 0:
+        raise _no_rows(str(path))
+    characters = tuple(len(sample.prompt) for sample in samples)
+    graded = sum(bool(sample.answers) for sample in samples)
+    return FileDescription(index + 1, dict(fields), next(iter(samples), None), characters, graded, tuple(refusals))

@@ -189,7 +189,7 @@ class Actors:
     """
 
     def __init__(self, ray: Any, seats: Sequence[Seat]) -> None:
-        self.devices = [seat.device for seat in seats]
+        self.devices: list[WorkerDevice] = [seat.device for seat in seats]
         self._ray, self._seats = ray, seats
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, int] = {}

@@ -43,16 +43,17 @@ class Report:
         """Write the page to a file, whole or not at all.
 
         Args:
-            path: the file's path; folders are made.
+            path: the file's path, .html where it has no suffix; folders are made.
             overwrite: whether an existing file may be replaced.
 
         Returns:
             The path.
 
         Raises:
+            ConfigError: for another suffix than .html.
             OutputError: where nothing can be written, or a file exists.
         """
-        target = check_path(Path(path), overwrite)
+        target = check_path(page_path(Path(path)), overwrite)
         content = self.html.encode()
         write_atomically(target, lambda stream: stream.write(content))
         return target
@@ -76,7 +77,7 @@ def report(
 
     Args:
         traces: a trace or several.
-        path: where the page is also written.
+        path: where the page is also written; .html where it has no suffix.
         full: whether everything is stored, however large the page becomes: values as they were measured, and the kept
             sets of every head.
         overwrite: whether a file at `path` may be replaced.
@@ -85,7 +86,7 @@ def report(
         The report, which displays itself in a notebook.
 
     Raises:
-        ConfigError: for no trace, another object, or a trace that is given twice.
+        ConfigError: for no trace, another object, a trace that is given twice, or a path that is no .html.
         TraceError: for a trace without a complete sample.
         OutputError: where the page cannot be written, or would replace a file.
 
@@ -102,7 +103,7 @@ def report(
         msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
         raise ConfigError(msg)
     if path is not None:
-        _check_no_trace(checked, check_path(Path(path), overwrite))
+        _check_no_trace(checked, check_path(page_path(Path(path)), overwrite))
     result = _build_report(checked, full)
     if path is not None:
         result.save(path, overwrite=overwrite)
@@ -132,6 +133,17 @@ def check_traces(traces: Sequence[Trace]) -> None:
         if not one.ok.any():
             msg = f"expected a trace with a complete sample, got {name}, whose samples all failed; measure it again"
             raise TraceError(msg)
+
+
+def page_path(path: Path) -> Path:
+    """Return the page's path: a name without suffix gets .html. Raises ConfigError for another suffix than .html."""
+    if path.is_dir():  # refused where it is to be written
+        return path
+    named = path if path.suffix or not path.name else path.with_name(f"{path.name}.html")
+    if named.suffix.lower() not in (".html", ".htm"):
+        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
+        raise ConfigError(msg)
+    return named
 
 
 def check_path(path: Path, overwrite: bool) -> Path:

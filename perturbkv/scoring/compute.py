@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.configs.plugins import format_error, is_builtin
+from perturbkv.configs.plugins import commands_for_signed, format_error, is_builtin
 from perturbkv.errors import PerturbkvError, PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.replay_view import ReplayView
@@ -102,7 +102,8 @@ def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shape
     if not torch.isfinite(result).all():
         raise _plugin_error(score, view, f"gives NaN or infinity for {int((~torch.isfinite(result)).sum())} entries")
     if not score.signed and bool((result < 0).any()):
-        raise _plugin_error(score, view, "gives numbers below 0; say signed = True")
+        advice = f"write signed = True into its class, and {commands_for_signed(type(score))}"
+        raise _plugin_error(score, view, f"gives numbers below 0; {advice}")
 
 
 def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:

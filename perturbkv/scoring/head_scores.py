@@ -98,7 +98,10 @@ def _score(value: Any, where: str) -> float:
     """Return a score, or the mean of a list of scores. Raises ConfigError with its place `where` for other values."""
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
-        msg = f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}"
+        msg = (
+            f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}; add one number to "
+            "all, or measure this model's: perturbkv trace --head-scores FILE --model NAME"
+        )
         raise ConfigError(msg)
     return float(sum(numbers)) / len(numbers)
 

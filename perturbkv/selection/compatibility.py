@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS, TEXT_QUERIES
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies.registry import build, info, known, names
@@ -142,10 +143,8 @@ def _check_sign(config: ResolvedConfig) -> None:
     selection = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
     multiplier = f"policy '{policy.name}'" if policy.mixes else selection
     if policy.score.signed and multiplier:
-        msg = (
-            f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; choose "
-            "selection attention with equal budgets"
-        )
+        advice = commands_for_signed(type(policy.score))
+        msg = f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; {advice}"
         raise ConfigError(msg)
 
 

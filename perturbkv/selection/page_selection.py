@@ -71,7 +71,8 @@ class PageScores(Scores):
 
     def __init__(self, layer: PagedLayer, query: Float[Tensor, "head d_head"]) -> None:
         super().__init__(layer.statistics)
-        self.layer, self.query = layer, query
+        self.layer = layer
+        self.query = query
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
         """Return the ranking of the pages by descending score."""

@@ -212,7 +212,9 @@ class JudgementFile:
         if header != judge.record():
             raise _KIND.refusal(path, "one of another judge, or of another way to ask it")
         stored = [_parse_document(path, document) for document in others]
-        self.judgements = {(judgement.sample, judgement.label): judgement for judgement in stored}
+        self.judgements: dict[tuple[str, str | None], Judgement] = {
+            (judgement.sample, judgement.label): judgement for judgement in stored
+        }
         if any(contents.get(key) != judgement.content for key, judgement in self.judgements.items()):
             raise _KIND.refusal(path, "one of other answers")
         json_lines.write(path, [header, *map(asdict, self.judgements.values())])

@@ -236,7 +236,9 @@ class Lock:
     """
 
     def __init__(self, path: Path, wait: bool = False, advice: str = WAIT) -> None:
-        self.path, self.wait, self.advice = path, wait, advice
+        self.path = path
+        self.wait = wait
+        self.advice = advice
         self._file, self._new_folders = lock_path(path), list[Path]()
         self._holder, self._released = Holder.current(), threading.Event()
 
@@ -396,7 +398,9 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path, overwrite: bool = False, wait: bool | None = None) -> None:
-        self.path, self.overwrite, self.wait = path, overwrite, wait
+        self.path = path
+        self.overwrite = overwrite
+        self.wait = wait
 
     def claim(self, *files: OutputFile, writer: Path | None = None) -> Claim:
         """Return a claim on `files` after checking that they can be written; its `with` block locks `writer`.
@@ -415,7 +419,9 @@ class Claim:
     """
 
     def __init__(self, folder: OutputFolder, files: Iterable[OutputFile], writer: Path | None) -> None:
-        self.folder, self.files, self.writer = folder, tuple(files), writer
+        self.folder = folder
+        self.files: tuple[OutputFile, ...] = tuple(files)
+        self.writer = writer
         self._advice = WAIT_ALONE if folder.wait is None else WAIT
         self._lock: Lock | None = None
         if self.writer is not None:

@@ -137,12 +137,14 @@ class PatchingStore:
         self, run: RunConfig, kept_heads: int, path: Path | None = None, overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.run, self.kept_heads, self.path = run, kept_heads, path
+        self.run = run
+        self.kept_heads = kept_heads
+        self.path = path
         self.rows: dict[str, dict[Mixture, PatchingRow]] = {}
         self.batches: dict[str, list[PatchingBatch]] = {}
         self.same: dict[str, NDArray[np.bool_]] = {}
         self.failed: dict[str, str] = {}
-        self.made_with = dict(made_with or {})
+        self.made_with: dict[str, Any] = dict(made_with or {})
         if path is not None:
             self._open(path, overwrite)
 

@@ -222,6 +222,14 @@ def test_a_judge_that_was_refused_is_over() -> None:
         os.kill(process, 0)
 
 
+def test_a_file_that_is_no_program_names_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "judge"
+    path.write_bytes(b"\0")
+    path.chmod(0o755)
+    with pytest.raises(PluginError, match="a judge that can be started, got .*; check --judge$"):
+        pk.judge(ANSWERS, str(path), progress=False)
+
+
 @pytest.mark.parametrize(
     ("command", "more", "error", "told"),
     [

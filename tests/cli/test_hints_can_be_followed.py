@@ -109,3 +109,41 @@ def test_more_configurations_than_a_run_takes_are_counted(perturbkv: Run, tiny: 
 @pytest.mark.parametrize("option", ["--length", "--depth", "--samples", "--steps", "--seed", "--window", "--chunk-mib"])
 def test_what_is_no_number_names_its_option(perturbkv: Run, hidden: list[object], option: str, value: str) -> None:
     refused(perturbkv("trace", *instead(hidden, option, value)), option.removeprefix("--"))
+
+
+SIGNED = """
+from dataclasses import dataclass
+import perturbkv as pk
+
+@dataclass(frozen=True)
+class Below(pk.Score):
+    \"\"\"A score below 0.\"\"\"
+    needs = ("keys",)
+    def score(self, layer):
+        return -layer.keys[:, : layer.prefix].norm(dim=-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "command"),
+    [
+        ("knorm", "heads"),
+        ("knorm", "trace"),
+        ("adakv(knorm)", "heads"),
+        ("lava(by=knorm)", "trace"),
+        ("below.py:Below", "trace"),
+    ],
+)
+def test_the_commands_that_take_a_score_below_zero_are_named_and_run(
+    perturbkv: Run, tiny: list[object], policy: str, command: str
+) -> None:
+    Path("below.py").write_text(SIGNED)
+    ran = perturbkv(command, *tiny, "--policy", policy, "-o", "a.h5" if command == "trace" else "a")
+    refused(ran, "below 0", "rank by it alone")
+    Path("below.py").write_text(SIGNED.replace("needs =", "signed = True\n    needs ="))
+    commands = re.findall(r"perturbkv (\w+) --policy (\S+) (--\S+) ([a-z,]+)", ran.err)
+    assert [name for name, *_ in commands] == ["heads", "trace"]
+    for name, *options in commands:
+        words = ["--policy", *options] if name == "trace" else ["--policy", *options, "--dry-run"]
+        followed = perturbkv(name, *tiny, *words, "-o", "b.h5" if name == "trace" else "b")
+        assert followed.code == 0, followed.err

@@ -98,6 +98,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "trace --shard": ["trace", *tiny, "-o", "s.h5", "--shard", "1/2"],
         "merge": ["merge", "t.h5"],
         "list FILE": ["list", "t.h5"],
+        "list PROMPTS.jsonl": ["list", data],
         "export": ["export", "t.h5", "-o", "t.csv"],
         "tokens": ["tokens", "t.h5"],
         "report": ["report", "t.h5"],

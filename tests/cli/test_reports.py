@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
+from tests.support.asked import refused
 from tests.support.payloads import small_trace
 
 Run = Callable[..., Any]
@@ -37,3 +38,15 @@ def test_json_says_the_same(perturbkv: Run, measured: Path) -> None:
     assert (told["file"], told["samples"], told["configurations"], told["full"]) == ("deep/page.html", 5, 4, True)
     assert [one["trace"] for one in told["traces"]] == ["other.h5", "runs/t.h5"]
     assert told["traces"][1]["trace_digest"] == pk.read_trace(measured).digest
+
+
+def test_a_page_without_suffix_is_an_html_file(perturbkv: Run, measured: Path) -> None:
+    ran = perturbkv("report", measured, "-o", "x", "--json")
+    assert ran.json()["file"] == "x.html"
+    page = pk.report(pk.read_trace(measured), "y")
+    assert Path("x.html").read_text() == Path("y.html").read_text() == page.html
+    assert page.save("z") == Path("z.html")
+    assert {one.name for one in Path().iterdir()} == {"runs", "x.html", "y.html", "z.html"}
+    refused(perturbkv("report", measured, "-o", "x"), "x.html")
+    with pytest.raises(pk.PerturbkvError, match="expected a page's name to end in .html, got a.pdf; name it a.html"):
+        page.save("a.pdf")

@@ -202,7 +202,7 @@ def broken(give: Any, **told: Any) -> Score:
         (lambda layer: [1.0], "gives list, expected a tensor"),
         (lambda layer: torch.zeros(4, 25, dtype=torch.bool), "gives bool, expected numbers"),
         (lambda layer: torch.full((4, 25), torch.nan), "gives NaN or infinity for 100 entries"),
-        (lambda layer: -torch.ones(4, 25), "gives numbers below 0; say signed = True"),
+        (lambda layer: -torch.ones(4, 25), "gives numbers below 0; write signed = True into its class, and rank"),
         (lambda layer: 1 / 0, "raised ZeroDivisionError: division by zero"),
         (lambda layer: layer.values, "looks at values, which its needs"),
         (

@@ -45,7 +45,7 @@ def test_a_row_that_cannot_be_stored_is_told_with_its_line(tmp_path: Path, row: 
 
 def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "score": NaN, "more": [-Infinity, 1e400]}')
+    path.write_text('{"prompt": "a", "length": NaN, "language": [-Infinity, 1e400]}')
     assert [sample.prompt for sample in loaded(path)] == ["a"]
 
 

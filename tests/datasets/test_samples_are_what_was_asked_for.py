@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perturbkv.datasets import dataset_registry, metrics
+from perturbkv.datasets import jsonl as jsonl_files
 from perturbkv.datasets.dataset_registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, check_length, cut_middle, encode
 from perturbkv.datasets.needle import sentences
@@ -128,6 +129,36 @@ def test_a_prompt_field_is_used_verbatim(tmp_path: Path) -> None:
     assert second.id == "1"
 
 
+def test_question_and_input_are_two_words_for_one_field(tmp_path: Path) -> None:
+    rows = [
+        {"context": "c", "question": "q"},
+        {"context": "c", "input": "q"},
+        {"context": "c", "question": "q", "input": "q"},
+        {"context": "c", "question": "q", "answer_prefix": "It is"},
+        {"context": "c", "question": "q", "dataset": "qasper"},
+        {"context": "c", "input": "q", "dataset": "qasper"},
+    ]
+    *plain, prefixed, asked, longbench = loaded(jsonl(tmp_path / "d.jsonl", *rows), 6).samples
+    assert {(sample.context, sample.question) for sample in [*plain, prefixed]} == {("c", "\n\nq")}
+    assert prefixed.answer_prefix == "It is"
+    assert (asked.prompt, asked.task) == (longbench.prompt, "qasper")
+
+
+def test_a_description_names_every_row_that_a_run_refuses(tmp_path: Path) -> None:
+    rows = [{"context": "c" * 5, "question": "q", "answers": ["a"], "id": "x"}, {"contxt": "c"}, "{no json", "",
+            {"prompt": "p", "id": "x"}, {"prompt": "long"}]  # fmt: skip
+    found = jsonl_files.describe(Path(jsonl(tmp_path / "d.jsonl", *rows)))
+    assert (found.rows, found.graded, found.characters) == (5, 1, (8, 4))
+    assert found.first is not None and found.first.prompt == "ccccc\n\nq"
+    assert found.fields == {"context": 1, "question": 1, "answers": 1, "id": 2, "contxt": 1, "prompt": 2}
+    lines = [re.search(r"line (\d+): (.*)", text) for text in found.refusals]
+    assert [match and match[1] for match in lines] == ["2", "3", "5"]
+    for row, refusal in zip(rows[1:3], found.refusals, strict=False):
+        with pytest.raises(DatasetError) as raised:
+            loaded(jsonl(tmp_path / "d.jsonl", *rows[: rows.index(row) + 1]), 9)
+        assert str(raised.value) == refusal
+
+
 def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
     rows = [
         {"context": "c", "input": "", "dataset": "multi_news"},
@@ -146,7 +177,14 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
     [
         (['{"prompt": "a"}', "{no json"], "line 2: expected a JSON object, got text that is no JSON"),
         (["[1, 2]"], "line 1: expected a JSON object, got a list"),
-        (['{"text": "a"}'], r"line 1: expected the field `prompt`.*got \['text'\]"),
+        (['{"text": "a"}'], r"line 1: expected the fields prompt, .*, got `text`; did you mean `context`\?"),
+        (['{"contxt": "a", "question": "b"}'], r"line 1: expected the fields .*`contxt`; did you mean `context`\?"),
+        (['{"prompt": "a"}', '{"prompt": "b", "url": "c"}'], "line 2: expected the fields .*`url`; take it out"),
+        (['{"answers": ["a"]}'], r"line 1: expected the field `prompt`, `messages`.*got \['answers'\]"),
+        (['{"prompt": "a", "question": "b"}'], "line 1: expected `prompt` or `question`, got both; leave one out"),
+        (['{"context": "a", "question": "b", "input": "c"}'], "line 1: .* mean the same, got both with different"),
+        (['{"context": "a", "question": "b", "input": ""}'], "line 1: .* mean the same, got both with different"),
+        (['{"run": {"model": "m"}}'], "line 1: expected a prompt, got the run with which a file of results begins"),
         (['{"prompt": "  "}'], "line 1: sample '0' has an empty prompt"),
         (['{"context": "", "input": ""}'], "line 1: the prompt is empty"),
         (['{"prompt": null}'], "line 1: expected `prompt` to be text, got null"),
@@ -161,7 +199,10 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
         (['{"prompt": "a", "answers": ["b", 3]}'], "line 1: expected `answers` to be a list of texts, got a number"),
         (['{"context": null, "input": "a"}'], "line 1: expected `context` to be text, got null"),
         (['{"context": "a", "input": true}'], "line 1: expected `input` to be text, got true or false"),
-        (['{"context": "a", "dataset": "qasper"}'], "line 1: expected the field `input`, which qasper's prompt has"),
+        (
+            ['{"context": "a", "dataset": "qasper"}'],
+            "line 1: expected the field `question` .*, which qasper's prompt has",
+        ),
         (['{"input": "a", "dataset": "lcc"}'], "line 1: expected the field `context`, which lcc's prompt has"),
         (['{"context": " ", "dataset": "lcc"}'], "line 1: the context is empty"),
         ([""], "expected at least one sample"),

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {
+    "colab": "SAMPLES, LENGTH, BUDGETS = 2, 1000, [64, 128]",
     "first_look": "SAMPLES, LENGTH = 2, 1000",
     "own_figure": "SAMPLES, LENGTH, BUDGETS, TRACE = 2, 1000, [0.1, 0.2], 'own.h5'",
     "own_prompts": "MAX_TOKENS, TEXTS = 400, {name: TEXTS[name] for name in list(TEXTS)[:2]}",

@@ -51,6 +51,14 @@ def test_the_source_distribution_holds_plain_files(built: Path) -> None:
         assert any(member.name.endswith(f"/perturbkv/{name}/__init__.py") and member.isfile() for member in members)
 
 
+@pytest.mark.slow
+def test_wheel_and_source_distribution_are_ready_for_an_index(built: Path) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(built.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") == 2
+
+
 def test_python_started_in_the_checkout_imports_everything_from_it() -> None:
     assert imported_from(ROOT) == ROOT / "perturbkv" / "cli" / "__init__.py"
 

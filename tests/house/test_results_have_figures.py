@@ -30,14 +30,18 @@ def named() -> set[str]:
     return found
 
 
-def astray(figures: Mapping[str, str]) -> set[str]:
+def astray(figures: Mapping[str, tuple[str, str]]) -> set[str]:
     """Names without an entry, entries without a name, and those whose module has no such function."""
     wrong = named() ^ figures.keys()
-    for name, place in figures.items():
+    for name, (place, headline) in figures.items():
         module, _, function = place.partition(":")
         found = importlib.util.find_spec(f"perturbkv.figures.{module}")
         drawn = found and getattr(importlib.import_module(found.name), function or "draw", None)
-        if not inspect.isfunction(drawn) or list(inspect.signature(drawn).parameters) != ["result", "width_mm"]:
+        if (
+            not headline
+            or not inspect.isfunction(drawn)
+            or list(inspect.signature(drawn).parameters) != ["result", "width_mm"]
+        ):
             wrong.add(name)
     return wrong
 
@@ -51,9 +55,6 @@ def test_what_is_planted_is_found() -> None:
     assert astray({name: place for name, place in FIGURES.items() if name != "Needle.plot_digits"}) == {
         "Needle.plot_digits"
     }
-    assert astray({**FIGURES, "Former": "patching"}) == {"Former"}
-    assert astray({**FIGURES, "Patching": "swapped", "Split": "split:draws", "Link": "style:set_plain_ticks"}) == {
-        "Patching",
-        "Split",
-        "Link",
-    }
+    assert astray({**FIGURES, "Former": ("patching", "Former")}) == {"Former"}
+    planted = {"Patching": ("swapped", "a"), "Split": ("split:draws", "b"), "Link": ("style:set_plain_ticks", "c")}
+    assert astray({**FIGURES, **planted, "Alpha": ("alpha", "")}) == {*planted, "Alpha"}

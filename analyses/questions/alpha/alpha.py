@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,9 +59,14 @@ class Alpha(Result):
         shares: the same choices as tables, which files hold.
     """
 
-    SECTION = "question alpha"
-    SHOWN = ("over_paper_sum_ratio", "over_paper_median_ratio", "over_paper_better_share", "over_fixed_sum_ratio")
-    FIRST = "α"
+    SECTION: ClassVar[str] = "question alpha"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "over_paper_sum_ratio",
+        "over_paper_median_ratio",
+        "over_paper_better_share",
+        "over_fixed_sum_ratio",
+    )
+    FIRST: ClassVar[str] = "α"
 
     identity: RunIdentity
     sweep: Sweep

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +156,7 @@ Chosen = Mapping[str, Indices]
 class ChosenShares(Record):
     """A choice of α at one level, as JSON holds it."""
 
-    SECTION = "alpha table"
+    SECTION: ClassVar[str] = "alpha table"
 
     by: str = column("global, layer or head")
     alpha: Any = column("a number, (layer) or (layer, head) shares of stage 1")
@@ -180,7 +180,7 @@ class Fold(Record):
         configs: role -> configuration of the judged samples: `attention`, `paper`, then each choice.
     """
 
-    SECTION = "alpha fold"
+    SECTION: ClassVar[str] = "alpha fold"
 
     number: int
     judged: NDArray[np.bool_]

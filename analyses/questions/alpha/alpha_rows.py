@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Row(Record):
         over_fixed: comparison with one α for all heads, chosen on other samples.
     """
 
-    SECTION = "alpha row"
+    SECTION: ClassVar[str] = "alpha row"
 
     name: str = column("attention, α = 0.25, one for all heads, per layer, per head")
     chosen_on: str = column("others, same (flatters), or empty where nothing is chosen")
@@ -103,7 +103,7 @@ def _row(name: str, chosen_on: str, over_paper: HeadKind, over_fixed: HeadKind) 
 class Point(Record):
     """One α for all heads: isolated L1 over that of the paper's α, and the heads that choose it on all samples."""
 
-    SECTION = "alpha point"
+    SECTION: ClassVar[str] = "alpha point"
 
     alpha: float = column("share of stage 1, in [0, 1]", heading="α")
     ratio: float = column(
@@ -166,7 +166,7 @@ _VARIABLES = ("logit_kl", "hidden_drift_l1", "perturbation_propagated", "perturb
 class Outcome(Record):
     """One way to choose α, measured by runs of samples on which it was not chosen."""
 
-    SECTION = "alpha outcome"
+    SECTION: ClassVar[str] = "alpha outcome"
 
     name: str = column("as of an alpha row")
     kl_median: float = column(
@@ -199,7 +199,7 @@ class Outcome(Record):
 class FoldOutcomes(Record):
     """The outcomes of all folds together, each run with the α chosen on the other folds."""
 
-    SECTION = "alpha measured"
+    SECTION: ClassVar[str] = "alpha measured"
 
     outcomes: tuple[Outcome, ...] = column("attention, α = 0.25, then each choice", key="rows")
     samples: int = column("complete samples")

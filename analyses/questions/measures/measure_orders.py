@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,7 +50,7 @@ _NUMBERS = ("sum_ratio", "sum_ratio_interval", "median_ratio", "median_ratio_int
 class VerdictChange(Record):
     """The shares of heads whose verdict in another distance differs from that in L1."""
 
-    SECTION = "measures verdicts"
+    SECTION: ClassVar[str] = "measures verdicts"
 
     kind: str = column("isolated or propagated")
     distance: str = column("the other distance, l2 or cosine", heading="distance")
@@ -72,7 +73,7 @@ class VerdictChange(Record):
 class DriftRatio(Record):
     """The ratio of drift after the last layer, treatment over baseline; NaN where the baseline does not drift."""
 
-    SECTION = "measures of drift"
+    SECTION: ClassVar[str] = "measures of drift"
 
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
     ratio: float = column("mean drift after the last layer over the baseline's", heading="#last layer's\ndrift")
@@ -88,7 +89,7 @@ class DriftRatio(Record):
 class KindInDistance(Record):
     """One kind of perturbation of a pair in one distance, over all heads."""
 
-    SECTION = "measures of heads"
+    SECTION: ClassVar[str] = "measures of heads"
 
     kind: str = column("isolated or propagated", heading="perturbation")
     distance: str = column("the distance: l1, l2 or cosine", heading="distance")
@@ -135,7 +136,7 @@ class Row(PairRecord, Record):
         heads: distance -> the comparison head by head.
     """
 
-    SECTION = "measures comparison"
+    SECTION: ClassVar[str] = "measures comparison"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
@@ -233,7 +234,7 @@ MEASURES: tuple[Measure, ...] = tuple((kind, distance) for kind in KINDS for dis
 class Exchange(Record):
     """Two methods that another distance ranks in the other order than L1."""
 
-    SECTION = "measures swap"
+    SECTION: ClassVar[str] = "measures swap"
 
     distance: str = column("the other distance, l2 or cosine")
     first: EvictionConfig = column("the one that perturbs less in L1")
@@ -245,7 +246,7 @@ class Exchange(Record):
 class MethodRanks(Record):
     """A method's rank by each distance; 1 perturbs least, equal sums share their mean rank."""
 
-    SECTION = "measures place"
+    SECTION: ClassVar[str] = "measures place"
 
     config: EvictionConfig = column("the method")
     ranks: Mapping[str, float] = column("distance → its rank by the sum over heads and samples; 1 perturbs least")
@@ -276,7 +277,7 @@ class Order(Record):
         each: other distance -> (sample,) each prompt's value of `rho`.
     """
 
-    SECTION = "measures order"
+    SECTION: ClassVar[str] = "measures order"
 
     kind: str = column("isolated or propagated")
     configs: tuple[EvictionConfig, ...]
@@ -387,7 +388,7 @@ def format_estimate(estimate: Estimate) -> str:
 class LossCorrelation(Record):
     """The correlation of one measure with one loss, over prompts."""
 
-    SECTION = "measures link"
+    SECTION: ClassVar[str] = "measures link"
 
     target: str = column(
         "what is lost: kl (ρ with KL of the same step, which nearly is the same thing), score (ρ with the answer's "

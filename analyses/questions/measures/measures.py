@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
@@ -77,7 +77,7 @@ class Setting(Record):
         identity: of the run.
     """
 
-    SECTION = "measures setting"
+    SECTION: ClassVar[str] = "measures setting"
 
     name: str
     configs: tuple[EvictionConfig, ...]
@@ -206,9 +206,9 @@ def compare_verdicts(first: HeadKind, second: HeadKind) -> str:
 class Measures(SettingsResult):
     """Treatments compared with their baselines in L1, L2 and 1 − cos, per setting."""
 
-    SECTION = "question measures"
-    SHOWN = ("l1", "l2", "cosine", "l2_opposite", "cosine_opposite")
-    FIRST = "treatment"
+    SECTION: ClassVar[str] = "question measures"
+    SHOWN: ClassVar[tuple[str, ...]] = ("l1", "l2", "cosine", "l2_opposite", "cosine_opposite")
+    FIRST: ClassVar[str] = "treatment"
 
     settings: tuple[Setting, ...] = column(
         "one per budget, granularity, precision and protection in which something is compared"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,9 +53,9 @@ class Patching(Result):
         identity: of the run.
     """
 
-    SECTION = "question patching"
-    DOCUMENT = "of measurements"
-    FIRST = "switched"
+    SECTION: ClassVar[str] = "question patching"
+    DOCUMENT: ClassVar[str] = "of measurements"
+    FIRST: ClassVar[str] = "switched"
 
     baseline: EvictionConfig = column("the configuration whose kept sets are everywhere at first")
     treatment: EvictionConfig = column("the configuration whose kept sets take their places")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +46,13 @@ class MixtureOutcomes:
         ]
         if not complete:
             raise FailedRunError(str(store.path or "the measurements"), store.failed)
-        self.store, self.game, self.step = store, game, step
-        self.samples = [
+        self.store = store
+        self.game = game
+        self.step = step
+        self.samples: list[str] = [
             name for name in complete if step < len(store.rows[name][game.baseline_everywhere].values["drift"])
         ]
-        self.ended = len(complete) - len(self.samples)
+        self.ended: int = len(complete) - len(self.samples)
         if not self.samples:
             msg = (
                 f"expected a step that some sample has, got {step}; --steps {step + 1} asks for it, as far as texts go"
@@ -145,7 +147,7 @@ class PlayerValue(Record):
         exact: whether all subsets of players were measured.
     """
 
-    SECTION = "player"
+    SECTION: ClassVar[str] = "player"
 
     player: str = column("layer, or layer-head")
     value: float = column(
@@ -205,7 +207,7 @@ class Shapley(Record):
         last: the change where all other players are. Both equal `value` where players do not interact.
     """
 
-    SECTION = "Shapley values"
+    SECTION: ClassVar[str] = "Shapley values"
 
     names: tuple[str, ...]
     value: Floats
@@ -268,7 +270,7 @@ class Greedy(Record):
         chosen_interval, judged_interval: over samples.
     """
 
-    SECTION = "greedy path"
+    SECTION: ClassVar[str] = "greedy path"
 
     names: tuple[str, ...]
     paths: tuple[tuple[int, ...], tuple[int, ...]]
@@ -372,7 +374,7 @@ class NamedMixture(Record):
         mixture: the side, baseline or treatment, whose kept set each layer or head has.
     """
 
-    SECTION = "mixture"
+    SECTION: ClassVar[str] = "mixture"
 
     name: str = column("as it was given")
     mixture: Mixture

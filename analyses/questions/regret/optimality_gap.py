@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def _format_factor(factor: Factor) -> str:
 class OptimalityGap(Record):
     """The loss of one method's kept sets over that of the best known sets of the same heads and sizes."""
 
-    SECTION = "optimality gap"
+    SECTION: ClassVar[str] = "optimality gap"
 
     config: EvictionConfig = column("the method")
     heads: int = column("heads that it is of, those of all samples together")

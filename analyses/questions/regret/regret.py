@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
@@ -24,7 +24,7 @@ _RATIOS = ("sum_ratio", "median_ratio", "half")
 class SearchSettings(Record):
     """The settings of the searches."""
 
-    SECTION = "searches"
+    SECTION: ClassVar[str] = "searches"
 
     heads: int = column("of each prompt, by swaps")
     proven: int = column("of each prompt's prefix, by integer programs")
@@ -43,10 +43,10 @@ class Regret(Result):
         identity: of the run.
     """
 
-    SECTION = "question regret"
-    DOCUMENT = "of measurements"
-    SHOWN = ("factor", "form", "query", "criterion")
-    FIRST = "method"
+    SECTION: ClassVar[str] = "question regret"
+    DOCUMENT: ClassVar[str] = "of measurements"
+    SHOWN: ClassVar[tuple[str, ...]] = ("factor", "form", "query", "criterion")
+    FIRST: ClassVar[str] = "method"
 
     identity: RunIdentity
     samples: tuple[str, ...] = column("ids")

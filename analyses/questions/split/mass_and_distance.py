@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,7 @@ def log_factors(measured: Measurements, config: EvictionConfig) -> LogFactors:
 class Spread(Record):
     """The variance of log L over a sample's heads in parts, mean over samples: Var(log(1 − S)) + Var(log D) + 2 Cov."""
 
-    SECTION = "split spread"
+    SECTION: ClassVar[str] = "split spread"
 
     config: EvictionConfig = column("an uncorrected configuration")
     deviation: float = column("standard deviation of log L over a sample's heads", heading="#sd of\nlog L")
@@ -146,7 +146,7 @@ def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
 class Contest(PairRecord, Record):
     """A treatment compared with a baseline of the same budget: L's ratio is exactly 1 − S's times D's."""
 
-    SECTION = "split contest"
+    SECTION: ClassVar[str] = "split contest"
 
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
@@ -221,7 +221,7 @@ def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> tuple[float, Optio
 class Prediction(Record):
     """The cost of predicting how much attention the evicted entries have: L over that of the oracle, which knows it."""
 
-    SECTION = "prediction"
+    SECTION: ClassVar[str] = "prediction"
 
     isolated_cost: float = column(
         "isolated L1 over the oracle's, summed over heads and samples; NaN where the oracle's is 0",
@@ -239,7 +239,7 @@ class Prediction(Record):
 class Row(Outcome):
     """A corrected configuration compared with the same one uncorrected."""
 
-    SECTION = "correction"
+    SECTION: ClassVar[str] = "correction"
 
     kl_ratio: float = column(
         "mean KL over the uncorrected one's mean, which single samples can carry", heading="#mean KL\nover none"
@@ -264,7 +264,7 @@ class Row(Outcome):
 class Setting(OutcomeSetting):
     """One uncorrected configuration, the baseline, and its corrections: methods first, the oracle last."""
 
-    SECTION = "split setting"
+    SECTION: ClassVar[str] = "split setting"
 
     baseline: EvictionConfig = column("the uncorrected configuration, which every row is compared with")
     rows: tuple[Row, ...] = column("methods, then the oracle")

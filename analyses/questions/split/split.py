@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class Split(Result):
         identity: of the run, with every configuration that is shown.
     """
 
-    SECTION = "question split"
-    SHOWN = ("deviation", "mass", "difference", "both", "by_mass")
+    SECTION: ClassVar[str] = "question split"
+    SHOWN: ClassVar[tuple[str, ...]] = ("deviation", "mass", "difference", "both", "by_mass")
 
     spreads: tuple[Spread, ...] = column("one per uncorrected configuration")
     log_factors: tuple[LogFactors, ...]

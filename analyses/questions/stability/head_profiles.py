@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -306,7 +307,7 @@ class StableTrace(Record):
 class TracePair(Record):
     """The agreement of two traces' ranks; the maps have the keys `isolated` and `propagated`."""
 
-    SECTION = "pair of traces"
+    SECTION: ClassVar[str] = "pair of traces"
 
     first: int = column("number of a trace")
     second: int = column("number of another")

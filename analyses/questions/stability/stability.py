@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, repeat
-from typing import Any
+from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
@@ -59,10 +59,10 @@ class Stability(Result):
         identity: of the runs of all traces.
     """
 
-    SECTION = "question stability"
-    DOCUMENT = "of several traces"
-    SHOWN = ("isolated", "propagated", "corrected", "shared")
-    FIRST = "trace"
+    SECTION: ClassVar[str] = "question stability"
+    DOCUMENT: ClassVar[str] = "of several traces"
+    SHOWN: ClassVar[tuple[str, ...]] = ("isolated", "propagated", "corrected", "shared")
+    FIRST: ClassVar[str] = "trace"
 
     traces: tuple[StableTrace, ...] = column("one per trace, in the order given", key="members")
     pairs: tuple[TracePair, ...] = column("every two of them")

@@ -85,7 +85,7 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --command"
+        msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --judge"
         raise PluginError(msg) from None
     try:
         yield process

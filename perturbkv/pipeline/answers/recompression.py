@@ -88,11 +88,19 @@ class Compressor:
         sample: str,
         resources: Resources,
     ) -> None:
-        self.adapter, self.cache, self.configs, self.limit = adapter, read.cache, run.configs, limit
-        self.sample, self.resources, self.head_scores = sample, resources, run.head_scores
-        self.window, rows = max(config.window for config in run.configs), read.cache.layers[0].batch
-        self.first = rows - len(run.configs)
-        self.queries = [last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in read.queries]
+        self.adapter = adapter
+        self.cache: CompactCache = read.cache
+        self.configs: tuple[ResolvedConfig, ...] = run.configs
+        self.limit = limit
+        self.sample = sample
+        self.resources = resources
+        self.head_scores: tuple[tuple[float, ...], ...] = run.head_scores
+        self.window: int = max(config.window for config in run.configs)
+        rows = read.cache.layers[0].batch
+        self.first: int = rows - len(run.configs)
+        self.queries: list[Tensor] = [
+            last[:, -self.window :].unsqueeze(0).expand(rows, -1, -1, -1) for last in read.queries
+        ]
         self.compressions: list[Compression] = []
 
     def watch(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:

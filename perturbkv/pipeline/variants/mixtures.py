@@ -93,10 +93,14 @@ class MixtureSample:
         full = {2: full_run(adapter, prefilled, question, run.steps, 3)}
         if rows != 2:
             full[rows] = full_run(adapter, repeated, question, run.steps, rows + 1)
-        self.sample = SampleRun(adapter, run, resources, prompt, prefilled, full[2])
-        self.adapter, self.run, self.full = adapter, run, full
-        self.layers = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
-        self.finite, self.passing, self.rows = FiniteCheck(), is_single_pass(run), rows
+        self.sample: SampleRun = SampleRun(adapter, run, resources, prompt, prefilled, full[2])
+        self.adapter = adapter
+        self.run = run
+        self.full = full
+        self.layers: list[_Layer] = [self._layer(self.sample.layer(index)) for index in range(len(adapter.layers))]
+        self.finite: FiniteCheck = FiniteCheck()
+        self.passing: bool = is_single_pass(run)
+        self.rows = rows
         prefilled.finite.raise_if_not(prompt.sample_id)
 
     @property
@@ -237,12 +241,17 @@ class MixtureMeasurer:
     """The measurer of the mixtures that a store lacks, prompt by prompt; prefills stay as long as memory suffices."""
 
     def __init__(self, planned: Plan, game: Game, store: PatchingStore, progress: Progress) -> None:
-        self.planned, self.game, self.store, self.progress = planned, game, store, progress
-        self.named = [game.baseline_everywhere, *(mixture for _, mixture in game.mixtures)]
-        self.prompts = {prompt.sample_id: prompt for prompt in planned.prompts}
+        self.planned = planned
+        self.game = game
+        self.store = store
+        self.progress = progress
+        self.named: list[Mixture] = [game.baseline_everywhere, *(mixture for _, mixture in game.mixtures)]
+        self.prompts: dict[str, Prompt] = {prompt.sample_id: prompt for prompt in planned.prompts}
         self.model: Adapter | None = None
         self.samples: dict[str, MixtureSample] = {}
-        self.most, self.expected, self.repeated = 1, 0, False
+        self.most: int = 1
+        self.expected: int = 0
+        self.repeated: bool = False
 
     def expect(self, mixtures: int, repeated: bool) -> None:
         """Set the largest expected number of mixtures per prompt, and whether prompts are measured repeatedly."""

@@ -218,7 +218,9 @@ class ShardWriter:
     """
 
     def __init__(self, trace: Path, record: ShardRecord, texts: Texts, overwrite: bool = False) -> None:
-        self.shard, self._record, self._texts = ShardJournal(trace, record.shard), record, texts
+        self.shard: ShardJournal = ShardJournal(trace, record.shard)
+        self._record = record
+        self._texts = texts
         _check_other_shards(trace, record, overwrite)
         existing = _existing_labels(trace, record.run, overwrite)
         self._writer = TraceWriter(self.shard.path, record.run, record.sample_ids, {}, overwrite, kept=record.kept)

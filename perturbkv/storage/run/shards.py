@@ -139,9 +139,10 @@ class ShardJournal:
     """The journal of one shard, with its record; its lock is named after `path`."""
 
     def __init__(self, trace: Path, shard: Shard) -> None:
-        self.shard, target = shard, real_path(trace)
-        self.path = target.with_name(f"{target.name}.shard-{shard.number}-of-{shard.count}")
-        self.journal = Journal(journal_path(self.path))
+        self.shard = shard
+        target = real_path(trace)
+        self.path: Path = target.with_name(f"{target.name}.shard-{shard.number}-of-{shard.count}")
+        self.journal: Journal = Journal(journal_path(self.path))
 
     def record(self) -> ShardRecord | None:
         """Return the shard's record; None if unreadable. Raises OutputError for another program's files."""

@@ -42,9 +42,13 @@ class ExistingTrace:
 
     def __init__(self, path: Path) -> None:
         stored = describe_whole(path)
-        self.sample_ids, self.failures, self.labels = stored.sample_ids, stored.failures, tuple(stored.run.labels())
-        self.with_text, self.with_kept = frozenset(stored.with_text), frozenset(stored.with_kept)
-        self.with_answers, self.has_answers = frozenset(stored.with_answers), "generated" in stored.variables
+        self.sample_ids: tuple[str, ...] = stored.sample_ids
+        self.failures: dict[str, str] = stored.failures
+        self.labels: tuple[str, ...] = tuple(stored.run.labels())
+        self.with_text: frozenset[str] = frozenset(stored.with_text)
+        self.with_kept: frozenset[str] = frozenset(stored.with_kept)
+        self.with_answers: frozenset[str] = frozenset(stored.with_answers)
+        self.has_answers: bool = "generated" in stored.variables
         self._path, self._stamp = path, path.stat().st_mtime_ns
         self._indices = {name: index for index, name in enumerate(stored.sample_ids) if name not in stored.failures}
 
@@ -137,8 +141,12 @@ class TraceWriter:
         shards: Sequence[Journal] = (),
         kept: bool = True,
     ) -> None:
-        self.path, self.run, self.attrs, self.texts, self.kept = path, run, dict(attrs), texts, kept
-        self.sample_ids = tuple(sample_ids)
+        self.path = path
+        self.run = run
+        self.attrs: dict[str, str] = dict(attrs)
+        self.texts = texts
+        self.kept = kept
+        self.sample_ids: tuple[str, ...] = tuple(sample_ids)
         self._check_ids()
         self._configs = dict(zip(run.labels(), run.configs, strict=True))
         self._journal, self._shards = Journal(journal_path(path)), tuple(shards)

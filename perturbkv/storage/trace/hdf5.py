@@ -57,7 +57,8 @@ class StoredFile:
     """An HDF5 file that is open for reading; every method raises TraceError for a defect of the file."""
 
     def __init__(self, file: h5py.File, path: Path) -> None:
-        self.path, self._file = path, file
+        self.path = path
+        self._file = file
         self._datasets: dict[str, Any] = {}
         self._texts: dict[tuple[str, str], str] = {}
 

@@ -1,0 +1,231 @@
+"""Every figure for a paper and for a talk: sizes of it and of its text, nothing cut off, its notes in the caption."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import perturbkv as pk
+from perturbkv.captions import CaptionedFigure, to_latex
+from perturbkv.errors import ConfigError, NarrowFigureError, UnknownNameError
+from perturbkv.figures import FIGURES, STYLE_NAMES, style
+from perturbkv.figures.finishing import MOST_ROW_MM
+from tests.support.artists import words
+from tests.support.every_figure import NAMES, plot, result_of
+
+MM = 25.4
+LONG = ("Audit", "BudgetCurves", "Correlation", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
+        "Needle.plot_digits", "PairSavings", "Stability")  # fmt: skip
+"""Figures that take long to draw, or whose result does."""
+SLIDES = ("BoundTightness", "Cliffs", "HeadComparisons")
+PAPER = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]
+TALK = [pytest.param(name, marks=() if name in SLIDES else pytest.mark.slow) for name in NAMES]
+FOOT = ("95 % intervals", "single samples", "perturbkv")
+"""What notes and the run's identity say."""
+
+
+@cache
+def laid_out(name: str, look: str, width_mm: float | None = None) -> CaptionedFigure:
+    """A figure after its layout, each drawn once."""
+    figure = plot(name, width_mm, look)
+    figure.draw_without_rendering()
+    return figure
+
+
+def texts(figure: Figure) -> Iterator[Text]:
+    """Every visible text with letters, once."""
+    seen: set[int] = set()
+    hidden = {id(text) for axes in figure.axes if not axes.axison for text in axes.findobj(Text)}
+    kept = {id(text) for axes in figure.axes for text in axes.texts}
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text().strip() and id(text) not in seen | (hidden - kept):
+            seen.add(id(text))
+            yield text
+
+
+def shown(figure: Figure) -> list[Text]:
+    """The texts that are drawn: without ticks beyond an axis' ends."""
+    beyond = set()
+    for axes in figure.axes:
+        for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            low, high = sorted(ends)
+            ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+            away = [tick for tick in ticks if not low <= tick.get_loc() <= high]
+            beyond |= {id(label) for tick in away for label in (tick.label1, tick.label2)}
+    return [text for text in texts(figure) if id(text) not in beyond]
+
+
+def cut_off(figure: Figure) -> list[str]:
+    """Texts beyond the figure's edge."""
+    width, height = figure.bbox.width + 1.5, figure.bbox.height + 1.5
+    boxes = [(text.get_text(), text.get_window_extent()) for text in shown(figure)]
+    return [text for text, box in boxes if min(box.x0, box.y0) < -1.5 or box.x1 > width or box.y1 > height]
+
+
+def on_one_another(figure: Figure) -> list[tuple[str, str]]:
+    """Texts that lie on another one."""
+    boxes = [(text.get_text(), text.get_window_extent().padded(-1.5)) for text in shown(figure)]
+    boxes = [(text, box) for text, box in boxes if box.width > 0 < box.height]
+    return [(text, other) for place, (text, box) in enumerate(boxes) for other, second in boxes[place + 1 :]
+            if box.overlaps(second)]  # fmt: skip
+
+
+def rows(figure: Figure) -> int:
+    """Number of rows of panels, by their middles."""
+    boxes = [axes.get_position() for axes in figure.axes if axes.axison and not hasattr(axes, "_colorbar")]
+    count, lowest = 0, 2.0
+    for box in sorted(boxes, key=lambda box: -box.y1):
+        if (box.y0 + box.y1) / 2 < lowest:
+            count, lowest = count + 1, box.y0
+    return max(1, count)
+
+
+def check(figure: CaptionedFigure, least: float, most: float) -> None:
+    """Text of these sizes, inside the figure, on no other text; notes are in the caption alone."""
+    sizes = [round(text.get_fontsize(), 2) for text in shown(figure)]
+    assert least <= min(sizes) and max(sizes) <= most, sizes
+    assert cut_off(figure) == []
+    assert on_one_another(figure) == []
+    written = words(figure)
+    assert not any(note in written for note in FOOT), written
+    assert "perturbkv" in figure.caption
+    assert "\n" not in figure.caption and figure.caption.endswith(".")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_paper_figure_is_84_mm_wide_low_and_legible(name: str) -> None:
+    figure = laid_out(name, "paper", 84)
+    assert figure.get_figwidth() * MM == pytest.approx(84)
+    assert figure.get_figheight() * MM <= MOST_ROW_MM * rows(figure)
+    assert figure.get_suptitle() in ("", "random weights")
+    assert all(axes.get_title(loc="left").count("\n") <= 1 for axes in figure.axes)
+    assert figure.caption.startswith(FIGURES[name][1])
+    check(figure, 7, 8)
+
+
+@pytest.mark.parametrize("name", TALK)
+def test_a_slide_is_as_wide_as_a_screen_with_large_text_and_one_line_on_top(name: str) -> None:
+    figure = laid_out(name, "talk")
+    assert figure.get_figwidth() * MM == pytest.approx(style.SLIDE_MM)
+    assert 9 / 16 - 1e-6 <= figure.get_figheight() / figure.get_figwidth() <= 1
+    tops = [figure.get_suptitle(), *(legend.get_title().get_text() for legend in figure.legends)]
+    assert [top for top in tops if top] in ([FIGURES[name][1]], ["random weights"])
+    check(figure, 14, 17.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_paper_figure_of_two_columns_is_174_mm_wide(name: str) -> None:
+    figure = laid_out(name, "paper")
+    assert figure.get_figwidth() * MM == pytest.approx(174)
+    assert figure.get_figheight() * MM <= MOST_ROW_MM * rows(figure)
+    check(figure, 7, 8)
+
+
+def test_what_is_too_large_or_beyond_or_on_another_text_is_found() -> None:
+    with style.use(style.STYLES["paper"]):
+        figure = style.figure(84, 40)
+        figure.text(0.9, 0.5, "a text that goes on and on", fontsize=7)
+        figure.text(0.85, 0.5, "another", fontsize=7)
+    assert cut_off(figure) == ["a text that goes on and on"]
+    assert on_one_another(figure) == [("a text that goes on and on", "another")]
+
+
+def test_the_picture_of_a_screen_holds_its_notes_and_its_caption_says_them_too() -> None:
+    figure = plot("Cliffs")
+    assert "intervals (medians" in words(figure)
+    assert "intervals (medians" in figure.caption
+
+
+def test_numbers_are_the_same_in_every_style() -> None:
+    drawn = [plot("Cliffs", None, "screen"), laid_out("Cliffs", "paper", 84), laid_out("Cliffs", "talk")]
+    lines = [[line.get_xydata().tolist() for line in figure.axes[0].lines if str(line.get_gid()).startswith("median")]
+             for figure in drawn]  # fmt: skip
+    assert lines[0] and lines[0] == lines[1] == lines[2]
+
+
+def test_a_slide_magnifies_lines_and_marks_as_text() -> None:
+    paper, slide = (laid_out("Cliffs", look, width).axes[0].lines[0] for look, width in (("paper", 84), ("talk", None)))
+    factor = style.SLIDE_MM / style.WIDE_MM
+    assert slide.get_markersize() == pytest.approx(factor * paper.get_markersize())
+    assert slide.get_linewidth() == pytest.approx(factor * paper.get_linewidth())
+
+
+def luminance(colour: object) -> float:
+    """Relative luminance of a colour."""
+    red, green, blue = to_rgb(colour)  # type: ignore[arg-type]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_curves_of_a_paper_figure_are_told_apart_without_colour() -> None:
+    lines = [line for line in laid_out("Cliffs", "paper", 84).axes[0].lines if str(line.get_gid()).startswith("median")]
+    assert len({line.get_marker() for line in lines}) == len(lines)
+    assert abs(luminance(lines[0].get_color()) - luminance(lines[1].get_color())) > 0.1
+
+
+def test_an_unknown_style_is_one_line_with_the_known_ones() -> None:
+    assert tuple(style.STYLES) == STYLE_NAMES
+    with pytest.raises(UnknownNameError, match="unknown style 'papr'; known: paper, .*screen"):
+        result_of("Cliffs").plot(style="papr")
+
+
+@pytest.mark.parametrize(
+    ("width_mm", "look", "said"),
+    [(40, "paper", "76 to 2000, got 40"), (254, "talk", r"338.7 to 2000, got 254"), (5, "screen", "60 to 2000, got 5")],
+)
+def test_a_width_below_the_styles_least_is_refused_before_drawing(width_mm: float, look: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"width_mm of style {look} must be {said}"):
+        result_of("Cliffs").plot(width_mm, look)
+
+
+def test_a_figure_without_room_says_a_width_that_has() -> None:
+    trace = pk.horizon(result_trace())
+    with pytest.raises(
+        NarrowFigureError, match="width_mm=84 is too small for this figure; it needs .* mm or more"
+    ) as told:
+        trace.plot(84, "paper")
+    assert 84 < told.value.needed_mm < 174
+
+
+def result_trace() -> pk.Trace:
+    """A trace with more settings than a figure of one column has room for."""
+    from tests.house.test_no_label_is_parsed import asked_of
+
+    return asked_of("horizon")
+
+
+TEXTS = {
+    "95 % of b_1 & c": r"95 \% of b\_1 \& c",
+    "θ̂_relax ≤ θ": r"$\hat{\theta}_{\mathrm{relax}}$ $\le$ $\theta$",
+    "a#b{c}~d^e\\f$": r"a\#b\{c\}\textasciitilde{}d\textasciicircum{}e\textbackslash{}f\$",
+    "Σ L / Σ ‖o_h‖₁ → 10⁻³": r"$\Sigma$ L / $\Sigma$ $\Vert o_h\Vert_1$ $\to$ 10$^{-}$$^{3}$",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_caption_is_text_that_latex_reads(text: str) -> None:
+    assert to_latex(text) == TEXTS[text]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_letter_of_a_caption_is_one_that_latex_has(name: str) -> None:
+    latex = to_latex(laid_out(name, "paper", 84).caption)
+    assert latex.isascii(), sorted({letter for letter in latex if not letter.isascii()})
+    assert not re.search(r"(?<!\\)[%&#]", latex)
+
+
+def test_a_caption_stands_beside_its_picture_as_text_and_as_latex(tmp_path: Path) -> None:
+    figure = laid_out("Cliffs", "paper", 84)
+    plain, latex = figure.save_caption(tmp_path / "cliff.v2.pdf")
+    assert (plain.name, latex.name) == ("cliff.v2.caption.txt", "cliff.v2.caption.tex")
+    assert plain.read_text() == f"{figure.caption}\n"
+    comment, line = latex.read_text().splitlines()
+    assert comment.startswith("%")
+    assert line == f"{to_latex(figure.caption)}%"
