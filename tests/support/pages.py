@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +102,7 @@ def shell(
     return left
 
 
-def _served(door: socket.socket, bash: subprocess.Popen[bytes], programs: Mapping[str, Program]) -> Sequence[Ran]:
+def _served(door: socket.socket, bash: subprocess.Popen[bytes], programs: Mapping[str, Program]) -> list[Ran]:
     left: list[Ran] = []
     while bash.poll() is None:
         try:
