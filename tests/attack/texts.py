@@ -430,8 +430,8 @@ def _rows() -> dict[str, tuple[Any, bool]]:
         "200,000 keys": json.dumps({f"key{number}": number for number in range(200_000)}),
     }  # fmt: skip
     right = {
-        "NaN beside": _with({**prompt}, ("more",), "NaN"),
-        "-Infinity beside": _with({**prompt}, ("more",), "[-Infinity]"),
+        "NaN beside": _with({**prompt}, ("length",), "NaN"),
+        "-Infinity beside": _with({**prompt}, ("length",), "[-Infinity]"),
         "numbers as ids": tuple(json.dumps({"id": id_, "prompt": TEXT}) for id_ in (1, "2")),
         "an id of 30 digits": _with({**prompt}, ("id",), "7" * 30),
         "a key twice": f'{{"prompt": 3, "prompt": {json.dumps(TEXT)}}}',
