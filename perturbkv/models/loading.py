@@ -235,7 +235,9 @@ class ModelFiles:
     def _skeleton(self) -> Any:
         """The model on the meta device, without weights. Raises ModelError if its configuration defines no model."""
         with explain_errors(self.source or Source(self.name, self.name), _CONFIG), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            # named, as a configuration may name a kernel of the hub
+            kernel = FAMILIES[self.config.model_type].kernel
+            return AutoModelForCausalLM.from_config(self.config, trust_remote_code=False, attn_implementation=kernel)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return weight name -> shape, tied weights under every name. Raises ModelError as `parameters` does."""

@@ -24,6 +24,11 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """owner/name, in the characters that the hub allows."""
 _LONGEST = 480
 """Longest quotation of another library's error message, in characters."""
+_OWN_CODE = (
+    "it needs Python code of its own, which is never run; load the model yourself and give it with its tokenizer, "
+    "pk.load_model(model, tokenizer=tokenizer)"
+)
+"""The reason where transformers refuses a model unless it may run the model's code."""
 _NO_FILES = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -52,7 +57,10 @@ class Source:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments shared by configuration, tokenizer and model; Python files beside a model are never run."""
+        """Keyword arguments shared by configuration, tokenizer and model.
+
+        Without `trust_remote_code` transformers would ask on stdin whether it may run Python that comes with a model.
+        """
         return {"trust_remote_code": False, **({"gguf_file": self.gguf_file} if self.gguf_file else {})}
 
     @property
@@ -171,7 +179,7 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
     except (PerturbkvError, user_cache.NotCachedError):
         raise
     except Exception as error:
-        reason = _reason(error)
+        reason = _OWN_CODE if "trust_remote_code" in str(error) else _reason(error)
         msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
         raise ModelError(msg) from error
 
