@@ -38,7 +38,7 @@ def describe_file(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a file holds: a trace, prompts of your own, or answers.
+    """Show what a trace, or a file of prompts or answers, holds.
 
     Of a trace: run, samples, variables and provenance. Of a .jsonl of prompts: its rows and fields, and what a run
     would refuse. Of a .jsonl that generate wrote: its run and how many answers.

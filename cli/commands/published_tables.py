@@ -46,7 +46,7 @@ def export(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace files that are there")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Write traces as tables, CSV or Parquet, and the card of a hub's data set.
+    """Write traces as tables, CSV or Parquet; a data card.
 
     One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
     prompts' text, their tokens go into a file beside it, NAME.tokens.csv. With --card, README.md lies in the named

@@ -233,8 +233,8 @@ def trace(
 ) -> None:
     """Run a model with full and evicted caches; write a trace.
 
-    From one prefill per sample; a killed run goes on when the same command is given the same --output. --head-scores
-    without the policy headkv measures headkv's file, and no trace.
+    From one prefill per sample; a killed run goes on with the same command. --head-scores without the policy headkv
+    measures headkv's file, and no trace.
     """
     if run.head_scores is not None and config is None and not _needs_head_scores(run):
         measure_head_scores(run)

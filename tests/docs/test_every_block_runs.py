@@ -47,7 +47,7 @@ GOES_ON = {"report.md": "make demo", "traces.md": "make demo"}
 """Page -> what its reader ran before."""
 TASK = "SLURM_ARRAY_TASK_ID=1\n"
 """What SLURM sets for a batch file, which stands in a ```bash block."""
-LANGUAGES = {"sh", "bash", "python", "console", "json", "text", "toml", "yaml", "{toctree}"}
+LANGUAGES = {"sh", "tex", "bash", "python", "console", "json", "text", "toml", "yaml", "{toctree}"}
 CODES = {"audit examples/my_cache.py:evict_wrongly": (1,), "budget": (0, 1)}
 """Command, by how it begins -> exit codes that its page tells of."""
 UNABLE = "there is nothing that eviction can lose"

@@ -110,7 +110,7 @@ def test_every_path_is_there(page: Path) -> None:
 def test_what_is_not_there_is_found() -> None:
     page = ROOT / "docs" / "how-to" / "faq.md"
     assert broken_links(
-        page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions) [d](../reference/policies.md)"
+        page, "[a](nowhere.md) [b](faq.md#nothing) [c](faq.md#questions-and-answers-faq) [d](../reference/policies.md)"
     ) == [
         "nowhere.md",
         "faq.md#nothing",

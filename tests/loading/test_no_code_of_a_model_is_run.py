@@ -1,4 +1,4 @@
-"""A model is data: neither Python beside its weights, nor pickles, nor a kernel that its configuration names, is run."""
+"""A model is data: neither Python beside its weights, nor pickles, nor a kernel that its configuration names, runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_no_kernel_that_a_configuration_names_is_fetched(folder: Path, monkeypat
 
 def test_transformers_by_itself_would_run_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[str] = []
-    monkeypatch.setattr(configuration_auto, "get_class_from_dynamic_module", lambda name, *more, **most: run.append(name))
+    monkeypatch.setattr(
+        configuration_auto, "get_class_from_dynamic_module", lambda name, *more, **most: run.append(name)
+    )
     own_family(folder)
     with pytest.raises(AttributeError):  # of the class that it was not given
         configuration_auto.AutoConfig.from_pretrained(folder)
