@@ -112,10 +112,10 @@ def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figu
         rows = -(-len(ordered) // columns)
         longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, max(_LEAST_MM, rows * (longest * _METHODS_LINE_MM + _METHODS_AROUND_MM) + 10))
-        panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
         for panel, one in zip(panels, ordered, strict=False):
             _draw_methods_setting(panel, one, result.margin)
-        for panel in list(panels)[len(ordered) :]:
+        for panel in panels[len(ordered) :]:
             panel.set_axis_off()
         handles = marker_entries((marker, name) for name, (marker, _) in _MARKS.items())
         band = Patch(color="0.9", label=f"within {margin_text(result.margin)}")
@@ -147,10 +147,10 @@ def draw_restriction(result: Restriction, width_mm: float = style.WIDE_MM) -> Fi
         rows = -(-len(ordered) // columns)
         longest = max(len(one.rows) for one in ordered)
         figure = style.figure(width_mm, rows * ((longest + 1) * _RESTRICTION_LINE_MM + _RESTRICTION_AROUND_MM) + 10)
-        panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+        panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
         for panel, one, name in zip(panels, ordered, _restriction_names(ordered), strict=False):
             _draw_restriction_setting(panel, one, name)
-        for panel in list(panels)[len(ordered) :]:
+        for panel in panels[len(ordered) :]:
             panel.set_axis_off()
         entries = [*ratio_entries(), drift_entry()]
         figure.legend(handles=entries, loc="outside upper left", ncols=2 if columns < _RESTRICTION_WIDE else 4)

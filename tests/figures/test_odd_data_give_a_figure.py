@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from perturbkv.figures import layers as layers_figure
 from perturbkv.figures import layers as samples_figure
 from perturbkv.trace import Trace
 from tests.support.artists import render, words
+from tests.support.every_figure import result_of
 from tests.support.measured import config, hand_made, last_layer
 
 NAMES = ("attention", "two-stage-uniform", "two-stage")
@@ -120,3 +122,10 @@ def test_bands_of_medians_say_their_own_level() -> None:
 
 def test_a_failed_sample_is_in_every_foot() -> None:
     assert all("2 samples · 1 failed" in words(figure) for figure in figures(ODD["a failed sample"](), 174))
+
+
+@pytest.mark.parametrize("name", ["MethodRanking", "Restriction"])
+def test_three_settings_leave_the_fourth_panel_blank(name: str) -> None:
+    result = result_of(name)
+    figure = dataclasses.replace(result, settings=(result.settings[0],) * 3).plot(174)
+    assert [axes.axison for axes in figure.axes] == [True, True, True, False]
