@@ -245,10 +245,10 @@ def _width(text: Text, words: str) -> float:
     return float(box.height if text.get_rotation() == 90 else box.width)
 
 
-def _fold_label(label: Text, room: float) -> None:
+def _fold_label(name: Text, room: float) -> None:
     """Fold the name of an axis to a room in pixels."""
-    if label.get_text() and label.get_visible():
-        label.set_text("\n".join(_fold(label, line, room) for line in label.get_text().split("\n")))
+    if name.get_text() and name.get_visible():
+        name.set_text("\n".join(_fold(name, line, room) for line in name.get_text().split("\n")))
 
 
 def _fold_labels(figure: CaptionedFigure, axes: Axes, panels: Sequence[Axes]) -> None:

@@ -18,7 +18,7 @@ PARTS = {
     "cli": "perturbkv.cli",
 }
 FLOORS = (
-    ("errors", "theory", "devices", "escaping", "display", "user_files"),
+    ("errors", "theory", "devices", "escaping", "display", "captions", "user_files"),
     ("configs", "memory", "kept_codec"),
     ("optimum",),
     ("schema", "models", "scoring"),
@@ -33,8 +33,8 @@ FLOORS = (
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "escaping", "display", "user_files", "configs", "kept_codec", "optimum", "schema", "trace", "audit_trace",
-    "storage", "analyses", "figures", "reporting",
+    "errors", "escaping", "display", "captions", "user_files", "configs", "kept_codec", "optimum", "schema", "trace",
+    "audit_trace", "storage", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
 HANDED_OVER: dict[str, set[str]] = {
