@@ -209,5 +209,5 @@ def ablation() -> None:
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
     query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
-    of the same protection. --restrictions: the price of one kept set for all heads, and of whole blocks of 16 and 32.
+    of the same protection. --restrictions: the price of one kept set for all heads, of blocks.
     """
