@@ -56,6 +56,7 @@ def test_a_bad_style_is_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["t.h5"]
 
 
+@pytest.mark.slow
 def test_a_figure_too_wide_for_a_column_says_what_to_type(
     perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,10 +21,10 @@ from tests.support.artists import words
 from tests.support.every_figure import NAMES, plot, result_of
 
 MM = 25.4
-LONG = ("Audit", "BudgetCurves", "Correlation", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
-        "Needle.plot_digits", "PairSavings", "Stability")  # fmt: skip
+LONG = ("Audit", "BudgetCurves", "Correlation", "EqualBytes", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
+        "Needle.plot_digits", "PairSavings", "Restriction", "Split", "Stability")  # fmt: skip
 """Figures that take long to draw, or whose result does."""
-SLIDES = ("BoundTightness", "Cliffs", "HeadComparisons")
+SLIDES = ("BoundTightness", "Cliffs")
 PAPER = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]
 TALK = [pytest.param(name, marks=() if name in SLIDES else pytest.mark.slow) for name in NAMES]
 FOOT = ("95 % intervals", "single samples", "perturbkv")
