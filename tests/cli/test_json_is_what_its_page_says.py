@@ -134,6 +134,7 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     pair = ["--judge", planted_judge("longer"), "--pairwise", "-o", "pairs"]
     return {
         "generate": ["generate", *tiny, *few],
+        "list ANSWERS.jsonl": ["list", file],
         "quality --divergence": ["quality", file, "--divergence", *png],
         "quality --judge": ["quality", file, *score, *png],
         "quality --judge --pairwise": ["quality", file, *pair, *png],

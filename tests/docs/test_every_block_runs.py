@@ -43,7 +43,7 @@ CONSOLE = {
     ("kvpress.md", "perturbkv heads"): "kvpress needs an older transformers; tests/kvpress measures presses",
 }  # fmt: skip
 """Page and a command of its ```console blocks, by how it begins -> why it cannot run here. The options are checked."""
-GOES_ON = {"report.md": "make demo", "traces.md": "make demo"}
+GOES_ON = dict.fromkeys(("light_reading.md", "paper_figures.md", "report.md", "traces.md"), "make demo")
 """Page -> what its reader ran before."""
 TASK = "SLURM_ARRAY_TASK_ID=1\n"
 """What SLURM sets for a batch file, which stands in a ```bash block."""
