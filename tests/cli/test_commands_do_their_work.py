@@ -149,6 +149,7 @@ def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[
         assert ("samples" in screen.file.getvalue()) == terminal
 
 
+@pytest.mark.slow
 def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     options = [*map(str, instead(tiny, "--samples", 6)), "-o", str(tmp_path / "t.h5")]
     command = [sys.executable, "-c", "from perturbkv.cli.main import main; main()", "trace", *options]

@@ -35,6 +35,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_file_holds_checks_ties_and_rows(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
     assert ran.code == 0, ran.out + ran.err

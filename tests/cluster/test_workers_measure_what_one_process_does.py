@@ -49,6 +49,7 @@ def plan_of(model: Adapter, data: Path, configs: Any, **settings: Any) -> Plan:
     return make_plan(model, pk.load_prompts(str(data), model), configs, chosen, Resources())
 
 
+@pytest.mark.slow
 def test_every_policy_gives_the_same_trace(model: Adapter, data: Path, two: Scheduler, tmp_path: Path) -> None:
     plan = plan_of(model, data, of_every_policy(), steps=2, generate=3)
     assert len(plan.run.configs) > 15

@@ -113,6 +113,7 @@ def test_the_page_names_lines_that_stand_there_once() -> None:
     assert edited("a\nb\n", "as its last line", None, "d\n") == "a\nb\nd\n"
 
 
+@pytest.mark.slow
 def test_policy_and_selection_are_measured(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny"), "--dataset", data, "--window", 4, "--budget", 24]
     wanted = ["--compare", "attention,recent-half(share=0.5):attention,snapkv:attention-by-age", "--json"]

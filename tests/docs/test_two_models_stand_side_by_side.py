@@ -13,6 +13,7 @@ from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.folders import model_folder
 from tests.support.scripts import functions, perturbkv, script
 
+pytestmark = pytest.mark.slow
 LONGEST, AROUND = 500, 83 + 58
 """Tokens of a prompt; bytes of LongBench's words before and after a multi_news context."""
 NEEDLES = 12

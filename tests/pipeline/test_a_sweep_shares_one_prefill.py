@@ -73,7 +73,7 @@ def assert_same(found: Any, place: int, alone: Any, atol: float) -> None:
             )
 
 
-@pytest.mark.parametrize("scenario", ["regular", "context-only"])
+@pytest.mark.parametrize("scenario", ["regular", pytest.param("context-only", marks=pytest.mark.slow)])
 def test_a_sweep_equals_one_run_per_configuration(scenario: str) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     prompt = Prompt("s", token_ids(60), 0, question_tokens=7)

@@ -58,6 +58,7 @@ def full_after(room: int) -> Iterator[None]:
         os.pwrite = before
 
 
+@pytest.mark.slow
 def test_wherever_the_final_write_fails_the_journal_stays_and_the_file_is_made_later(
     tmp_path: Path, measured_run: TraceWriter
 ) -> None:
