@@ -69,7 +69,9 @@ def in_shards(
 
 
 @pytest.mark.usefixtures("a_still_clock")
-@pytest.mark.parametrize(("scenario", "text"), [("regular", True), pytest.param("context-only", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("scenario", "text"), [("regular", True), pytest.param("context-only", False, marks=pytest.mark.slow)]
+)
 def test_seven_shards_give_the_file_of_one_process(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path, scenario: str, text: bool
 ) -> None:
