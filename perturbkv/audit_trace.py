@@ -1,7 +1,7 @@
 """The measurements of an audit of an external eviction, as NumPy arrays, without verdicts (METHOD: Audit).
 
 Distances are relative: ‖measured − reference‖₂ / ‖reference‖₂, the largest over the tokens of a forward pass; floors
-are the same distance between runs of the plain model that keep everything.
+are the same distance between runs of the plain model that keep the same entries and round otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +25,40 @@ SITUATIONS: Mapping[str, str] = {
 """Situation -> its description, in the order in which they are tested."""
 
 
+FLOORS = 4
+"""Number of noise floors above which a distance is a difference (METHOD: Audit)."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to the keys or values of a kept set.
+
+    Attributes:
+        kind: a key of `CHANGES`.
+        what: its description.
+        entry: position in the prompt of the first entry that is changed.
+    """
+
+    kind: str
+    what: str
+    entry: int
+
+
+CHANGES: Mapping[str, str] = {
+    "row": "entries of another prompt of the batch",
+    "head": "entries of another head",
+    "mismatch": "values of other entries than their keys",
+    "rotation": "keys rotated to other positions, or with another base",
+    "scale": "keys or values times a constant",
+    "rounded": "keys or values that went through a coarser floating-point type",
+    "quantised": "keys or values that went through 8, 4 or 2 bits",
+    "changed": "keys or values that differ otherwise",
+}
+"""Kind of a change -> its meaning; the first is looked for first."""
+ALLOWED = ("rounded", "quantised")
+"""Kinds of changes that a user may allow, as they save memory on purpose."""
+
+
 @dataclass(frozen=True)
 class CacheEntries:
     """The entries in the cache of one prompt at the first forward pass after the eviction.
@@ -35,11 +69,15 @@ class CacheEntries:
         padded: (layer, kept_head) number of padding entries that are attended to.
         strangers: (layer, kept_head) number of entries that match no entry of the prompt.
         duplicates: (layer, kept_head) number of entries at a position that another entry has.
+        duplicated: (layer, kept_head) the first such position; −1 without one.
+        hidden: (layer, kept_head) number of the prompt's entries that the cache holds and a mask hides from all new
+            tokens, though the eviction does not say that it masks.
+        first_hidden: (layer, kept_head) the first such position; −1 without one.
         unordered: (layer, kept_head) True where the entries are not in the order of the prompt.
         key_distance, value_distance: (layer, kept_head) largest distance of an entry from the full cache's, over the
             root mean square norm of the head's entries.
         key_floor, value_floor: (layer,) the same distance between two ways of prefilling the prompt.
-        altered: per layer and kept set a description of the change to keys and values; empty where they are intact.
+        altered: per layer and kept set the changes to keys and to values; empty where they are intact.
         repeated: layers that hold every entry once per query head, though all heads of a group keep the same.
         changed: forward passes at which entries of the prompt were removed or changed.
     """
@@ -48,12 +86,15 @@ class CacheEntries:
     padded: Integers
     strangers: Integers
     duplicates: Integers
+    duplicated: Integers
+    hidden: Integers
+    first_hidden: Integers
     unordered: NDArray[np.bool_]
     key_distance: Floats
     value_distance: Floats
     key_floor: Floats
     value_floor: Floats
-    altered: tuple[tuple[str, ...], ...]
+    altered: tuple[tuple[tuple[Change, ...], ...], ...]
     repeated: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
 
@@ -107,7 +148,10 @@ class AuditRun:
         forwards: number of tokens of each forward pass after the eviction.
         entries: the cache's entries; None where they could not be read.
         decoded: the distances of decoding; None where nothing was decoded.
+        on_own_entries: the distances of decoding from the plain model with the cache's own entries; None where those
+            are the full cache's, or no change is allowed.
         failed: the error that the eviction or the decoding raised, and where; empty without one.
+        failed_layer: the layer that explains the error, as it was not evicted; −1 without one.
         refused: the message of an eviction that does not support this situation (NotImplementedError).
     """
 
@@ -119,7 +163,9 @@ class AuditRun:
     forwards: tuple[int, ...]
     entries: CacheEntries | None = None
     decoded: DecodeDistances | None = None
+    on_own_entries: DecodeDistances | None = None
     failed: str = ""
+    failed_layer: int = -1
     refused: str = ""
 
 
@@ -179,6 +225,7 @@ class AuditTrace:
         lossless: why no loss was measured; empty where it was, or was not requested.
         configs: the configuration of the eviction's own kept sets, then the controls'.
         freed: whether the controls protect fewer entries than the eviction, which protects all that it keeps.
+        allowed: kinds of changed entries that are no fault.
     """
 
     eviction: str
@@ -195,3 +242,4 @@ class AuditTrace:
     lossless: str = ""
     configs: tuple[EvictionConfig, ...] = ()
     freed: bool = False
+    allowed: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses.audit.audited_runs import AuditedRun, AuditLoss, CacheUse, audited_run
 from perturbkv.analyses.audit.faults import (
-    FLOORS,
     Fault,
     fault_of_run,
     fault_order,
@@ -24,7 +23,7 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
+from perturbkv.audit_trace import FLOORS, SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
@@ -189,7 +188,7 @@ class Audit(Result):
         """Return the note on how many noise floors a difference must exceed, where distances were measured."""
         known = any(run.worst is not None for run in self.runs)
         return (
-            [f"Floors are of the plain model with everything kept; more than {FLOORS} are a difference."]
+            [f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."]
             if known
             else []
         )
@@ -215,7 +214,7 @@ class Audit(Result):
             {
                 "sample": run.sample, "situation": run.situation, "row": run.row, "step": step, "layer": layer,
                 "floors": float(floors), "kept": sum(len(kept_set) for kept_set in entries.kept[layer]),
-                "altered": "; ".join(words for words in entries.altered[layer] if words),
+                "altered": "; ".join(change.what for changes in entries.altered[layer] for change in changes),
             }
             for run, entries, decoded in self.compared
             for step, layers in enumerate(layer_floors(decoded))
@@ -306,7 +305,7 @@ class Audit(Result):
 
 def conclude(trace: AuditTrace) -> Audit:
     """Return the verdict on the measurements of an audit."""
-    faults = [fault for run in trace.runs if (fault := fault_of_run(run)) is not None]
+    faults = [fault for run in trace.runs if (fault := fault_of_run(run, trace.allowed)) is not None]
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 

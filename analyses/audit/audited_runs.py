@@ -32,7 +32,9 @@ class Alteration(Record):
 
     layer: int = column("from 0")
     head: int = column("kept set")
-    what: str = column("what was done to keys and values, where it is known")
+    kind: str = column("kind of the change")
+    what: str = column("what was done to keys or values, where it is known")
+    entry: int = column("position in the prompt of the first entry concerned; −1 where it is of none")
 
 
 @record
@@ -50,6 +52,9 @@ class AuditedEntries(Record):
     padded: Integers = column("(layer, kept set) entries of padding that are attended to", dims=_SETS)
     strangers: Integers = column("(layer, kept set) entries like none of the prompt's", dims=_SETS)
     duplicates: Integers = column("(layer, kept set) entries whose position another one has", dims=_SETS)
+    hidden: Integers = column(
+        "(layer, kept set) entries of the prompt that the cache holds and a mask hides", dims=_SETS
+    )
     unordered: list[int] = column("layers whose entries lie in another order than in the prompt")
     repeated: list[int] = column("layers that hold every entry once per query head")
     changed: list[int] = column("forward passes at which entries of the prompt went or changed")
@@ -78,7 +83,12 @@ class AuditedEntries(Record):
     @derived(heading="odd", json=False)
     def odd(self) -> str:
         """Oddities of the entries: padding, duplicates, another order, changes."""
-        named = ((self.padded, "padding"), (self.strangers, "unlike any"), (self.duplicates, "twice"))
+        named = (
+            (self.padded, "padding"),
+            (self.strangers, "unlike any"),
+            (self.duplicates, "twice"),
+            (self.hidden, "hidden by a mask"),
+        )
         words = [f"{int(counts.sum())} {word}" for counts, word in named if counts.sum()]
         words += ["in another order"] if self.unordered else []
         words += [f"changes from step {self.changed[0]} on"] if self.changed else []
@@ -157,7 +167,11 @@ class AuditedRun(Record):
         """Text on the kept keys and values: as in the full cache, or in how many kept sets they are not."""
         if self.entries is None:
             return None
-        return f"{len(self.entries.altered)} of {self.entries.sets} altered" if self.entries.altered else "intact"
+        return (
+            f"{len({(one.layer, one.head) for one in self.entries.altered})} of {self.entries.sets} altered"
+            if self.entries.altered
+            else "intact"
+        )
 
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
@@ -257,12 +271,13 @@ def _audited_entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) ->
         padded=entries.padded,
         strangers=entries.strangers,
         duplicates=entries.duplicates,
+        hidden=entries.hidden,
         unordered=[layer for layer, heads in enumerate(entries.unordered) if np.any(heads)],
         repeated=list(entries.repeated),
         changed=list(entries.changed),
         altered=[
-            Alteration(layer, head, words)
-            for layer, heads in enumerate(entries.altered) for head, words in enumerate(heads) if words
+            Alteration(layer, head, change.kind, change.what, change.entry)
+            for layer, heads in enumerate(entries.altered) for head, changes in enumerate(heads) for change in changes
         ],
         key_floors=_worst_head_floors(entries.key_distance, entries.key_floor),
         value_floors=_worst_head_floors(entries.value_distance, entries.value_floor),

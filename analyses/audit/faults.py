@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from math import isnan, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, record
-from perturbkv.audit_trace import SITUATIONS, AuditRun, CacheEntries, DecodeDistances
+from perturbkv.audit_trace import CHANGES, FLOORS, SITUATIONS, AuditRun, CacheEntries, DecodeDistances
 
-FLOORS = 4
-"""Number of noise floors above which a distance is a difference (METHOD: Audit)."""
 _LARGE = 1e4
+KINDS: Mapping[str, str] = {
+    "padding": "padding is attended to",
+    "repeated": "every entry is cached once per query head",
+    "foreign": "entries like none of the prompt's",
+    **{kind: meaning for kind, meaning in CHANGES.items() if kind != "changed"},
+    "duplicate": "an entry is cached several times",
+    "hidden": "a mask hides entries that the cache holds",
+    "positions": "new tokens stand at wrong positions",
+    "mask": "the mask of a block does not fit",
+    "uneven": "a layer was not evicted, and the others were",
+    "raised": "reading or decoding raises an error",
+    "changed": CHANGES["changed"],
+    "decoding": "decoding differs, for no reason that was looked for",
+}
+"""Kind of a fault -> its meaning, the most telling first."""
 
 
 @record
@@ -23,20 +37,22 @@ class Fault(Record):
     sample: str = column("of the prompt")
     situation: str = column("single, block or batch")
     row: int = column("of the batch")
+    kind: str = column(f"kind of the difference: {', '.join(KINDS)}")
     what: str = column("what is wrong")
     layer: int = column("the first that differs, from 0; −1 where it is of none", default=-1)
     head: int = column(
         "a kept set of the cache where its entries differ, else a query head; −1 where it is of none", default=-1
     )
     step: int = column("forward pass after the eviction, from 0; −1 where it is of none", default=-1)
+    entry: int = column("position in the prompt of the first entry concerned; −1 where it is of none", default=-1)
     floors: float = column(
         "noise floors between decoding and its reference in that layer at that step; null where none was measured",
         default=nan,
     )
 
     def location(self) -> str:
-        """Return layer, head and step as text, without unknown parts: 'layer 3, head 1'."""
-        parts = (("layer", self.layer), ("head", self.head), ("step", self.step))
+        """Return layer, head, entry and step as text, without unknown parts: 'layer 3, head 1'."""
+        parts = (("layer", self.layer), ("head", self.head), ("entry", self.entry), ("step", self.step))
         return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
 
 
@@ -49,45 +65,71 @@ def floors_text(floors: float) -> str:
     return f"{floors:,.1f}" if floors < 100 else f"{floors:,.0f}"
 
 
-def fault_of_run(run: AuditRun) -> Fault | None:
-    """Return the first difference of a run from its reference; None without a difference."""
-    entries = None if run.entries is None else _entry_difference(run.entries)
-    decoded = None if run.decoded is None else _decoding_difference(run.decoded)
-    first = min(filter(None, (entries, decoded)), key=lambda difference: (difference[2], difference[0]), default=None)
+@dataclass(frozen=True)
+class Difference:
+    """A difference of a run from its reference, with the fields of a `Fault`."""
+
+    kind: str
+    what: str
+    layer: int = -1
+    head: int = -1
+    step: int = -1
+    entry: int = -1
+
+
+def fault_of_run(run: AuditRun, allowed: Collection[str] = ()) -> Fault | None:
+    """Return the first difference of a run from its reference; None without a difference.
+
+    Changes of the kinds `allowed` are none; decoding is then compared with the plain model on the changed entries.
+    """
+    entries = [] if run.entries is None else [*_entry_differences(run.entries)]
+    refused = [difference for difference in entries if difference.kind not in allowed]
+    decoded = run.decoded if len(refused) == len(entries) or run.on_own_entries is None else run.on_own_entries
+    decoding = None if decoded is None else _decoding_difference(decoded)
+    differences = [*refused, *([] if decoding is None else [decoding])]
+    first = min(differences, key=_order_in_run, default=None)
+    if run.failed and (first is None or first.kind == "decoding"):
+        kind = "uneven" if run.failed_layer >= 0 else "raised"
+        first = Difference(kind, run.failed, run.failed_layer)
     if first is None:
-        return Fault(run.sample, run.situation, run.row, run.failed) if run.failed else None
-    layer, head, step, what = first
-    return Fault(run.sample, run.situation, run.row, what, layer, head, step, _floors_at(run.decoded, layer, step))
+        return None
+    floors = _floors_at(run.decoded, first.layer, first.step)
+    return Fault(run.sample, run.situation, run.row, floors=floors, **asdict(first))
 
 
-Difference = tuple[int, int, int, str]
-"""Layer, head, step, description."""
-
-
-def _entry_difference(entries: CacheEntries) -> Difference | None:
-    """Return the first difference, by layer and head, between a cache's entries and the full cache's."""
-    return min(_entry_differences(entries), key=lambda difference: difference[:2], default=None)
+def _order_in_run(difference: Difference) -> tuple[int, int, int, int]:
+    """Return the sort key of a run's differences: by step, layer, kind and head."""
+    return difference.step, difference.layer, list(KINDS).index(difference.kind), difference.head
 
 
 def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
     """Yield all differences between a cache's entries and the full cache's, kind by kind."""
     for layer in entries.repeated:
         times = _repetitions_text(entries)
-        yield layer, 0, 0, f"every entry is cached {times}, once per query head (repeat_kv before caching)"
-    yield from _counted_differences(entries.padded, "{} of padding attended to")
-    yield from _counted_differences(entries.strangers, "{} like none of the prompt's")
+        what = f"every entry is cached {times}, once per query head (repeat_kv before caching)"
+        yield Difference("repeated", what, layer, 0, 0)
+    yield from _counted_differences("padding", entries.padded, "{} of padding attended to")
+    yield from _counted_differences("foreign", entries.strangers, "{} like none of the prompt's")
     for layer, heads in enumerate(entries.altered):
-        for head, words in enumerate(heads):
-            if words:
-                yield layer, head, 0, words
-    yield from _counted_differences(entries.duplicates, "{} kept twice")
+        for head, changes in enumerate(heads):
+            for change in changes:
+                yield Difference(change.kind, change.what, layer, head, 0, change.entry)
+    yield from _counted_differences("duplicate", entries.duplicates, "{} kept twice", entries.duplicated)
+    hidden = "a mask hides {} that the cache holds"
+    yield from _counted_differences("hidden", entries.hidden, hidden, entries.first_hidden)
 
 
-def _counted_differences(counts: NDArray[np.int64], template: str) -> Iterator[Difference]:
-    """Yield a difference per positive count in `counts` (layer, kept set); its text is `template` with the count."""
+def _counted_differences(
+    kind: str, counts: NDArray[np.int64], template: str, first: NDArray[np.int64] | None = None
+) -> Iterator[Difference]:
+    """Yield a difference per positive count in `counts` (layer, kept set); its text is `template` with the count.
+
+    `first` are the positions of the first entries concerned.
+    """
     for layer, head in np.argwhere(counts > 0):
         count = int(counts[layer, head])
-        yield int(layer), int(head), 0, template.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+        what = template.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+        yield Difference(kind, what, int(layer), int(head), 0, -1 if first is None else int(first[layer, head]))
 
 
 def _repetitions_text(entries: CacheEntries) -> str:
@@ -104,25 +146,28 @@ def _decoding_difference(decoded: DecodeDistances) -> Difference | None:
     heads = np.argwhere(head_floors(decoded) > FLOORS)
     if len(heads):
         step, layer, head = map(int, heads[0])
-        return layer, head, step, _cause_text(decoded, step)
+        kind, what = _cause(decoded, step)
+        return Difference(kind, what, layer, head, step)
     hidden = np.argwhere(decoded.hidden / decoded.hidden_floor > FLOORS)
     if len(hidden):
         step, layer = map(int, hidden[0])
-        return layer, -1, step, "the residual stream differs from the reference's"
+        return Difference("decoding", "the residual stream differs from the reference's", layer, -1, step)
     logits = np.argwhere(logit_floors(decoded) > FLOORS)
-    return (-1, -1, int(logits[0, 0]), "the logits differ from the reference's") if len(logits) else None
+    if len(logits):
+        return Difference("decoding", "the logits differ from the reference's", step=int(logits[0, 0]))
+    return None
 
 
-def _cause_text(decoded: DecodeDistances, step: int) -> str:
-    """Return the cause of a decoding difference as text: positions, masks, or unknown."""
+def _cause(decoded: DecodeDistances, step: int) -> tuple[str, str]:
+    """Return the cause of a decoding difference as its kind and as text: positions, masks, or unknown."""
     lag = float(decoded.behind[step])
     if lag:
-        return _position_error_text(lag)
+        return "positions", _position_error_text(lag)
     if decoded.sees_later:
-        return "the mask of a block lets its tokens see those behind them"
+        return "mask", "the mask of a block lets its tokens see those behind them"
     if decoded.hides:
-        return "the mask of a block hides kept entries from some of its tokens"
-    return "decoding differs from the masked reference, its entries do not"
+        return "mask", "the mask of a block hides kept entries from some of its tokens"
+    return "decoding", "decoding differs from the masked reference, its entries do not"
 
 
 def _position_error_text(lag: float) -> str:
@@ -161,6 +206,6 @@ def _floors_at(decoded: DecodeDistances | None, layer: int, step: int) -> float:
     return float(logit_floors(decoded)[step] if layer < 0 else layer_floors(decoded)[step, layer])
 
 
-def fault_order(fault: Fault) -> tuple[int, int]:
-    """Return the sort key of faults: by situation, then by row."""
-    return list(SITUATIONS).index(fault.situation), fault.row
+def fault_order(fault: Fault) -> tuple[int, int, int]:
+    """Return the sort key of faults: the most telling kind first, then by situation and row."""
+    return list(KINDS).index(fault.kind), list(SITUATIONS).index(fault.situation), fault.row

@@ -11,7 +11,7 @@ import transformers
 
 import perturbkv
 from perturbkv import memory
-from perturbkv.audit_trace import SITUATIONS, AuditRun, AuditTrace, PlainUse
+from perturbkv.audit_trace import ALLOWED, SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.external_run import plain_use, run_eviction
@@ -33,6 +33,7 @@ class Settings:
         steps: number of forward passes after the eviction.
         situations: keys of `SITUATIONS`.
         losses: whether the loss is measured, and that of controls.
+        allow: kinds of changed entries, of `ALLOWED`, that are no fault.
 
     Raises ConfigError or UnknownNameError for invalid values.
     """
@@ -40,6 +41,7 @@ class Settings:
     steps: int = 4
     situations: tuple[str, ...] = tuple(SITUATIONS)
     losses: bool = True
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -51,6 +53,9 @@ class Settings:
         for name in self.situations:
             if name not in SITUATIONS:
                 raise UnknownNameError(name, "situation", SITUATIONS)
+        for name in self.allow:
+            if name not in ALLOWED:
+                raise UnknownNameError(name, "kind of change that can be allowed", ALLOWED)
 
 
 @torch.inference_mode()
@@ -83,6 +88,7 @@ def audit(
         len(adapter.layers),
         adapter.heads,
         adapter.kv_heads,
+        allowed=settings.allow,
     )
     try:
         runs = []
@@ -129,12 +135,14 @@ def _audit_prompt(
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
     tokens = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
-    full = reference.read(adapter, situations.situation("single", ids, tokens, 1))
-    floors, results = reference.entry_floors(adapter, ids, full), []
+    alone, results = None, []
     for name in settings.situations:
         situation = situations.situation(name, ids, tokens, settings.steps)
-        full_cache = full if situation.rows == 1 else None
-        results += run_eviction(adapter, eviction, situation, floors, full_cache).results(prompt.sample_id)
+        if situation.rows == 1:
+            alone = prompts = alone or reference.prompt_entries(adapter, situation)
+        else:
+            prompts = reference.prompt_entries(adapter, situation)
+        results += run_eviction(adapter, eviction, situation, prompts, bool(settings.allow)).results(prompt.sample_id)
     return results
 
 

@@ -46,12 +46,14 @@ class Eviction:
         kind: function, cache class or press.
         evict: reads prompts and returns a transformers cache.
         decode: its own decoding, where it has one.
+        masks: whether it masks entries instead of removing them.
     """
 
     name: str
     kind: str
     evict: Evict
     decode: Decode | None = None
+    masks: bool = False
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
         """Return the evicted cache of prompts. Raises UnreadableCacheError unless it is a transformers cache."""
@@ -67,19 +69,21 @@ def eviction(
 ) -> Eviction:
     """Return the eviction by a function or a cache class, `target`, called with the keyword arguments `options`.
 
-    `decode` is its decoding where the target has none of its own. Raises ConfigError for any other object, and for
+    `decode` is its decoding where the target has none of its own; an attribute `masks = True` says that it masks entries
+    which its cache holds. Raises ConfigError for any other object, and for
     options that the target does not take.
     """
     arguments, decode = dict(options or {}), getattr(target, "decode", None) or decode
+    masks = getattr(target, "masks", False) is True
     if inspect.isclass(target) and issubclass(target, Cache):
         _check_options(target, name, arguments)
         _check_constructible(target, name, arguments)
-        return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode)
+        return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode, masks)
     if inspect.isclass(target) or not callable(target):
         msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
         raise ConfigError(msg)
     _check_options(target, name, arguments, _TAKES)
-    return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode)
+    return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode, masks)
 
 
 def _cache_class_reader(build: Callable[[], Cache]) -> Evict:

@@ -22,15 +22,16 @@ from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.kept_entries import FLOORS, EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.reference import (
     Distance,
-    EntryFloors,
     Floors,
     ForwardPass,
+    PromptEntries,
     attends_to_later,
     compare,
     decode,
+    decode_from,
     floors,
     hides_entries,
-    read,
+    prompt_entries,
     record_pass,
 )
 from perturbkv.auditing.situations import Situation
@@ -50,43 +51,45 @@ class ExternalRun:
     Attributes:
         adapter: the model.
         situation: the situation, with positions counted as the eviction counts them.
-        full: the entries of the plain model.
+        prompts: the entries of the plain model.
         tracker: the kept entries of the cache.
-        entry_floors: noise floors of these entries.
         passes: the completed forward passes.
-        failed, refused: as in `AuditRun`.
+        own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
+        failed, failed_layer, refused: as in `AuditRun`.
     """
 
     adapter: Adapter
     situation: Situation
-    full: Layers
+    prompts: PromptEntries
     tracker: EntryTracker
-    entry_floors: EntryFloors
     passes: list[ForwardPass] = field(default_factory=list)
+    own_passes: list[ForwardPass] = field(default_factory=list)
     failed: str = ""
+    failed_layer: int = -1
     refused: str = ""
 
     def results(self, sample: str) -> list[AuditRun]:
         """Return the audited run of each row of the situation's batch; `sample` is the prompt's id."""
         masks = self.tracker.masks
-        noise = floors(self.adapter, self.full, self.situation) if masks else None
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
-        reference = list(decode(self.adapter, self.full, completed, masks)) if masks else []
+        reference = list(decode(self.adapter, self.prompts.full, completed, masks)) if masks else []
+        noise = floors(self.adapter, reference, self.prompts, completed, masks) if masks else None
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
         return [
             AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
-                entries=EntryComparison(self.tracker, row, self.entry_floors).entries() if noise else None,
+                entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
                 decoded=self._decode_distances(row, reference, noise) if noise else None,
-                failed=self.failed, refused=self.refused,
+                on_own_entries=self._decode_distances(row, self.own_passes, noise) if noise and self.own_passes else None,
+                failed=self.failed, failed_layer=self.failed_layer, refused=self.refused,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
 
     def _decode_distances(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
         """Return the distances between a row's forward passes and the masked reference's."""
-        layers, pairs = len(self.full), list(zip(self.passes, reference, strict=True))
+        layers, pairs = len(self.prompts.full), list(zip(self.passes, reference, strict=True))
         distances = [compare(record, masked, row, layers) for record, masked in pairs]
         agrees = [bool(record.logits[row, -1].argmax() == masked.logits[row, -1].argmax()) for record, masked in pairs]
         lags = [self._position_lag(record, masked, row) for record, masked in pairs]
@@ -107,7 +110,7 @@ class ExternalRun:
         keys, expected = first_of_groups(record.new_entries(0), expected.shape[1])[0][row], expected[row]
         length = torch.linalg.vector_norm(expected.float(), dim=-1)
         distance = torch.linalg.vector_norm(keys.float() - expected.float(), dim=-1) / length
-        if float(distance.amax()) <= FLOORS * float(self.entry_floors.key[0]):
+        if float(distance.amax()) <= FLOORS * float(self.prompts.floors.key[0]):
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
         shifts = kept_entries.excess_rotations(
@@ -117,21 +120,21 @@ class ExternalRun:
 
 
 def run_eviction(
-    adapter: Adapter, eviction: Eviction, situation: Situation, entry_floors: EntryFloors, full: Layers | None = None
+    adapter: Adapter, eviction: Eviction, situation: Situation, prompts: PromptEntries, own_entries: bool = False
 ) -> ExternalRun:
     """Return the measurements of an eviction in a situation, including any exception that it raises.
 
-    `full` are the entries of the plain model, where they are known. Raises UnreadableCacheError where the cache does
-    not show its entries.
+    `prompts` are the entries of the plain model; with `own_entries` the plain model decodes from the cache's own
+    entries, too. Raises UnreadableCacheError where the cache does not show its entries.
     """
-    full = read(adapter, situation) if full is None else full
-    external = ExternalRun(adapter, situation, full, EntryTracker(adapter, situation, full), entry_floors)
+    tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
+    external = ExternalRun(adapter, situation, prompts, tracker)
     with restore_model(adapter):
-        _read_and_decode(external, eviction)
+        _read_and_decode(external, eviction, own_entries)
     return external
 
 
-def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
+def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: bool) -> None:
     """Run the eviction's reading of the prompts and the decoding; record an exception of either in `external`."""
     situation = external.situation
     try:
@@ -145,7 +148,7 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction) -> None:
         external.failed = f"reading the prompt raises {_message(error)}"
         return
     _adopt_position_counting(external, cache)
-    _decode(external, eviction, cache)
+    _decode(external, eviction, cache, own_entries)
 
 
 def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
@@ -153,13 +156,13 @@ def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
 
     Plain calls of a model count them so.
     """
-    if not any(external.situation.padding) or not (distance := _key_distance(cache, external.full)):
+    if not any(external.situation.padding) or not (distance := _key_distance(cache, external.prompts.full)):
         return
     counted = replace(external.situation, counts_padding=True)
-    full = read(external.adapter, counted)
-    if _key_distance(cache, full) < distance:
-        external.situation, external.full = counted, full
-        external.tracker = EntryTracker(external.adapter, counted, full)
+    prompts = prompt_entries(external.adapter, counted)
+    if _key_distance(cache, prompts.full) < distance:
+        external.situation, external.prompts = counted, prompts
+        external.tracker = replace(external.tracker, situation=counted, full=prompts.full)
 
 
 def _key_distance(cache: Cache, full: Layers) -> float:
@@ -172,9 +175,10 @@ def _key_distance(cache: Cache, full: Layers) -> float:
     return float(torch.cat(kept.key_distance).sum())
 
 
-def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
+def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries: bool) -> None:
     """Run the situation's forward passes up to the first exception, which is recorded."""
     _check_keys(cache, external)
+    lengths = _layer_lengths(cache)
     for chunk, tokens in enumerate(external.situation.chunks):
         record, ids = ForwardPass(), external.situation.new_tokens(chunk)
         decoded = sum(map(len, external.situation.chunks[:chunk]))
@@ -184,16 +188,43 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache) -> None:
         except Exception as error:
             what = "a block of tokens" if len(tokens) > 1 else f"decoding token {decoded}"
             external.failed = f"{what} raises {_message(error)}"
+            _explain_failure(external, lengths)
             return
-        _add_pass(external, record, cache)
+        _add_pass(external, record, cache, chunk if own_entries else None)
 
 
-def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache) -> None:
-    """Add a forward pass to the run; its entries, as large as the cache, are matched at once and then freed."""
-    if not record.is_complete(len(external.full)):
+def _layer_lengths(cache: Cache) -> list[int]:
+    """Return the number of entries in each layer of a cache; empty where it does not show them."""
+    try:
+        return [keys.shape[2] for keys, _ in layer_tensors(cache)]
+    except UnreadableCacheError:
+        return []
+
+
+def _explain_failure(external: ExternalRun, lengths: Sequence[int]) -> None:
+    """Name the layer that holds every entry where others do not, before the exception that this causes."""
+    whole = [layer for layer, length in enumerate(lengths) if length == external.situation.entries]
+    if whole and len(whole) < len(lengths):
+        external.failed_layer = whole[0]
+        others = min(lengths)
+        external.failed = f"it was not evicted: it holds all {max(lengths)} entries, others {others}; {external.failed}"
+
+
+def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int | None) -> None:
+    """Add a forward pass to the run; its entries, as large as the cache, are matched at once and then freed.
+
+    With `own`, the index of the chunk, the plain model decodes from the same entries.
+    """
+    if not record.is_complete(len(external.prompts.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
         raise UnreadableCacheError(msg)
-    external.tracker.add_pass(record)
+    attended = external.tracker.add_pass(record)
+    layers = range(len(external.prompts.full))
+    entries = [record.previous_entries(layer) for layer in layers]
+    if own is not None and entries[0][0].shape[1] == external.prompts.full[0][0].shape[1]:
+        plain = decode_from(external.adapter, entries, external.situation, own, attended)
+        plain.forget_entries()
+        external.own_passes.append(plain)
     record.forget_entries()
     external.passes.append(record)
 
@@ -218,7 +249,7 @@ def _check_keys(cache: Cache, external: ExternalRun) -> None:
     shown = [keys for keys in layers if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel()]
     if not shown or len(shown) < len(layers):
         return
-    full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(external.full, shown, strict=False)]
+    full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(external.prompts.full, shown, strict=False)]
     for row in range(external.situation.rows):
         matching_rows(cache, full, row)
 

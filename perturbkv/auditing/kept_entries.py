@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import CacheEntries, Integers
+from perturbkv.audit_trace import FLOORS, CacheEntries, Change, Integers
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
@@ -36,6 +36,8 @@ class EntryTracker:
         attended: per row and layer (kept_head, entry) True where the attention sees that entry.
         cached: per layer the keys and values of the cache at the first pass.
         changed: per row, passes at which entries went or changed.
+        hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
+        masks_itself: whether the eviction says that it masks entries instead of removing them.
     """
 
     adapter: Adapter
@@ -46,11 +48,13 @@ class EntryTracker:
     attended: list[list[Tensor]] = field(default_factory=list)
     cached: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
+    hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    masks_itself: bool = False
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add_pass(self, record: ForwardPass) -> None:
-        """Match the entries attended to in a forward pass with the prompt's entries.
+    def add_pass(self, record: ForwardPass) -> list[Bool[Tensor, "row kept_head entry"]]:
+        """Match the entries attended to in a forward pass with the prompt's, and return which are attended to.
 
         Raises UnreadableCacheError where they cannot be matched.
         """
@@ -63,6 +67,10 @@ class EntryTracker:
             self._match(entries, attended)
         self._decoded.append([record.new_entries(layer) for layer in layers])
         self._last = [(record.key[layer], record.value[layer]) for layer in layers]
+        return [
+            torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen.all
+            for (keys, _), seen in zip(entries, attended, strict=True)
+        ]
 
     @property
     def _new_count(self) -> int:
@@ -76,17 +84,22 @@ class EntryTracker:
             for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
 
-    def _match(self, entries: Layers, attended: Sequence[Tensor | None]) -> None:
+    def _match(self, entries: Layers, attended: Sequence[Attended | None]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass."""
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableCacheError(msg)
         known = self._all_entries(entries)
-        rows = [recover(entries, known, row) for row in range(self.situation.rows)]
+        rows = [
+            recover(entries, known, row, padding, count_padding=True)
+            for row, padding in enumerate(self.situation.padding)
+        ]
         masks, by_layer = [], []
         for layer, (keys, _) in enumerate(entries):
             seen = attended[layer]
-            by_row = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen)
+            if seen is not None and not self.masks_itself:
+                self._record_hidden(layer, [layers[layer] for layers in rows], seen)
+            by_row = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen.all)
             masks.append(self._mask([layers[layer] for layers in rows], by_row, known[layer][0].shape[2]))
             by_layer.append(by_row)
         if self.first:
@@ -95,6 +108,17 @@ class EntryTracker:
             self.first, self.cached, self.changed = rows, entries, [[] for _ in rows]
             self.attended = [list(layers) for layers in zip(*by_layer, strict=True)]
         self.masks.append(masks)
+
+    def _record_hidden(self, layer: int, rows: Sequence[LayerKept], seen: Attended) -> None:
+        """Record the entries of the prompts that a layer's cache holds and its mask hides from all new tokens."""
+        for row, (kept, padding) in enumerate(zip(rows, self.situation.padding, strict=True)):
+            for head, positions in enumerate(kept.positions):
+                shown = seen.by_mask[row, head]
+                if bool(shown.all()):
+                    continue
+                hidden = set(positions[~shown].tolist()) - set(positions[seen.all[row, head]].tolist())
+                if hidden := {position - padding for position in hidden if position >= padding}:
+                    self.hidden.setdefault((row, layer, head), set()).update(hidden)
 
     def _all_entries(self, cached: Layers) -> list[tuple[Tensor, Tensor]]:
         """Return all entries of the prompts and the decoded tokens per layer, with as many heads as the cache."""
@@ -142,20 +166,34 @@ def _append_new(mask: Tensor, new: int) -> Tensor:
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
-def _attended_entries(record: ForwardPass, layer: int) -> Bool[Tensor, "row kept_head entry"] | None:
-    """Return a mask of the earlier entries attended to by any new token; None if all are attended to."""
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """The earlier entries of a layer that any new token attends to, as masks (row, kept_head, entry).
+
+    Attributes:
+        all: by everything that hides entries.
+        by_mask: by the attention mask alone.
+    """
+
+    all: Bool[Tensor, "row kept_head entry"]
+    by_mask: Bool[Tensor, "row kept_head entry"]
+
+
+def _attended_entries(record: ForwardPass, layer: int) -> Attended | None:
+    """Return the earlier entries attended to by any new token; None if all are attended to."""
     rows, heads, entries = record.key[layer].shape[:3]
     new, hidden = record.query[layer].shape[2], record.hidden_keys[layer]
     allowed = boolean_mask(record.mask[layer], entries, new)
     if allowed is None and hidden is None:
         return None
-    attended = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=record.key[layer].device)
+    by_mask = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=record.key[layer].device)
     if allowed is not None:
-        by_mask = allowed.any(dim=-2)[..., : entries - new]
-        attended &= by_mask[:, :: max(1, by_mask.shape[1] // heads)]
+        seen = allowed.any(dim=-2)[..., : entries - new]
+        by_mask = by_mask & seen[:, :: max(1, seen.shape[1] // heads)]
+    attended = by_mask.clone()
     if hidden is not None:
         attended[tuple(torch.as_tensor(index, device=attended.device) for index in hidden)] = False
-    return None if bool(attended.all()) else attended
+    return None if bool(attended.all()) else Attended(attended, by_mask)
 
 
 _MOST_TESTED = 32
@@ -163,6 +201,7 @@ _MOST_TESTED = 32
 _NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _BITS = (8, 4, 2)
+_COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def excess_rotations(
@@ -221,6 +260,27 @@ def describe_rotation(
     return "rotated, each by a number of positions of its own"
 
 
+def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:
+    """Return a description of the coarser type that the entries went through; empty if none explains the difference."""
+    for dtype in _COARSER:
+        if torch.finfo(dtype).eps > torch.finfo(entries.dtype).eps and _explains(full.to(dtype).float(), entries, full):
+            return f"rounded to {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
+def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"], floor: float) -> str:
+    """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
+
+    `floor` is the noise floor of an entry, relative to its length.
+    """
+    own, known = entries.double(), full.double()
+    factor = float((own * known).sum() / known.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    rest = torch.linalg.vector_norm(own - factor * known) / torch.linalg.vector_norm(own)
+    if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
+        return ""
+    return f"multiplied by {factor:.4g}"
+
+
 def describe_quantisation(
     entries: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
@@ -233,11 +293,16 @@ def describe_quantisation(
     """
     for bits in _BITS:
         for scale, quantised in _quantisations(full.float(), head.float(), bits):
-            distance = torch.linalg.vector_norm(entries.float() - quantised, dim=-1)
-            plain = torch.linalg.vector_norm(full.float() - quantised, dim=-1)
-            if bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95):
+            if _explains(quantised, entries, full):
                 return f"quantised to {bits} bits {scale}"
     return ""
+
+
+def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
+    """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is."""
+    distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
+    plain = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
+    return bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95)
 
 
 def _rounding(entries: Tensor) -> Tensor:
@@ -269,13 +334,18 @@ def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
     return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
 
 
-def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head entry d_head"]) -> int | None:
-    """Return the index of the full cache's head with entries bit-equal to `entries`; None if there is none."""
-    return next((head for head, known in enumerate(full) if torch.equal(known.to(entries.dtype), entries)), None)
+def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head position d_head"]) -> int | None:
+    """Return the index of the full cache's head that holds all `entries` to the bit; None if there is none."""
+    same = entries.to(full.dtype)
+    return next((head for head, known in enumerate(full) if _holds(known, same)), None)
 
 
-FLOORS = 4
-"""Distances up to this many noise floors are no difference (METHOD: Audit)."""
+def _holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
+    """Return whether every entry is bit-equal to one of those known."""
+    (kept,) = recover([(_single(entries), _single(entries))], [(_single(known), _single(known))])
+    return not bool(kept.key_distance[0].any())
+
+
 _KEYS = 0
 
 
@@ -298,6 +368,11 @@ class EntryComparison:
             padded=self._per_layer(lambda layer: self._per_head(layer, self._padding_count)),
             strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),
             duplicates=self._per_layer(lambda layer: self._per_head(layer, _duplicate_count)),
+            duplicated=self._per_layer(lambda layer: self._per_head(layer, self._first_duplicate)),
+            hidden=self._per_layer(lambda layer: [len(positions) for positions in self._hidden(layer)]),
+            first_hidden=self._per_layer(
+                lambda layer: [min(positions, default=-1) for positions in self._hidden(layer)]
+            ),
             unordered=self._per_layer(lambda layer: self.layers[layer].ascending) == 0,
             key_distance=self._per_layer(lambda layer: self._largest_distances(layer, self.layers[layer].key_distance)),
             value_distance=self._per_layer(
@@ -341,23 +416,57 @@ class EntryComparison:
             return False
         return all(torch.equal(own, positions[head - head % group]) for head, own in enumerate(positions))
 
-    def _describe_changes(self, layer: int) -> list[str]:
-        """Return a description per head of the changes to its keys and values; empty if intact."""
+    def _first_duplicate(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
+        """Return the first position in the prompt that several of a head's attended entries have; −1 without one."""
+        known, counts = positions[seen & (positions >= self.padding)].unique(return_counts=True)
+        twice = known[counts > 1]
+        return int(twice[0]) - self.padding if len(twice) else -1
+
+    def _hidden(self, layer: int) -> list[set[int]]:
+        """Return per head the positions of the prompt's entries that a mask hides."""
+        heads = range(len(self.layers[layer].positions))
+        return [self.tracker.hidden.get((self.row, layer, head), set()) for head in heads]
+
+    def _describe_changes(self, layer: int) -> list[tuple[Change, ...]]:
+        """Return per head the changes to its keys and values; none if they are intact."""
         entries = self.layers[layer]
         kinds = (
-            ("keys", self._largest_distances(layer, entries.key_distance), self.floors.key),
-            ("values", self._largest_distances(layer, entries.value_distance), self.floors.value),
+            (self._largest_distances(layer, entries.key_distance), self.floors.key),
+            (self._largest_distances(layer, entries.value_distance), self.floors.value),
         )
         changes = []
         for head in range(len(entries.positions)):
-            far = [kind for kind, (_, distance, floor) in enumerate(kinds) if distance[head] > FLOORS * floor[layer]]
-            if far and self._is_mismatched(layer, head):
-                changes.append("values of other entries than their keys")
-            else:
-                changes.append(
-                    ", ".join(f"{kinds[k][0]} {self._describe_change(layer, head, k) or 'changed'}" for k in far)
-                )
+            far = [kind for kind, (distance, floor) in enumerate(kinds) if not distance[head] <= FLOORS * floor[layer]]
+            changes.append(self._changes_of_head(layer, head, far) if far else ())
         return changes
+
+    def _changes_of_head(self, layer: int, head: int, far: Sequence[int]) -> tuple[Change, ...]:
+        """Return the changes to a head's keys (0) and values (1), given those that are not the full cache's."""
+        first = self._first_changed(layer, head, far)
+        if (row := self._row_of_entries(layer, head)) is not None:
+            return (Change("row", f"entries of row {row} of the batch", first),)
+        if self._is_mismatched(layer, head):
+            return (Change("mismatch", "values of other entries than their keys", first),)
+        return tuple(self._change(layer, head, kind) for kind in far)
+
+    def _first_changed(self, layer: int, head: int, kinds: Sequence[int]) -> int:
+        """Return the position in the prompt of the first entry whose key or value differs; −1 without a position."""
+        kept = self.layers[layer]
+        floors = (self.floors.key[layer], self.floors.value[layer])
+        distances = ((kept.key_distance, kept.value_distance)[kind][head] / floors[kind] for kind in kinds)
+        differs = torch.stack([~(distance <= FLOORS) for distance in distances]).any(dim=0)
+        positions = kept.positions[head][differs & self.attended[layer][head] & (kept.positions[head] >= self.padding)]
+        return int(positions.amin()) - self.padding if len(positions) else -1
+
+    def _row_of_entries(self, layer: int, head: int) -> int | None:
+        """Return the other row of the batch whose full cache holds all of a head's entries; None if there is none."""
+        seen = self.attended[layer][head]
+        keys, values = (kind[self.row, head, seen] for kind in self.tracker.cached[layer])
+        for row in range(self.tracker.situation.rows):
+            full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
+            if row != self.row and all(_holds(known, own) for known, own in zip(full, (keys, values), strict=True)):
+                return row
+        return None
 
     def _is_mismatched(self, layer: int, head: int) -> bool:
         """Return whether a head's keys and values are bit-equal to the full cache's, but of different entries."""
@@ -369,28 +478,43 @@ class EntryComparison:
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
-    def _full_entries(self, full: Tensor, layer: int, head: int) -> Tensor:
-        """Return the entries (entry, d_head) of the full cache for a head of the external cache."""
-        return full[self.row][head * full.shape[1] // len(self.layers[layer].positions)]
+    def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
+        """Return the entries (entry, d_head) of the full cache for a head of the external cache, by default in its row."""
+        own = full[self.row if row is None else row]
+        return own[head * full.shape[1] // len(self.layers[layer].positions)]
 
-    def _describe_change(self, layer: int, head: int, kind: int) -> str:
-        """Return a description of the change to a head's keys (`kind` 0) or values (1); empty if unknown."""
+    def _change(self, layer: int, head: int, kind: int) -> Change:
+        """Return the change to a head's keys (`kind` 0) or values (1)."""
+        name, first = ("keys", "values")[kind], self._first_changed(layer, head, (kind,))
         positions = self.layers[layer].positions[head]
         known = (positions >= 0) & self.attended[layer][head]
         entries, positions = self.tracker.cached[layer][kind][self.row, head][known], positions[known]
-        if not len(positions):
-            return ""
-        full = self.tracker.full[layer][kind]
-        own = self._full_entries(full, layer, head)
-        other = matching_head(entries, full[self.row][:, positions])
-        if other is not None:
-            return f"of head {other}"
+        full, floor = self.tracker.full[layer][kind], float((self.floors.key, self.floors.value)[kind][layer])
+        if not len(positions) or int(positions.amax()) >= full.shape[2]:
+            return Change("changed", f"{name} changed", first)
+        if not bool(entries.isfinite().all()):
+            return Change("changed", f"{name} not finite", first)
+        head_entries = self._full_entries(full, layer, head)
+        own = head_entries[positions]
+        frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
+        tests: list[tuple[str, Callable[[], str]]] = [
+            ("head", lambda: self._describe_head(entries, full[self.row])),
+            ("scale", lambda: describe_scale(entries, own, floor)),
+            ("rounded", lambda: describe_rounding(entries, own)),
+            ("quantised", lambda: describe_quantisation(entries, own, head_entries)),
+        ]
         if kind == _KEYS:
-            frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
-            shift = describe_rotation(entries, own[positions], positions - self.padding, frequencies, most)
-            if shift:
-                return shift
-        return describe_quantisation(entries, own[positions], own)
+            shift = lambda: describe_rotation(entries, own, positions - self.padding, frequencies, most)  # noqa: E731
+            tests.insert(1, ("rotation", shift))
+        return next(
+            (Change(kind_name, f"{name} {words}", first) for kind_name, test in tests if (words := test())),
+            Change("changed", f"{name} changed", first),
+        )
+
+    def _describe_head(self, entries: Tensor, full: Tensor) -> str:
+        """Return the other head whose entries a head holds, in words; empty if there is none."""
+        other = matching_head(entries, full)
+        return "" if other is None else f"of head {other}"
 
 
 def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:

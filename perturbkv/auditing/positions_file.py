@@ -220,9 +220,9 @@ def _entries(file: KeptFile, layers: int) -> CacheEntries:
     shape = (layers, len(file.kept[0]))
     counts, distances = np.zeros(shape, dtype=np.int64), np.zeros(shape)
     return CacheEntries(
-        kept=file.kept, padded=counts, strangers=counts, duplicates=counts, unordered=counts > 0,
-        key_distance=distances, value_distance=distances, key_floor=np.zeros(layers), value_floor=np.zeros(layers),
-        altered=tuple(("",) * shape[1] for _ in range(layers)),
+        kept=file.kept, padded=counts, strangers=counts, duplicates=counts, duplicated=counts - 1, hidden=counts,
+        first_hidden=counts - 1, unordered=counts > 0, key_distance=distances, value_distance=distances,
+        key_floor=np.zeros(layers), value_floor=np.zeros(layers), altered=tuple(((),) * shape[1] for _ in range(layers)),
     )  # fmt: skip
 
 
@@ -231,9 +231,10 @@ def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile
     tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
     decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
-    full = reference.read(adapter, single)
-    passes = list(reference.decode(adapter, full, single, _masks(file, single, full)))
-    floors = reference.floors(adapter, full, single)
+    prompts = reference.prompt_entries(adapter, single)
+    full, kept = prompts.full, _masks(file, single, prompts.full)
+    passes = list(reference.decode(adapter, full, single, kept))
+    floors = reference.floors(adapter, passes, prompts, single, kept)
     external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
     pairs = [(logits, masked.logits[0]) for logits, masked in zip(external, passes, strict=True)]
     return DecodeDistances(

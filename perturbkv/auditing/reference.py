@@ -1,7 +1,7 @@
 """The masked reference: the plain model decodes with a mask of exactly the kept entries.
 
-Forward passes are recorded at the attention, from whatever cache they decode; noise floors are the distances that
-rounding alone makes.
+Forward passes are recorded at the attention, from whatever cache they decode. Noise floors are the distances that
+rounding alone makes at the same kept sets: entries in the opposite order, gathered, of a prompt read in other ways.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,20 +94,44 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
         yield
 
 
-def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], reverse: bool = False) -> Attend:
+def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None) -> Attend:
     """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
 
-    `kept` are masks per layer. With `reverse` the entries come in the opposite order, which changes only the rounding.
+    `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
     """
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         query, key, value, _, *others = args
         mask = _attention_mask(kept[layer], query.shape[1], query.shape[2])
-        if reverse:
-            key, value, mask = key.flip(2), value.flip(2), mask.flip(-1)
+        if arrange is not None:
+            key, value, mask = arrange(key, value, mask)
         return stock(module, query, key, value, mask, *others, **kwargs)
 
     return attend
+
+
+Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
+
+
+def _reverse(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entries in the opposite order."""
+    return key.flip(2), value.flip(2), mask.flip(-1)
+
+
+def _gather(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return copies of the entries that any query of a key/value head attends to, without a mask where it says nothing.
+
+    Heads with fewer entries than others are padded with entries that the mask hides, as in a cache that is cut.
+    """
+    visible = mask.any(dim=2).unflatten(1, (key.shape[1], -1)).any(dim=2)
+    most = int(visible.sum(dim=-1).amax())
+    order = (~visible).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
+    entries = order.unsqueeze(-1).expand(*order.shape, key.shape[-1])
+    heads = order.repeat_interleave(mask.shape[1] // key.shape[1], dim=1)
+    gathered = mask.gather(-1, heads.unsqueeze(2).expand(*heads.shape[:2], mask.shape[2], most))
+    own_values = order.unsqueeze(-1).expand(*order.shape, value.shape[-1])
+    return key.gather(2, entries), value.gather(2, own_values), None if bool(gathered.all()) else gathered
 
 
 def _attention_mask(
@@ -206,14 +229,44 @@ def check(adapter: Adapter) -> None:
         raise ModelError(msg)
 
 
-def read(adapter: Adapter, situation: Situation) -> Layers:
-    """Return the keys and values of all layers after the plain model has read the prompts."""
-    cache = DynamicCache()
-    padding = {} if bool(situation.attention_mask.all()) else {
-        "attention_mask": situation.attention_mask, "position_ids": situation.prompt_positions()
-    }  # fmt: skip
-    adapter.model(input_ids=situation.ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+def read(
+    adapter: Adapter, situation: Situation, parts: Sequence[int] | None = None, kernel: str | None = None
+) -> Layers:
+    """Return the keys and values of all layers after the plain model has read the prompts.
+
+    `parts` are numbers of tokens that are read at once, by default all; `kernel` is the attention that reads them.
+    """
+    cache, positions, first = DynamicCache(), situation.prompt_positions(), 0
+    mask = None if bool(situation.attention_mask.all()) else situation.attention_mask
+    with _attention(adapter, kernel or adapter.config._attn_implementation):
+        for part in parts or (situation.entries,):
+            columns = slice(first, first + part)
+            padding = {} if mask is None else {
+                "attention_mask": mask[:, : first + part], "position_ids": positions[:, columns]
+            }  # fmt: skip
+            ids = situation.ids[:, columns]
+            adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            first += part
     return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@contextmanager
+def _attention(adapter: Adapter, kernel: str) -> Iterator[None]:
+    """Use the attention of transformers called `kernel` inside the block."""
+    before = adapter.config._attn_implementation
+    adapter.config._attn_implementation = kernel
+    try:
+        yield
+    finally:
+        adapter.config._attn_implementation = before
+
+
+def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
+    """Return part sizes 1, 2, 4, …, at most `most`, that add up to `tokens`."""
+    parts: list[int] = []
+    while (rest := tokens - sum(parts)) > 0:
+        parts.append(min(rest, most, 2 * parts[-1] if parts else 1))
+    return parts
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
@@ -227,34 +280,38 @@ def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tens
 
 
 def decode(
-    adapter: Adapter, full: Layers, situation: Situation, kept: Sequence[Sequence[Tensor]], reverse: bool = False
+    adapter: Adapter,
+    full: Layers,
+    situation: Situation,
+    kept: Sequence[Sequence[Tensor]],
+    arrange: Arrange | None = None,
 ) -> Iterator[ForwardPass]:
     """Yield the forward passes that decode from the full cache under masks of the kept entries.
 
-    `kept` has a mask (row, kept_head, entry) per pass and layer; `reverse` as in `masked_attention`.
+    `kept` has a mask (row, kept_head, entry) per pass and layer; `arrange` as in `masked_attention`.
     """
     cache = _fill_cache(full)
     for chunk in range(len(situation.chunks)):
-        yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], reverse))
+        yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], arrange))
 
 
-def _decode_unmasked(adapter: Adapter, full: Layers, situation: Situation) -> Iterator[ForwardPass]:
-    """Yield the forward passes that decode from the full cache with no mask but that of padding."""
-    cache, mask = _fill_cache(full), situation.attention_mask
-    for chunk, tokens in enumerate(situation.chunks):
-        mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
-        yield _forward(adapter, cache, situation, chunk, None, mask)
-
-
-def _forward(
-    adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend | None, mask: Tensor | None = None
+def decode_from(
+    adapter: Adapter, entries: Layers, situation: Situation, chunk: int, attended: Sequence[Tensor]
 ) -> ForwardPass:
+    """Return the forward pass of a chunk by the plain model from given entries, attended to where `attended` says so.
+
+    `attended` is a mask (row, kept_head, entry) per layer.
+    """
+    return _forward(adapter, _fill_cache(entries), situation, chunk, masked_attention(attended))
+
+
+def _forward(adapter: Adapter, cache: Cache, situation: Situation, chunk: int, attend: Attend) -> ForwardPass:
     """Run and record the forward pass of the situation's chunk `chunk`, whose tokens are added to the cache."""
     record = ForwardPass()
     with record_pass(adapter, record, attend):
         record.logits = adapter.model(
             input_ids=situation.new_tokens(chunk), position_ids=situation.positions(chunk), past_key_values=cache,
-            use_cache=True, attention_mask=mask,
+            use_cache=True,
         ).logits  # fmt: skip
     return record
 
@@ -267,31 +324,28 @@ def _fill_cache(full: Layers) -> DynamicCache:
     return cache
 
 
-def full_masks(situation: Situation, full: Layers) -> list[list[Bool[Tensor, "row kept_head entry"]]]:
-    """Return the masks, per forward pass and layer, that keep all entries except padding."""
-    masks, mask = [], situation.attention_mask.bool()
-    for tokens in situation.chunks:
-        masks.append([mask.unsqueeze(1).expand(-1, keys.shape[1], -1) for keys, _ in full])
-        mask = torch.cat([mask, mask.new_ones(situation.rows, len(tokens))], dim=-1)
-    return masks
+def floors(
+    adapter: Adapter,
+    reference: Sequence[ForwardPass],
+    prompts: PromptEntries,
+    situation: Situation,
+    kept: Sequence[Sequence[Tensor]],
+) -> Floors:
+    """Return the noise floors at the kept sets: distances of the masked reference from runs that only round otherwise.
 
-
-def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
-    """Return the noise floors: distances between full runs without masks, with masks, and with masks in reverse order.
-
-    They are the maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as
-    rounding accumulates.
+    Those have the entries in the opposite order, gathered, and of a prompt that was read in other ways. Floors are the
+    maxima over all heads, rows and passes; those of a layer are never below those of an earlier layer, as rounding
+    accumulates.
     """
-    masks, layers, least = full_masks(situation, full), len(full), torch.finfo(adapter.dtype).eps
-    runs = zip(
-        _decode_unmasked(adapter, full, situation),
-        decode(adapter, full, situation, masks),
-        decode(adapter, full, situation, masks, reverse=True),
-        strict=True,
+    others = (
+        decode(adapter, prompts.full, situation, kept, _reverse),
+        decode(adapter, prompts.full, situation, kept, _gather),
+        *(decode(adapter, other, situation, kept) for other in prompts.others),
     )
+    layers, least = len(prompts.full), torch.finfo(adapter.dtype).eps
     distances = [
-        compare(record, other, row, layers)
-        for passes in runs for record, other in pairwise(passes) for row in range(situation.rows)
+        compare(other, passed, row, layers)
+        for passes in others for other, passed in zip(passes, reference, strict=True) for row in range(situation.rows)
     ]  # fmt: skip
     head, hidden, logits = (
         torch.stack([getattr(distance, name).cpu() for distance in distances]).amax(dim=0).clamp(min=least)
@@ -300,15 +354,44 @@ def floors(adapter: Adapter, full: Layers, situation: Situation) -> Floors:
     return Floors(head.amax(dim=-1).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
 
 
-def entry_floors(adapter: Adapter, ids: Int[Tensor, " token"], full: Layers) -> EntryFloors:
-    """Return the noise floors of entries: distances of `full` from the entries of the prompt read in two parts."""
-    cache, middle, least = DynamicCache(), len(ids) // 2, torch.finfo(adapter.dtype).eps
-    for part in (ids[:middle], ids[middle:]):
-        adapter.model(input_ids=part.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    layers = list(zip(cache.layers, full, strict=True))
-    key = torch.stack([_entry_distance(layer.keys[0], keys[0]).cpu() for layer, (keys, _) in layers])
-    value = torch.stack([_entry_distance(layer.values[0], values[0]).cpu() for layer, (_, values) in layers])
-    return EntryFloors(key.clamp(min=least).cummax(dim=0).values, value.clamp(min=least).cummax(dim=0).values)
+@dataclass(frozen=True, eq=False)
+class PromptEntries:
+    """The plain model's entries of a situation's prompts, read in one way and in two that round otherwise.
+
+    Attributes:
+        full: read as a whole.
+        others: read in two halves, and in growing parts with attention `eager`.
+        floors: noise floors of entries, the largest distance between `full` and `others`; those of a layer are never
+            below those of an earlier layer.
+    """
+
+    full: Layers
+    others: tuple[Layers, ...]
+    floors: EntryFloors
+
+
+def prompt_entries(adapter: Adapter, situation: Situation) -> PromptEntries:
+    """Return the entries of a situation's prompts, with their noise floors."""
+    tokens, full = situation.entries, read(adapter, situation)
+    halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
+    others = (halves, read(adapter, situation, _doubling_parts(tokens), "eager"))
+    least = torch.finfo(adapter.dtype).eps
+    distances = torch.stack([_entry_distances(full, other, situation) for other in others]).amax(dim=0).clamp(min=least)
+    return PromptEntries(full, others, EntryFloors(*distances.cummax(dim=-1).values))
+
+
+def _entry_distances(full: Layers, other: Layers, situation: Situation) -> Float[Tensor, "kind layer"]:
+    """Return the largest distance of an entry's key and value from the full cache's, per layer."""
+    return torch.stack([
+        torch.stack([
+            torch.stack([
+                _entry_distance(changed[kind][row, :, padding:], layer[kind][row, :, padding:]).cpu()
+                for row, padding in enumerate(situation.padding)
+            ]).amax()
+            for layer, changed in zip(full, other, strict=True)
+        ])
+        for kind in range(2)
+    ])  # fmt: skip
 
 
 def _entry_distance(
@@ -334,7 +417,13 @@ def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) 
         distance = torch.linalg.vector_norm(record.head_output[layer][row].double() - outputs, dim=-1)
         heads.append((distance / torch.maximum(length, mean_length).clamp(min=_TINY)).amax(dim=0))
         hidden.append(_relative_distance(record.hidden[layer][row], reference.hidden[layer][row]))
-    return Distance(torch.stack(heads), torch.stack(hidden), logits_distance(record.logits[row], reference.logits[row]))
+    logits = logits_distance(record.logits[row], reference.logits[row])
+    return Distance(*(_nan_as_infinity(distance) for distance in (torch.stack(heads), torch.stack(hidden), logits)))
+
+
+def _nan_as_infinity(distance: Tensor) -> Tensor:
+    """Return distances with infinity for NaN: what is not a number is a difference."""
+    return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _relative_distance(vectors: Float[Tensor, "new column"], reference: Float[Tensor, "new column"]) -> Tensor:

@@ -168,7 +168,13 @@ class LayerKept:
 
 @torch.inference_mode()
 def recover(
-    external: Cache | Layers, full: Cache | Layers, row: int = 0, padding: int = 0, first: int = 0
+    external: Cache | Layers,
+    full: Cache | Layers,
+    row: int = 0,
+    padding: int = 0,
+    first: int = 0,
+    *,
+    count_padding: bool = False,
 ) -> list[LayerKept]:
     """Return, per layer, the prompt positions of an external cache's entries, found by comparison with the full cache.
 
@@ -176,15 +182,18 @@ def recover(
         external: transformers' `Cache`, or keys and values (batch, kv_head, entry, d_head) per layer.
         full: cache of the same prompt before eviction.
         row: row of the batch; a full cache of a single row is used for every row.
-        padding: entries of padding before the prompt in the full cache's row; positions are counted after them.
+        padding: entries of padding before the prompt in the full cache's row; an entry that equals one of them and one
+            of the prompt is the prompt's. Positions are counted after them, and an entry of padding has none.
         first: number of the first layer, where only some are given.
+        count_padding: whether positions are counted from the padding's first entry on instead.
 
     Raises UnreadableCacheError for a cache without keys, layers whose lengths contradict the cache's own report, more
     entries than the prompt has, and shapes other than the full cache's.
     """
     layers = []
     for external_layer, full_layer in matching_rows(external, full, row, first):
-        heads = [_match_head(*head, padding) for head in zip(*external_layer, *full_layer, strict=True)]
+        rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
+        heads = [_match_head(*head, padding, count_padding) for head in zip(*external_layer, *rolled, strict=True)]
         layers.append(LayerKept(*zip(*heads, strict=True)))
     return layers
 
@@ -195,8 +204,12 @@ def _match_head(
     full_key: Float[Tensor, "full_entry d_head"],
     full_value: Float[Tensor, "full_entry d_head"],
     padding: int,
+    count_padding: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match."""
+    """Return (entry,) the matching position of each entry of a head, and its key and value distances from the match.
+
+    The full entries are the prompt's, then those of its padding.
+    """
     indices = _equal_indices(key, value, full_key, full_value)
     distances = [torch.zeros(len(key), device=key.device) for _ in range(2)]
     unmatched = (indices == NOWHERE).nonzero().squeeze(-1)
@@ -209,7 +222,12 @@ def _match_head(
             distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
         strange = torch.minimum(distances[0][unmatched], distances[1][unmatched]) > STRANGE
         indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
-    return (indices - padding).clamp(min=NOWHERE), distances[0], distances[1]
+    prompt = len(full_key) - padding
+    if count_padding:
+        indices = torch.where(indices >= 0, (indices + padding) % len(full_key), NOWHERE)
+    else:
+        indices = torch.where(indices < prompt, indices, NOWHERE)
+    return indices, distances[0], distances[1]
 
 
 def _equal_indices(key: Tensor, value: Tensor, full_key: Tensor, full_value: Tensor) -> Int[Tensor, " entry"]:

@@ -1,0 +1,232 @@
+"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold OUTPUT.csv`, `make audit-threshold`.
+
+A clean situation is a right eviction, written here without the audit's code: another way to read the prompt, another
+policy, another order of what stays. Its largest distance from the reference, in noise floors, is a row of the table.
+
+The rule, written before any row was measured: *the threshold is the smallest whole number that is at least twice the
+largest distance of the 500 clean situations of the first half*. It is judged on 1,000 others: models with other seeds,
+two families and one real model that the first half does not have. A false alarm is a clean situation above it.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import perturbkv as pk
+from perturbkv.auditing import reference, situations
+from perturbkv.auditing.evictions import eviction
+from perturbkv.auditing.external_run import run_eviction
+from perturbkv.audit_trace import SITUATIONS, AuditRun
+from perturbkv.models.adapter import Adapter
+from tests.support.models import tiny_adapter
+
+CHOSEN, JUDGED = 500, 1000
+REAL = {"chosen": ("smollm2-135m-q4_1", 60), "judged": ("gemma-3-270m-q4_k_m", 120)}
+"""Half -> a real model and the number of its situations."""
+FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
+SEEDS = {"chosen": range(10), "judged": range(100, 120)}
+TEXT = Path("/usr/share/common-licenses/GPL-3")
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A clean situation.
+
+    Attributes:
+        half: chosen or judged.
+        model: family of random weights, or a real model's name.
+        seed: of weights and prompt.
+        dtype: of weights and cache.
+        tokens: length of the prompt.
+        situation: single, block, batch.
+        reader: how the prompt is read: whole, in chunks of 7 or 32 tokens, each row alone, with eager attention.
+        policy: which entries stay.
+        share: of the prompt that stays.
+        order: of the entries in the cache: prompt, reversed, score.
+    """
+
+    half: str
+    model: str
+    seed: int
+    dtype: str
+    tokens: int
+    situation: str
+    reader: str
+    policy: str
+    share: float
+    order: str
+
+
+READERS = ("whole", "chunks of 7", "chunks of 32", "rows alone", "eager")
+UNEVEN = "more in early layers"
+POLICIES = ("streaming", "small keys", "large values", "attention", "random", UNEVEN)
+ORDERS = ("prompt", "reversed", "score")
+
+
+def settings(half: str, count: int) -> Iterator[Setting]:
+    """Draw the clean situations of a half; the real model's come last."""
+    draw = random.Random(half)
+    real, of_real = REAL[half]
+    for index in range(count):
+        is_real, situation, policy = index >= count - of_real, draw.choice(tuple(SITUATIONS)), draw.choice(POLICIES)
+        yield Setting(
+            half=half,
+            model=real if is_real else draw.choice(FAMILIES[half]),
+            seed=draw.choice(SEEDS[half]),
+            dtype=draw.choice(("float32", "bfloat16") if is_real else ("float32", "bfloat16", "float16")),
+            tokens=draw.choice((80, 160, 300) if is_real else (30, 60, 120, 240, 480)),
+            situation=situation,
+            reader=draw.choice(READERS),
+            policy=policy if situation != "block" or policy != UNEVEN else "random",  # one mask fits all layers
+            share=draw.choice((0.1, 0.2, 0.4, 0.7)),
+            order=draw.choice(ORDERS),
+        )
+
+
+def read_prompts(setting: Setting, model: Any, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values (row, kv_head, token, d_head) per layer, the way the setting reads."""
+    if setting.reader == "rows alone" and len(input_ids) > 1:
+        rows = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            own = read_prompts(setting, model, ids[None, mask.bool()], mask[None, mask.bool()])
+            filler = len(ids) - int(mask.sum())
+            rows.append([[torch.nn.functional.pad(kind, (0, 0, filler, 0)) for kind in layer] for layer in own])
+        return [tuple(torch.cat(kind) for kind in zip(*layers, strict=True)) for layers in zip(*rows, strict=True)]
+    cache, positions = DynamicCache(), (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    size = int(setting.reader.split()[-1]) if setting.reader.startswith("chunks") else input_ids.shape[1]
+    if setting.reader == "eager":
+        model.config._attn_implementation = "eager"
+    for first in range(0, input_ids.shape[1], size):
+        part = slice(first, first + size)
+        mask = None if bool(attention_mask.all()) else attention_mask[:, : first + size]
+        model(input_ids=input_ids[:, part], attention_mask=mask, position_ids=positions[:, part], past_key_values=cache)
+    model.config._attn_implementation = "sdpa"
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def kept_indices(setting: Setting, keys: Tensor, values: Tensor, layer: int, draw: torch.Generator) -> Tensor:
+    """Return which entries (kv_head, kept) of one row's layer stay: the last 4, and the best of the others."""
+    heads, tokens = keys.shape[:2]
+    count = max(5, round(setting.share * tokens))
+    if setting.policy == UNEVEN:
+        count = max(5, count - 3 * layer)
+    if setting.policy == "streaming":
+        scores = torch.arange(tokens).expand(heads, -1).clone().float()
+        scores[:, :4] += tokens
+    elif setting.policy == "small keys":
+        scores = -keys.float().norm(dim=-1)
+    elif setting.policy == "large values":
+        scores = values.float().norm(dim=-1)
+    elif setting.policy == "attention":
+        scores = (keys.float() @ keys[:, -1:].float().mT).squeeze(-1)
+    else:
+        scores = torch.rand(heads, tokens, generator=draw)
+    scores[:, -4:] = torch.inf
+    best = scores.topk(min(count, tokens)).indices
+    if setting.order == "score":
+        return best
+    return best.sort(dim=-1, descending=setting.order == "reversed").values
+
+
+def clean_eviction(setting: Setting) -> Callable[[Any, Tensor, Tensor], DynamicCache]:
+    """Return the setting's eviction: it reads, chooses per row and head, and gathers."""
+
+    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+        cache, draw = DynamicCache(), torch.Generator().manual_seed(setting.seed)
+        least = int(attention_mask.sum(dim=-1).min())
+        for layer, (keys, values) in enumerate(read_prompts(setting, model, input_ids, attention_mask)):
+            rows = []
+            for own_keys, own_values, mask in zip(keys, values, attention_mask, strict=True):
+                padding = len(mask) - int(mask.sum())
+                extra = int(mask.sum()) - least  # so that every row keeps as many
+                own = (own_keys[:, padding + extra :], own_values[:, padding + extra :])
+                index = kept_indices(setting, *own, layer, draw).unsqueeze(-1)
+                rows.append([kind.gather(1, index.expand(-1, -1, kind.shape[-1])) for kind in own])
+            cache.update(*(torch.stack(kind) for kind in zip(*rows, strict=True)), layer)
+        return cache
+
+    return evict
+
+
+def worst(run: AuditRun) -> dict[str, float]:
+    """Return the largest distances of a run's entries and decoding in noise floors."""
+    assert run.entries is not None and run.decoded is not None, run.failed or run.refused
+    entries, decoded = run.entries, run.decoded
+    return {
+        "keys": float((entries.key_distance / entries.key_floor[:, None]).max()),
+        "values": float((entries.value_distance / entries.value_floor[:, None]).max()),
+        "heads": float((decoded.head / decoded.head_floor[:, None]).max()),
+        "hidden": float((decoded.hidden / decoded.hidden_floor).max()),
+        "logits": float((decoded.logits / decoded.logits_floor).max()),
+    }
+
+
+def models(setting: Setting, kept: dict[tuple[str, ...], Adapter]) -> Adapter:
+    """Return the setting's model; those that were made are `kept`."""
+    real = setting.model in (name for name, _ in REAL.values())
+    key = (setting.model, setting.dtype, "" if real else str(setting.seed))
+    if key not in kept:
+        if real:
+            kept.clear()
+            kept[key] = pk.load_model(setting.model, dtype=setting.dtype)
+        else:
+            dtype = getattr(torch, setting.dtype)
+            kept[key] = tiny_adapter(
+                setting.model, layers=4, d_head=16, positions=1024, seed=setting.seed, dtype=dtype
+            )
+    return kept[key]
+
+
+def prompt_ids(setting: Setting, adapter: Adapter) -> Tensor:
+    """Return the setting's prompt: a licence's text from a drawn place for a real model, else random tokens."""
+    draw = random.Random(setting.seed)
+    if adapter.tokenizer is not None and setting.model in (name for name, _ in REAL.values()):
+        text = TEXT.read_text()
+        ids = adapter.tokenizer(text[draw.randrange(20_000) :], add_special_tokens=True).input_ids[: setting.tokens]
+        return torch.tensor(ids)
+    return torch.tensor([draw.randrange(256) for _ in range(setting.tokens)])
+
+
+@torch.inference_mode()
+def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
+    """Return the largest distances of a clean situation, over the rows of its batch."""
+    ids = prompt_ids(setting, adapter)
+    tokens = reference.greedy(adapter, ids, situations.token_count(STEPS, ["block"]))
+    situation = situations.situation(setting.situation, ids, tokens, STEPS)
+    external = eviction(clean_eviction(setting), "clean")
+    runs = run_eviction(adapter, external, situation, reference.prompt_entries(adapter, situation)).results("p")
+    each = [worst(run) for run in runs]
+    return {name: max(row[name] for row in each) for name in each[0]}
+
+
+def main(path: Path, counts: dict[str, int]) -> None:
+    """Write a row per clean situation; rows that are there already are not measured again."""
+    columns = [field.name for field in fields(Setting)] + ["keys", "values", "heads", "hidden", "logits"]
+    done = sum(1 for _ in csv.DictReader(path.open())) if path.exists() else 0
+    made: dict[tuple[str, ...], Adapter] = {}
+    every = list(itertools.chain.from_iterable(settings(half, count) for half, count in counts.items()))
+    with path.open("a", newline="") as file:
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        if not done:
+            table.writeheader()
+        for setting in every[done:]:
+            distances = measure(setting, models(setting, made))
+            table.writerow({**asdict(setting), **{name: f"{value:.3g}" for name, value in distances.items()}})
+            file.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), {"chosen": CHOSEN, "judged": JUDGED})
