@@ -1,4 +1,4 @@
-"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold OUTPUT.csv`, `make audit-threshold`.
+"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold OUTPUT.csv`.
 
 A clean situation is a right eviction, written here without the audit's code: another way to read the prompt, another
 policy, another order of what stays. Its largest distance from the reference, in noise floors, is a row of the table.
@@ -31,9 +31,13 @@ from perturbkv.audit_trace import SITUATIONS, AuditRun
 from perturbkv.models.adapter import Adapter
 from tests.support.models import tiny_adapter
 
-CHOSEN, JUDGED = 500, 1000
-REAL = {"chosen": ("smollm2-135m-q4_1", 60), "judged": ("gemma-3-270m-q4_k_m", 120)}
-"""Half -> a real model and the number of its situations."""
+COUNTS = {"chosen": 500, "judged": 1000}
+REAL = {
+    "chosen": ("smollm2-135m-q4_1", 40, ("float32", "bfloat16")),
+    "judged": ("qwen2.5-coder-0.5b-q4_k_m", 30, ("float32",)),
+}
+"""Half -> a real model, the number of its situations, and its types."""
+REAL_MODELS = [name for name, *_ in REAL.values()]
 FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
 SEEDS = {"chosen": range(10), "judged": range(100, 120)}
 TEXT = Path("/usr/share/common-licenses/GPL-3")
@@ -78,15 +82,15 @@ ORDERS = ("prompt", "reversed", "score")
 def settings(half: str, count: int) -> Iterator[Setting]:
     """Draw the clean situations of a half; the real model's come last."""
     draw = random.Random(half)
-    real, of_real = REAL[half]
+    real, of_real, dtypes = REAL[half]
     for index in range(count):
         is_real, situation, policy = index >= count - of_real, draw.choice(tuple(SITUATIONS)), draw.choice(POLICIES)
         yield Setting(
             half=half,
             model=real if is_real else draw.choice(FAMILIES[half]),
             seed=draw.choice(SEEDS[half]),
-            dtype=draw.choice(("float32", "bfloat16") if is_real else ("float32", "bfloat16", "float16")),
-            tokens=draw.choice((80, 160, 300) if is_real else (30, 60, 120, 240, 480)),
+            dtype=draw.choice(dtypes if is_real else ("float32", "bfloat16", "float16")),
+            tokens=draw.choice((60, 120) if is_real else (30, 60, 120, 240, 480)),
             situation=situation,
             reader=draw.choice(READERS),
             policy=policy if situation != "block" or policy != UNEVEN else "random",  # one mask fits all layers
@@ -175,7 +179,7 @@ def worst(run: AuditRun) -> dict[str, float]:
 
 def models(setting: Setting, kept: dict[tuple[str, ...], Adapter]) -> Adapter:
     """Return the setting's model; those that were made are `kept`."""
-    real = setting.model in (name for name, _ in REAL.values())
+    real = setting.model in REAL_MODELS
     key = (setting.model, setting.dtype, "" if real else str(setting.seed))
     if key not in kept:
         if real:
@@ -192,7 +196,7 @@ def models(setting: Setting, kept: dict[tuple[str, ...], Adapter]) -> Adapter:
 def prompt_ids(setting: Setting, adapter: Adapter) -> Tensor:
     """Return the setting's prompt: a licence's text from a drawn place for a real model, else random tokens."""
     draw = random.Random(setting.seed)
-    if adapter.tokenizer is not None and setting.model in (name for name, _ in REAL.values()):
+    if adapter.tokenizer is not None and setting.model in REAL_MODELS:
         text = TEXT.read_text()
         ids = adapter.tokenizer(text[draw.randrange(20_000) :], add_special_tokens=True).input_ids[: setting.tokens]
         return torch.tensor(ids)
@@ -212,7 +216,7 @@ def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
 
 
 def main(path: Path, counts: dict[str, int]) -> None:
-    """Write a row per clean situation; rows that are there already are not measured again."""
+    """Write a row per clean situation of the halves that `counts` names; rows that are there are not measured again."""
     columns = [field.name for field in fields(Setting)] + ["keys", "values", "heads", "hidden", "logits"]
     done = sum(1 for _ in csv.DictReader(path.open())) if path.exists() else 0
     made: dict[tuple[str, ...], Adapter] = {}
@@ -229,4 +233,4 @@ def main(path: Path, counts: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), {"chosen": CHOSEN, "judged": JUDGED})
+    main(Path(sys.argv[1]), {half: COUNTS[half] for half in sys.argv[2:] or COUNTS})
