@@ -80,6 +80,7 @@ class CacheEntries:
         altered: per layer and kept set the changes to keys and to values; empty where they are intact.
         repeated: layers that hold every entry once per query head, though all heads of a group keep the same.
         changed: forward passes at which entries of the prompt were removed or changed.
+        evicted: entries of the prompt that are not attended to, summed over kept sets, the most of all forward passes.
     """
 
     kept: tuple[tuple[Integers, ...], ...]
@@ -97,6 +98,7 @@ class CacheEntries:
     altered: tuple[tuple[tuple[Change, ...], ...], ...]
     repeated: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    evicted: int = 0
 
     @property
     def heads(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isnan
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses.audit.audited_runs import AuditedRun, AuditLoss, CacheUse, audited_run
+from perturbkv.analyses.audit.audited_runs import AuditedEntries, AuditedRun, AuditLoss, CacheUse, audited_run
 from perturbkv.analyses.audit.faults import (
     Fault,
     fault_of_run,
@@ -28,8 +29,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
-EXACT, DIFFERS, UNREADABLE = "exact", "differs", "unreadable"
-EXIT_CODES = {EXACT: 0, DIFFERS: 1, UNREADABLE: 2}
+EXACT, DIFFERS, UNREADABLE, IDLE, UNCOMPARED = "exact", "differs", "unreadable", "did nothing", "not compared"
+EXIT_CODES = {EXACT: 0, DIFFERS: 1, IDLE: 1, UNREADABLE: 2, UNCOMPARED: 2}
 _KEPT = ("tokens", "cache_share", "per_set", "first", "last", "odd")
 _STEPS = ("step", "tokens", "worst_head", "worst_hidden", "logits", "same_token")
 _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
@@ -57,20 +58,28 @@ class Audit(Result):
 
     @derived()
     def verdict(self) -> str:
-        """`exact` (only lossy), `differs` (not what its kept sets imply), or `unreadable`."""
+        """`exact` (only lossy), `differs`, `did nothing`, `unreadable` or `not compared`."""
         if self.obstacle:
             return UNREADABLE
-        return DIFFERS if self.faults else EXACT
+        if self.faults:
+            return DIFFERS
+        if not any(run.entries.evicted for run in self.trace.runs if run.entries):
+            return IDLE
+        return EXACT if self.compared else UNCOMPARED
 
     @derived()
     def exit_code(self) -> int:
-        """Exit code of the process: 0 exact, 1 differs, 2 unreadable."""
+        """Exit code of the process: 0 exact; 1 differs, did nothing; 2 unreadable, not compared."""
         return EXIT_CODES[self.verdict]
 
     @derived(key="conclusion")
     def summary(self) -> str:
         """The verdict in one line."""
-        return f"{self.verdict}: {self.obstacle or self._fault_clause() or self._exact_clause()}"
+        clauses = {
+            UNREADABLE: lambda: self.obstacle, DIFFERS: self._fault_clause, EXACT: self._exact_clause,
+            IDLE: self._idle_clause, UNCOMPARED: self._uncompared_clause,
+        }  # fmt: skip
+        return f"{self.verdict}: {clauses[self.verdict]()}"
 
     @derived()
     def eviction(self) -> str:
@@ -221,6 +230,28 @@ class Audit(Result):
             for layer, floors in enumerate(layers)
         ]  # fmt: skip
 
+    def to_junit(self) -> str:
+        """Return the audit as a JUnit report, which CI systems show: a test case per prompt, situation and row."""
+        suite = ElementTree.Element("testsuite", name="perturbkv audit")
+        for run in self.runs:
+            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name=run.name)
+            if run.refused:
+                ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
+            elif run.fault is not None:
+                message = escape_line(run.difference)
+                ElementTree.SubElement(case, "failure", type=run.fault.kind, message=message).text = self.summary
+        if self.verdict not in (EXACT, DIFFERS):
+            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
+            tag = "failure" if self.exit_code == 1 else "error"
+            ElementTree.SubElement(case, tag, type=self.verdict, message=escape_line(self.summary))
+        counts = {tag: str(len(suite.findall(f"testcase/{tag}"))) for tag in ("failure", "error", "skipped")}
+        suite.attrib |= {
+            "tests": str(len(suite)), "failures": counts["failure"], "errors": counts["error"],
+            "skipped": counts["skipped"],
+        }  # fmt: skip
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
     def kept_share(self, most: int) -> NDArray[np.float64]:
         """Return the share of positions that are kept, (layer, bin), mean over kept sets and prompts.
 
@@ -241,37 +272,62 @@ class Audit(Result):
         return worst
 
     def _fault_clause(self) -> str:
-        """Return a clause on the first fault and the other situations with faults; empty without a fault."""
-        if not self.faults:
-            return ""
+        """Return a clause on the most telling fault and the other situations with faults."""
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         where = f"{first.location()}: " if first.location() else ""
         far = "" if isnan(first.floors) else f", {floors_text(first.floors)} noise floors"
         row = f", row {first.row}" if first.situation == "batch" else ""
         also = f"; also in {' and '.join(others)}" if others else ""
-        return f"{where}{first.what} ({first.situation}{row}{far}){also}"
+        return f"{where}{first.what} ({escape_line(first.sample)}, {first.situation}{row}{far}){also}"
 
     def _exact_clause(self) -> str:
         """Return a clause that the eviction is exact, with its largest distance from the reference."""
-        decoded = [run.decoded for run in self.trace.runs if run.decoded is not None]
-        if not decoded:
-            return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
-        most = floors_text(max(map(worst_floors, decoded)))
+        decoded = [run.on_own_entries or run.decoded for run in self.trace.runs if run.decoded is not None]
+        most = floors_text(max(worst_floors(one) for one in decoded if one is not None))
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{plural(len(decoded), 'run')}{self._evicted_ends_clauses()}"
+            f"{plural(len(decoded), 'run')}{self._allowed_clause()}{self._evicted_ends_clauses()}"
         )
 
+    def _idle_clause(self) -> str:
+        """Return a clause that nothing was evicted."""
+        runs = [run for run in self.trace.runs if run.entries]
+        tokens = max(run.tokens for run in runs)
+        return f"no entry was evicted in any head or step of {plural(len(runs), 'run')}, of at most {tokens:,} tokens"
+
+    def _uncompared_clause(self) -> str:
+        """Return a clause that nothing was decoded."""
+        return f"nothing was decoded, so only its kept sets are looked at{self._evicted_ends_clauses()}"
+
+    def _allowed_clause(self) -> str:
+        """Return a clause on allowed changes and the distance from the reference that they cause; empty for none."""
+        changed = [
+            (change, run) for run in self.trace.runs if run.entries
+            for layer in run.entries.altered for changes in layer for change in changes
+        ]  # fmt: skip
+        if not changed:
+            return ""
+        words = " and ".join(dict.fromkeys(change.what for change, _ in changed))
+        most = max(worst_floors(run.decoded) for _, run in changed if run.decoded is not None)
+        return f"; {words}, as allowed, which moves it by at most {floors_text(most)}"
+
     def _evicted_ends_clauses(self) -> str:
-        """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none."""
-        alone = {run.sample: run.entries for run in reversed(self.runs) if run.entries and run.row == 0}.values()
-        sets = sum(entries.sets for entries in alone)
-        words = {
-            "the first entry, a sink,": sum(entries.without_first for entries in alone),
-            "the most recent entry": sum(entries.without_last for entries in alone),
-        }
-        return "".join(f"; {what} goes in {count} of {sets} kept sets" for what, count in words.items() if count)
+        """Return clauses with the number of kept sets that lack the first or the most recent entry; empty for none.
+
+        They are of every prompt's first situation, and of other rows only where these lack more.
+        """
+        runs = {}
+        for run in reversed(self.runs):
+            if run.entries:
+                runs[run.sample, run.row] = run.entries
+        return "".join(
+            _missing_clause(words, {key: getattr(entries, name) for key, entries in runs.items()}, runs)
+            for words, name in (
+                ("the first entry, a sink,", "without_first"),
+                ("the most recent entry", "without_last"),
+            )
+        )
 
     def _kept_table(self) -> list[Part]:
         """Return a table of the entries that each run keeps, with a note; empty where no run has entries."""
@@ -307,6 +363,18 @@ def conclude(trace: AuditTrace) -> Audit:
     """Return the verdict on the measurements of an audit."""
     faults = [fault for run in trace.runs if (fault := fault_of_run(run, trace.allowed)) is not None]
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
+
+
+def _missing_clause(
+    what: str, missing: Mapping[tuple[str, int], int], entries: Mapping[tuple[str, int], AuditedEntries]
+) -> str:
+    """Return a clause on the kept sets that lack an entry, by prompt and row of a batch; empty where none does."""
+    for row in sorted({row for _, row in missing}):
+        keys = [key for key in missing if key[1] == row]
+        if count := sum(missing[key] for key in keys):
+            where = f" of row {row} of a batch" if row else ""
+            return f"; {what} goes in {count} of {sum(entries[key].sets for key in keys)} kept sets{where}"
+    return ""
 
 
 def _kept_shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:

@@ -14,15 +14,16 @@ from perturbkv.audit_trace import CHANGES, FLOORS, SITUATIONS, AuditRun, CacheEn
 
 _LARGE = 1e4
 KINDS: Mapping[str, str] = {
+    "uneven": "a layer was not evicted, and the others were",
+    "row": CHANGES["row"],
     "padding": "padding is attended to",
     "repeated": "every entry is cached once per query head",
     "foreign": "entries like none of the prompt's",
-    **{kind: meaning for kind, meaning in CHANGES.items() if kind != "changed"},
+    **{kind: meaning for kind, meaning in CHANGES.items() if kind not in ("row", "changed")},
     "duplicate": "an entry is cached several times",
     "hidden": "a mask hides entries that the cache holds",
     "positions": "new tokens stand at wrong positions",
     "mask": "the mask of a block does not fit",
-    "uneven": "a layer was not evicted, and the others were",
     "raised": "reading or decoding raises an error",
     "changed": CHANGES["changed"],
     "decoding": "decoding differs, for no reason that was looked for",

@@ -9,22 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.audit_trace import SITUATIONS
+from perturbkv.analyses.pairing import plural
+from perturbkv.audit_trace import ALLOWED, SITUATIONS
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
+from perturbkv.cli.run_time import duration
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
+    from perturbkv.auditing.audit import Settings
 
 _FILE, _STEM = "audit.json", "audit"
+_QUICK = ["block", "batch"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +37,26 @@ class AuditOptions(DataOptions):
     """The options of an audit."""
 
     samples: Annotated[
-        int | None, Option(metavar="N", help="Prompts", show_default="2; 1 for positions", rich_help_panel=DATA)
+        int | None,
+        Option(metavar="N", help="Prompts", show_default="2; of positions or --quick 1", rich_help_panel=DATA),
     ] = None
     budget: Annotated[
         str | None, Option("--budget", "-b", metavar="B", help="Of a kvpress press: entries per head, 128 or 0.05")
     ] = None
     situation: Annotated[
-        list[str] | None, Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all of them")
+        list[str] | None,
+        Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all; block and batch with --quick"),
     ] = None
     steps: Annotated[int, Option(metavar="N", help="Forward passes after the eviction")] = 4
-    loss: Annotated[bool, Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes")] = (
-        True
+    loss: Annotated[
+        bool | None,
+        Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes; no with --quick"),
+    ] = None
+    quick: Annotated[bool, Option("--quick", help="One prompt, two situations, no loss, for a CI")] = False
+    allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Accept changed entries: {', '.join(ALLOWED)}")] = (
+        None
     )
+    junit: Annotated[Path | None, Option(metavar="FILE", help="Write a JUnit report for a CI")] = None
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
     output: Annotated[
@@ -55,8 +68,17 @@ class AuditOptions(DataOptions):
 
     @property
     def situations(self) -> tuple[str, ...]:
-        """The situations to test, by default all. Raises ConfigError for a repeated situation."""
-        return tuple(check_distinct("--situation", self.situation or list(SITUATIONS)))
+        """The situations to test. Raises ConfigError for a repeated situation."""
+        default = _QUICK if self.quick else list(SITUATIONS)
+        return tuple(check_distinct("--situation", self.situation or default))
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the audit. Raises ConfigError or UnknownNameError for invalid ones."""
+        from perturbkv.auditing.audit import Settings
+
+        losses = not self.quick if self.loss is None else self.loss
+        return Settings(self.steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])))
 
 
 @with_options
@@ -72,39 +94,50 @@ def audit(
     Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
     eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
     (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1:
-    differs, the first difference named; 2: unreadable.
+    differs, the first difference named, or did nothing; 2: unreadable, or not compared.
     """
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     files += caption_files(folder, [_STEM]) if look.style != "screen" else []
+    if run.junit is not None:
+        files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
         result = _run_audit(eviction, run)
         _save_and_show(result, folder, run, look)
+        if run.junit is not None:
+            write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
     raise typer.Exit(result.exit_code)
+
+
+def _is_junit(path: Path) -> bool:
+    """Return whether a file is a JUnit report of an audit."""
+    return b'name="perturbkv audit"' in path.read_bytes()[:1000]
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     """Return the audit of an external eviction; options are checked before weights are loaded."""
     from perturbkv.analyses.audit.audit import conclude
-    from perturbkv.auditing.audit import Settings
     from perturbkv.auditing.audit import audit as measure
+    from perturbkv.auditing.audit import estimate_seconds
     from perturbkv.auditing.evictions import load
     from perturbkv.auditing.positions_file import KeptFile
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
     budget = None if run.budget is None else Budget.parse(run.budget)
-    settings, external = Settings(run.steps, run.situations, run.loss), load(eviction, budget)
+    settings, external = run.settings, load(eviction, budget)
     datasets.check_name(run.dataset)
     device = pick_device(run.device)
     files = open_model(run.model, run.seed, run.revision or "")
-    default = 1 if isinstance(external, KeptFile) else 2
+    default = 1 if run.quick or isinstance(external, KeptFile) else 2
     prompts = encode_prompts(
         replace(run, samples=run.samples or default), files.tokenizer, int(files.config.max_position_embeddings)
     )
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
+    seconds = estimate_seconds(adapter, prompts, external, settings)
+    console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:
         return conclude(measure(adapter, prompts, external, settings, source, progress=bar.advance))
 

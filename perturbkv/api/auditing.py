@@ -31,12 +31,14 @@ def audit(
     steps: int = 4,
     situations: Sequence[str] = tuple(SITUATIONS),
     losses: bool = True,
+    allow: Sequence[str] = (),
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:
-    """Test whether an external eviction is broken, or only lossy; `.verdict` is `exact`, `differs` or `unreadable`.
+    """Test whether an external eviction is broken, or only lossy; `.verdict` is `exact` where it is only lossy.
 
     The reference is the plain model with its full cache and a mask of exactly the entries that the eviction keeps.
+    Other verdicts are `differs` (with `.faults`), `did nothing`, `unreadable` and `not compared`.
 
     Args:
         model: from `load_model`.
@@ -48,6 +50,7 @@ def audit(
         steps: forward passes after the eviction.
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
+        allow: kinds of changed entries that are no fault: `rounded` (a coarser type), `quantised`.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -55,14 +58,20 @@ def audit(
 
     >>> import perturbkv as pk
     >>> from transformers import DynamicCache
+    >>> def recent(model, input_ids, attention_mask):
+    ...     cache = DynamicCache()
+    ...     model(input_ids=input_ids, past_key_values=cache)
+    ...     for layer in cache.layers:
+    ...         layer.keys, layer.values = layer.keys[:, :, -8:], layer.values[:, :, -8:]
+    ...     return cache
     >>> model = pk.load_model("random:smollm2-135m")
     >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
-    >>> pk.audit(model, prompt, DynamicCache, situations=["single"], losses=False, progress=False).verdict
+    >>> pk.audit(model, prompt, recent, situations=["single"], losses=False, progress=False).verdict
     'exact'
     """
     from perturbkv.analyses.audit.audit import conclude
 
-    settings = audits.Settings(steps, tuple(situations), losses)
+    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow))
     external = load_eviction(eviction, _as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)

@@ -20,8 +20,11 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
 
 POSITIONS = "positions file"
+_READINGS, _LOSS_READINGS = 5, 6
+"""Prefills of a prompt that its reading in several ways costs, decoding included, and those of its losses."""
 _DEFAULT = Resources()
 
 
@@ -99,6 +102,19 @@ def audit(
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
     return _with_losses(trace, adapter, used, resources) if settings.losses else trace
+
+
+def estimate_seconds(
+    adapter: Adapter, prompts: Sequence[Prompt], eviction: Eviction | KeptFile, settings: Settings
+) -> float:
+    """Return a rough estimate of an audit's duration, in seconds, from one prefill of the shortest prompt."""
+    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
+    seconds = full_prefill_seconds(adapter, shortest.token_ids) / len(shortest.token_ids)
+    rows = sum(2 if name == "batch" else 1 for name in settings.situations)
+    alone = any(name != "batch" for name in settings.situations)
+    prefills = _READINGS * (alone + rows) if not isinstance(eviction, KeptFile) else _READINGS
+    prefills += _LOSS_READINGS if settings.losses else 0
+    return seconds * prefills * sum(len(prompt.token_ids) for prompt in prompts)
 
 
 def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:

@@ -69,8 +69,8 @@ def eviction(
 ) -> Eviction:
     """Return the eviction by a function or a cache class, `target`, called with the keyword arguments `options`.
 
-    `decode` is its decoding where the target has none of its own; an attribute `masks = True` says that it masks entries
-    which its cache holds. Raises ConfigError for any other object, and for
+    `decode` is its decoding where the target has none of its own; with an attribute `masks = True` it
+    masks entries that its cache holds. Raises ConfigError for any other object, and for
     options that the target does not take.
     """
     arguments, decode = dict(options or {}), getattr(target, "decode", None) or decode

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache
 
 from perturbkv.audit_trace import AuditRun, DecodeDistances, PlainUse
-from perturbkv.auditing import kept_entries
+from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction
 from perturbkv.auditing.kept_entries import FLOORS, EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.reference import (
@@ -75,13 +75,14 @@ class ExternalRun:
         reference = list(decode(self.adapter, self.prompts.full, completed, masks)) if masks else []
         noise = floors(self.adapter, reference, self.prompts, completed, masks) if masks else None
         lengths = tuple(len(chunk) for chunk in self.situation.chunks)
+        own = self.own_passes if noise else []
         return [
             AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
                 entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
                 decoded=self._decode_distances(row, reference, noise) if noise else None,
-                on_own_entries=self._decode_distances(row, self.own_passes, noise) if noise and self.own_passes else None,
+                on_own_entries=self._decode_distances(row, own, noise) if own else None,
                 failed=self.failed, failed_layer=self.failed_layer, refused=self.refused,
             )
             for row, padding in enumerate(self.situation.padding)
@@ -113,9 +114,7 @@ class ExternalRun:
         if float(distance.amax()) <= FLOORS * float(self.prompts.floors.key[0]):
             return 0.0
         most = min(2 * self.situation.entries, _MOST_SHIFT)
-        shifts = kept_entries.excess_rotations(
-            keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most
-        )
+        shifts = changes.excess_rotations(keys.flatten(0, 1), expected.flatten(0, 1), self.adapter.frequencies, most)
         return float("nan") if shifts is None or not bool((shifts == shifts[0]).all()) else -float(shifts[0])
 
 

@@ -6,17 +6,18 @@ rotation, a quantisation, another head's entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.audit_trace import FLOORS, CacheEntries, Change, Integers
+from perturbkv.auditing import changes
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
@@ -139,6 +140,11 @@ class EntryTracker:
             masks.append(mask)
         return torch.stack(masks)
 
+    def evicted(self, row: int) -> int:
+        """Return the number of the prompt's entries that a row lacks, summed over kept sets, the most of all passes."""
+        tokens, padding = self.situation.entries, self.situation.padding[row]
+        return max(sum(int((~mask[row, :, padding:tokens]).sum()) for mask in masks) for masks in self.masks)
+
     def _record_changes(self, masks: Sequence[Tensor]) -> None:
         """Record the rows in which entries disappeared or reappeared."""
         for row, changed in enumerate(self.changed):
@@ -196,156 +202,6 @@ def _attended_entries(record: ForwardPass, layer: int) -> Attended | None:
     return None if bool(attended.all()) else Attended(attended, by_mask)
 
 
-_MOST_TESTED = 32
-"""Most entries of a head that are tested for a rotation."""
-_NEAR = 0.02
-"""Largest remaining distance, over the length of an entry, at which a rotation explains it."""
-_BITS = (8, 4, 2)
-_COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def excess_rotations(
-    keys: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
-    frequencies: Float[Tensor, " frequency"],
-    most: int,
-) -> Int[Tensor, " entry"] | None:
-    """Return the number of positions by which each key is rotated too far, between −most and most.
-
-    None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
-    with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
-    """
-    half = len(frequencies)
-    pairs, full_pairs = _complex_pairs(keys, half), _complex_pairs(full, half)
-    cross = pairs * full_pairs.conj()
-    shifts = torch.arange(-most, most + 1, device=keys.device)
-    angles = shifts.double().unsqueeze(-1) * frequencies.to(keys.device).double()
-    matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
-    best = matched.argmax(dim=0)
-    rotated = full_pairs * torch.polar(torch.ones_like(angles[best]), angles[best])
-    length = torch.linalg.vector_norm(full.double(), dim=-1)
-    rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
-    distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), rest)
-    return shifts[best] if bool((distance <= _NEAR * length).all()) else None
-
-
-def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
-    """Return the rotary components of keys as complex numbers (entry, frequency), from pairs `half` apart."""
-    components = keys.double()
-    return torch.complex(components[:, :half], components[:, half : 2 * half])
-
-
-def describe_rotation(
-    keys: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
-    positions: Int[Tensor, " entry"],
-    frequencies: Float[Tensor, " frequency"],
-    most: int,
-) -> str:
-    """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
-
-    `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
-    """
-    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
-    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
-    if shifts is None or not bool(shifts.any()):
-        return ""
-    own = positions[chosen]
-    if bool((shifts == own).all()):
-        return "rotated again, each by its own position"
-    if bool((shifts == shifts[0]).all()):
-        return f"rotated by {int(shifts[0])} more positions"
-    if bool((shifts == chosen - own).all()):
-        return "moved to their places inside the cache"
-    return "rotated, each by a number of positions of its own"
-
-
-def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:
-    """Return a description of the coarser type that the entries went through; empty if none explains the difference."""
-    for dtype in _COARSER:
-        if torch.finfo(dtype).eps > torch.finfo(entries.dtype).eps and _explains(full.to(dtype).float(), entries, full):
-            return f"rounded to {str(dtype).removeprefix('torch.')}"
-    return ""
-
-
-def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"], floor: float) -> str:
-    """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
-
-    `floor` is the noise floor of an entry, relative to its length.
-    """
-    own, known = entries.double(), full.double()
-    factor = float((own * known).sum() / known.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
-    rest = torch.linalg.vector_norm(own - factor * known) / torch.linalg.vector_norm(own)
-    if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
-        return ""
-    return f"multiplied by {factor:.4g}"
-
-
-def describe_quantisation(
-    entries: Float[Tensor, "entry d_head"],
-    full: Float[Tensor, "entry d_head"],
-    head: Float[Tensor, "position d_head"],
-) -> str:
-    """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
-
-    Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
-    the largest magnitude or from the range.
-    """
-    for bits in _BITS:
-        for scale, quantised in _quantisations(full.float(), head.float(), bits):
-            if _explains(quantised, entries, full):
-                return f"quantised to {bits} bits {scale}"
-    return ""
-
-
-def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
-    """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is."""
-    distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
-    plain = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
-    return bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95)
-
-
-def _rounding(entries: Tensor) -> Tensor:
-    """Return the distance of each entry explicable by rounding to its dtype."""
-    length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
-    return 2 * torch.finfo(entries.dtype).eps * length
-
-
-def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale)."""
-    for scale, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
-                          ("per head", full)):  # fmt: skip
-        low, high = _value_range(scaled, scale)
-        largest = torch.maximum(high, -low)
-        for step, zero in (
-            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
-            (largest / 2 ** (bits - 1), torch.zeros_like(low)),
-            ((high - low) / (2**bits - 1), low),
-        ):
-            safe = step.clamp(min=torch.finfo(torch.float32).tiny)
-            yield scale, ((full - zero) / safe).round() * safe + zero
-
-
-def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of the values over each group with a common scale."""
-    if scale == "per head":
-        return values.amin(), values.amax()
-    dim = -1 if scale == "per entry" else 0
-    return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
-
-
-def matching_head(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head position d_head"]) -> int | None:
-    """Return the index of the full cache's head that holds all `entries` to the bit; None if there is none."""
-    same = entries.to(full.dtype)
-    return next((head for head, known in enumerate(full) if _holds(known, same)), None)
-
-
-def _holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
-    """Return whether every entry is bit-equal to one of those known."""
-    (kept,) = recover([(_single(entries), _single(entries))], [(_single(known), _single(known))])
-    return not bool(kept.key_distance[0].any())
-
-
 _KEYS = 0
 
 
@@ -383,6 +239,7 @@ class EntryComparison:
             altered=tuple(tuple(self._describe_changes(layer)) for layer in layers),
             repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
             changed=tuple(self.tracker.changed[self.row]),
+            evicted=self.tracker.evicted(self.row),
         )
 
     def _per_layer(self, function: Callable[[int], Any]) -> NDArray[Any]:
@@ -434,11 +291,11 @@ class EntryComparison:
             (self._largest_distances(layer, entries.key_distance), self.floors.key),
             (self._largest_distances(layer, entries.value_distance), self.floors.value),
         )
-        changes = []
+        found: list[tuple[Change, ...]] = []
         for head in range(len(entries.positions)):
             far = [kind for kind, (distance, floor) in enumerate(kinds) if not distance[head] <= FLOORS * floor[layer]]
-            changes.append(self._changes_of_head(layer, head, far) if far else ())
-        return changes
+            found.append(self._changes_of_head(layer, head, far) if far else ())
+        return found
 
     def _changes_of_head(self, layer: int, head: int, far: Sequence[int]) -> tuple[Change, ...]:
         """Return the changes to a head's keys (0) and values (1), given those that are not the full cache's."""
@@ -464,7 +321,9 @@ class EntryComparison:
         keys, values = (kind[self.row, head, seen] for kind in self.tracker.cached[layer])
         for row in range(self.tracker.situation.rows):
             full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
-            if row != self.row and all(_holds(known, own) for known, own in zip(full, (keys, values), strict=True)):
+            if row != self.row and all(
+                changes.holds(known, own) for known, own in zip(full, (keys, values), strict=True)
+            ):
                 return row
         return None
 
@@ -473,15 +332,21 @@ class EntryComparison:
         seen = self.attended[layer][head]
         separate = []
         for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True):
-            own, known = _single(cached[self.row, head, seen]), _single(self._full_entries(full, layer, head))
+            own, known = (
+                changes.single_head(cached[self.row, head, seen]),
+                changes.single_head(self._full_entries(full, layer, head)),
+            )
             separate.append(recover([(own, own)], [(known, known)])[0])
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
 
     def _full_entries(self, full: Tensor, layer: int, head: int, row: int | None = None) -> Tensor:
-        """Return the entries (entry, d_head) of the full cache for a head of the external cache, by default in its row."""
-        own = full[self.row if row is None else row]
-        return own[head * full.shape[1] // len(self.layers[layer].positions)]
+        """Return the full cache's entries (entry, d_head) for a head of the external cache, by default in its row."""
+        return full[self.row if row is None else row][self._full_head(full, layer, head)]
+
+    def _full_head(self, full: Tensor, layer: int, head: int) -> int:
+        """Return the head of the full cache that a head of the external cache belongs to."""
+        return head * full.shape[1] // len(self.layers[layer].positions)
 
     def _change(self, layer: int, head: int, kind: int) -> Change:
         """Return the change to a head's keys (`kind` 0) or values (1)."""
@@ -498,23 +363,18 @@ class EntryComparison:
         own = head_entries[positions]
         frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
         tests: list[tuple[str, Callable[[], str]]] = [
-            ("head", lambda: self._describe_head(entries, full[self.row])),
-            ("scale", lambda: describe_scale(entries, own, floor)),
-            ("rounded", lambda: describe_rounding(entries, own)),
-            ("quantised", lambda: describe_quantisation(entries, own, head_entries)),
+            ("head", lambda: changes.describe_head(entries, full[self.row], self._full_head(full, layer, head))),
+            ("scale", lambda: changes.describe_scale(entries, own, floor)),
+            ("rounded", lambda: changes.describe_rounding(entries, own)),
+            ("quantised", lambda: changes.describe_quantisation(entries, own, head_entries)),
         ]
         if kind == _KEYS:
-            shift = lambda: describe_rotation(entries, own, positions - self.padding, frequencies, most)  # noqa: E731
+            shift = lambda: changes.describe_rotation(entries, own, positions - self.padding, frequencies, most)  # noqa: E731
             tests.insert(1, ("rotation", shift))
         return next(
             (Change(kind_name, f"{name} {words}", first) for kind_name, test in tests if (words := test())),
             Change("changed", f"{name} changed", first),
         )
-
-    def _describe_head(self, entries: Tensor, full: Tensor) -> str:
-        """Return the other head whose entries a head holds, in words; empty if there is none."""
-        other = matching_head(entries, full)
-        return "" if other is None else f"of head {other}"
 
 
 def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
@@ -526,8 +386,3 @@ def _duplicate_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entr
     """Return the number of a head's attended entries that duplicate another attended entry."""
     known = positions[seen & (positions != NOWHERE)]
     return len(known) - len(set(known.tolist()))
-
-
-def _single(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
-    """Return a head's entries as a batch with a single row and head."""
-    return entries[None, None]

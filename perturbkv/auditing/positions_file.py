@@ -211,18 +211,26 @@ def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sam
     steps = 0 if file.logits is None else len(file.logits)
     decoded = _compare_logits(adapter, ids, file, steps) if steps else None
     return AuditRun(
-        sample, "single", 0, len(ids), 0, (1,) * steps, entries=_entries(file, len(adapter.layers)), decoded=decoded
+        sample,
+        "single",
+        0,
+        len(ids),
+        0,
+        (1,) * steps,
+        entries=_entries(file, len(adapter.layers), len(ids)),
+        decoded=decoded,
     )
 
 
-def _entries(file: KeptFile, layers: int) -> CacheEntries:
+def _entries(file: KeptFile, layers: int, tokens: int) -> CacheEntries:
     """Return the kept sets of a file as cache entries with keys and values assumed unchanged."""
     shape = (layers, len(file.kept[0]))
-    counts, distances = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+    counts, distances, floors = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(layers)
     return CacheEntries(
         kept=file.kept, padded=counts, strangers=counts, duplicates=counts, duplicated=counts - 1, hidden=counts,
         first_hidden=counts - 1, unordered=counts > 0, key_distance=distances, value_distance=distances,
-        key_floor=np.zeros(layers), value_floor=np.zeros(layers), altered=tuple(((),) * shape[1] for _ in range(layers)),
+        key_floor=floors, value_floor=floors, altered=tuple(((),) * shape[1] for _ in range(layers)),
+        evicted=sum(tokens - len(kept) for sets in file.kept for kept in sets),
     )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def _match_head(
         nearest = _nearest(scaled, full_scaled, free)
         for distance, vectors, full_vectors in zip(distances, scaled, full_scaled, strict=True):
             distance[unmatched] = torch.linalg.vector_norm(vectors - full_vectors[nearest], dim=-1)
-        strange = torch.minimum(distances[0][unmatched], distances[1][unmatched]) > STRANGE
+        strange = torch.fmin(distances[0][unmatched], distances[1][unmatched]) > STRANGE
         indices[unmatched] = nearest.masked_fill(strange, NOWHERE)
     prompt = len(full_key) - padding
     if count_padding:
@@ -283,7 +283,7 @@ def _nearest(
     nearest = []
     for keys, values in zip(*(torch.split(kind, size) for kind in scaled), strict=True):
         distances = torch.cdist(keys, full_scaled[0]), torch.cdist(values, full_scaled[1])
-        cost = torch.minimum(*distances) + _OTHER * torch.maximum(*distances)
+        cost = torch.fmin(*distances) + _OTHER * torch.fmax(*distances)  # what is not a number is left out
         best, index = cost.min(dim=-1)
         ties = cost <= (best + _TIE).unsqueeze(-1)
         nearest.append(_resolve_ties(index, ties, free))

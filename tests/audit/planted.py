@@ -323,3 +323,164 @@ def breaks_in_a_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> 
         msg = "shapes do not fit"
         raise ValueError(msg)
     return right(model, input_ids, attention_mask)
+
+
+def other_row(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Rows of a batch are exchanged in one layer."""
+    cache = right(model, input_ids, attention_mask)
+    cache.layers[1].keys, cache.layers[1].values = (
+        one.flip(0) for one in (cache.layers[1].keys, cache.layers[1].values)
+    )
+    return cache
+
+
+def exchanged_heads(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Values of heads 0 and 1 of layer 2 are exchanged after they were gathered, each at its own positions."""
+    cache = right(model, input_ids, attention_mask)
+    cache.layers[2].values = cache.layers[2].values.flip(1)
+    return cache
+
+
+def rounded(model: Any, input_ids: Tensor, attention_mask: Tensor, dtype: torch.dtype = torch.bfloat16) -> Cache:
+    """The cache went through a coarser type."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys, layer.values = (one.to(dtype).to(one.dtype) for one in (layer.keys, layer.values))
+    return cache
+
+
+def scaled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys of head 1 of layer 1 are multiplied by 1.25."""
+    cache = right(model, input_ids, attention_mask)
+    cache.layers[1].keys = cache.layers[1].keys.clone()
+    cache.layers[1].keys[:, 1] *= 1.25
+    return cache
+
+
+def scaled_values(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Values of head 0 of layer 2 are negated."""
+    cache = right(model, input_ids, attention_mask)
+    cache.layers[2].values = cache.layers[2].values.clone()
+    cache.layers[2].values[:, 0] *= -1
+    return cache
+
+
+def forgotten_layer(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Layer 2 was not evicted."""
+    cache = full(model, input_ids, attention_mask)
+    keys, values = cache.layers[2].keys, cache.layers[2].values
+    gathered(cache, attention_mask)
+    cache.layers[2].keys, cache.layers[2].values = keys, values
+    return cache
+
+
+def one_changed(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The value of the third entry of head 1 of layer 1 is another one's mean with its own."""
+    cache = right(model, input_ids, attention_mask)
+    values = cache.layers[1].values.clone()
+    values[:, 1, 2] = (values[:, 1, 2] + values[:, 1, 7]) / 2
+    cache.layers[1].values = values
+    return cache
+
+
+def not_finite(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """A value of layer 1 is NaN."""
+    cache = right(model, input_ids, attention_mask)
+    values = cache.layers[1].values.clone()
+    values[:, 0, 3] = torch.nan
+    cache.layers[1].values = values
+    return cache
+
+
+def foreign_entry(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """An entry of layer 0 is random."""
+    cache, draw = right(model, input_ids, attention_mask), torch.Generator().manual_seed(0)
+    layer = cache.layers[0]
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    for one in (layer.keys, layer.values):
+        one[:, 0, 6] = 3 * torch.randn(one.shape[-1], generator=draw).to(one.dtype)
+    return cache
+
+
+def late(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Its own decoding puts new tokens two positions too late."""
+    cache = right(model, input_ids, attention_mask)
+    cache.tokens = attention_mask.sum(dim=-1) + 3  # type: ignore[attr-defined]
+    return cache
+
+
+late.decode = _decode_early  # type: ignore[attr-defined]
+
+
+def at_cache_length(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """New tokens stand at the cache's length, and keys at their own positions."""
+    cache = right(model, input_ids, attention_mask)
+    cache.tokens = torch.full_like(attention_mask[:, 0], KEPT + 1)  # type: ignore[attr-defined]
+    return cache
+
+
+at_cache_length.decode = _decode_early  # type: ignore[attr-defined]
+
+
+def wrong_mask(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Its own decoding masks as many entries as the padding had, which is gone."""
+    cache = right(model, input_ids, attention_mask)
+    cache.mask = attention_mask  # type: ignore[attr-defined]
+    return cache
+
+
+def _decode_with_a_mask(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    new, tokens = torch.arange(token.shape[1]), cache.mask.sum(dim=-1, keepdim=True)
+    mask = torch.ones(len(token), KEPT + step + token.shape[1], dtype=cache.mask.dtype)
+    mask[:, : cache.mask.shape[1]] = cache.mask[:, : mask.shape[1]]
+    return model(input_ids=token, attention_mask=mask, position_ids=tokens + step + new, past_key_values=cache).logits
+
+
+wrong_mask.decode = _decode_with_a_mask  # type: ignore[attr-defined]
+
+
+def masked_sink(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Its own decoding hides the first entry of the cache."""
+    cache = right(model, input_ids, attention_mask)
+    cache.mask = torch.ones_like(attention_mask)  # type: ignore[attr-defined]
+    cache.mask[:, 0] = 0  # type: ignore[attr-defined]
+    cache.tokens = attention_mask.sum(dim=-1)  # type: ignore[attr-defined]
+    return cache
+
+
+def _decode_without_the_first(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    mask = torch.ones(len(token), KEPT + step + token.shape[1], dtype=torch.int64)
+    mask[:, 0] = 0
+    places = cache.tokens.unsqueeze(-1) + step + torch.arange(token.shape[1])
+    return model(input_ids=token, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+
+
+masked_sink.decode = _decode_without_the_first  # type: ignore[attr-defined]
+
+
+def masks_on_purpose(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The same, which says that it masks."""
+    return masked_sink(model, input_ids, attention_mask)
+
+
+masks_on_purpose.decode = _decode_without_the_first  # type: ignore[attr-defined]
+masks_on_purpose.masks = True  # type: ignore[attr-defined]
+
+
+def quantised_values(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Values went through 4 bits, one scale per entry."""
+    cache = right(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        step = layer.values.abs().amax(dim=-1, keepdim=True) / 7
+        layer.values = (layer.values / step).round() * step
+    return cache
+
+
+def shifted(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys of layer 1 are rotated by three positions more."""
+    cache = right(model, input_ids, attention_mask)
+    layer = cache.layers[1]
+    cosine, sine = model.model.rotary_emb(layer.values, torch.full((1, KEPT), 3))
+    first, second = layer.keys.chunk(2, dim=-1)
+    layer.keys = layer.keys * cosine.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sine.unsqueeze(1)
+    return cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv.auditing import kept_entries
+from perturbkv.auditing import changes
 from tests.support.models import tiny_model
 
 FREQUENCIES = 1e4 ** (-torch.arange(0, 16, 2) / 16)
@@ -41,9 +41,9 @@ def turned(keys: Tensor, by: Tensor) -> Tensor:
 )
 def test_a_rotation_is_named_by_what_it_turns_by(by: Tensor, words: str) -> None:
     keys = entries()
-    assert kept_entries.describe_rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
+    assert changes.describe_rotation(turned(keys, by), keys, PLACES, FREQUENCIES, 100) == words
     few_digits = turned(keys, by).bfloat16()
-    assert kept_entries.describe_rotation(few_digits, keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
+    assert changes.describe_rotation(few_digits, keys.bfloat16(), PLACES, FREQUENCIES, 100) == words
 
 
 def test_the_hand_made_rotation_is_the_models() -> None:
@@ -59,9 +59,9 @@ def test_noise_is_no_rotation_and_no_quantisation() -> None:
     keys, whole = entries(), entries(1, 60)
     for size in (1e-3, 1e-2, 0.3):
         noisy = keys + size * entries(2)
-        assert kept_entries.describe_quantisation(noisy, keys, whole) == ""
+        assert changes.describe_quantisation(noisy, keys, whole) == ""
         if size > 0.1:
-            assert kept_entries.describe_rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
+            assert changes.describe_rotation(noisy, keys, PLACES, FREQUENCIES, 100) == ""
 
 
 def symmetric(values: Tensor, bits: int, dim: int | None) -> Tensor:
@@ -86,10 +86,27 @@ def test_a_quantisation_is_named_by_bits_and_scale(bits: int) -> None:
     }
     for words, kinds in made.items():
         for kind in kinds:
-            assert kept_entries.describe_quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
+            assert changes.describe_quantisation(kind[:6], whole[:6], whole) == f"quantised to {bits} bits {words}"
 
 
 def test_another_heads_entries_are_found_to_the_bit() -> None:
     heads = torch.stack([entries(seed) for seed in range(3)])
-    assert kept_entries.matching_head(heads[2].clone(), heads) == 2
-    assert kept_entries.matching_head(heads[2] + 1e-6, heads) is None
+    assert changes.describe_head(heads[2].clone(), heads, 0) == "of head 2"
+    assert changes.describe_head(heads[2].flip(0)[:3], heads, 0) == "of head 2"
+    assert changes.describe_head(heads[2] + 1e-6, heads, 0) == ""
+    assert changes.describe_head(heads[2], heads, 2) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_round_trip_through_a_coarser_type_is_named(dtype: torch.dtype) -> None:
+    rounded = entries().to(dtype).float()
+    assert changes.describe_rounding(rounded, entries()) == f"rounded to {str(dtype).removeprefix('torch.')}"
+    assert changes.describe_rounding(entries(), entries().to(dtype).float()) == ""
+    assert changes.describe_rounding(entries() + 1e-3 * entries(1), entries()) == ""
+
+
+def test_a_scale_is_named_with_its_factor() -> None:
+    assert changes.describe_scale(1.5 * entries(), entries(), 1e-6) == "multiplied by 1.5"
+    assert changes.describe_scale(-entries(), entries(), 1e-6) == "multiplied by -1"
+    for other in (entries(), (1 + 1e-6) * entries(), entries() * (1 + 0.1 * entries(1).sign()), entries(1)):
+        assert changes.describe_scale(other, entries(), 1e-6) == ""

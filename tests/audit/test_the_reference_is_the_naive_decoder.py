@@ -49,14 +49,48 @@ def test_floors_are_rounding_of_the_type_and_never_0(dtype: torch.dtype) -> None
     adapter = tiny_adapter(layers=3, dtype=dtype)
     ids = torch.tensor(token_ids(60))
     situation = situations.situation("single", ids, torch.tensor([7, 9]), 2)
+    kept = torch.cat([kept_sets(3, 2), torch.ones(3, 2, 60 - TOKENS, dtype=torch.bool)], dim=-1)
+    grown = torch.cat([kept, torch.ones(3, 2, 1, dtype=torch.bool)], dim=-1)
+    masks = [[mask.unsqueeze(0) for mask in one] for one in (kept, grown)]
     with torch.inference_mode():
-        full = reference.read(adapter, situation)
-        found, entries = reference.floors(adapter, full, situation), reference.entry_floors(adapter, ids, full)
+        prompts = reference.prompt_entries(adapter, situation)
+        passes = list(reference.decode(adapter, prompts.full, situation, masks))
+        found = reference.floors(adapter, passes, prompts, situation, masks)
     least = torch.finfo(dtype).eps
-    for floors in (found.head, found.hidden, found.logits, entries.key, entries.value):
+    for floors in (found.head, found.hidden, found.logits, prompts.floors.key, prompts.floors.value):
         assert (floors >= least).all()
         assert (floors < 40 * least).all()
     assert (found.head.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("arrange", [reference._reverse, reference._gather])
+def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: reference.Arrange) -> None:
+    adapter = exact_adapter("llama", 4, 2, layers=3)
+    situation = situations.situation("single", torch.tensor(token_ids(TOKENS)), torch.tensor([7]), 1)
+    masks = [[mask.unsqueeze(0) for mask in kept_sets(3, 2)]]
+    with torch.inference_mode():
+        full = reference.read(adapter, situation)
+        plain, arranged = (
+            next(reference.decode(adapter, full, situation, masks, order)).logits for order in (None, arrange)
+        )
+    np.testing.assert_allclose(arranged, plain, atol=1e-12)
+    assert not torch.equal(arranged, plain)
+
+
+def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -> None:
+    adapter = exact_adapter("llama", 4, 2, layers=3)
+    batch = situations.situation("batch", torch.tensor(token_ids(40)), torch.tensor([1]), 1)
+    assert reference._doubling_parts(40) == [1, 2, 4, 8, 16, 9]
+    assert sum(reference._doubling_parts(2000)) == 2000
+    assert max(reference._doubling_parts(2000)) == 256
+    with torch.inference_mode():
+        full = reference.read(adapter, batch)
+        other = reference.read(adapter, batch, reference._doubling_parts(40), "eager")
+    assert adapter.config._attn_implementation == "sdpa"
+    for layer, changed in zip(full, other, strict=True):
+        for kind in range(2):
+            for row, padding in enumerate(batch.padding):
+                np.testing.assert_allclose(changed[kind][row, :, padding:], layer[kind][row, :, padding:], atol=1e-5)
 
 
 def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> None:

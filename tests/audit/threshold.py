@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import perturbkv as pk
+from perturbkv.audit_trace import SITUATIONS, AuditRun
 from perturbkv.auditing import reference, situations
 from perturbkv.auditing.evictions import eviction
 from perturbkv.auditing.external_run import run_eviction
-from perturbkv.audit_trace import SITUATIONS, AuditRun
 from perturbkv.models.adapter import Adapter
 from tests.support.models import tiny_adapter
 
@@ -99,7 +99,9 @@ def settings(half: str, count: int) -> Iterator[Setting]:
         )
 
 
-def read_prompts(setting: Setting, model: Any, input_ids: Tensor, attention_mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+def read_prompts(
+    setting: Setting, model: Any, input_ids: Tensor, attention_mask: Tensor
+) -> list[tuple[Tensor, Tensor]]:
     """Return keys and values (row, kv_head, token, d_head) per layer, the way the setting reads."""
     if setting.reader == "rows alone" and len(input_ids) > 1:
         rows = []
@@ -187,9 +189,7 @@ def models(setting: Setting, kept: dict[tuple[str, ...], Adapter]) -> Adapter:
             kept[key] = pk.load_model(setting.model, dtype=setting.dtype)
         else:
             dtype = getattr(torch, setting.dtype)
-            kept[key] = tiny_adapter(
-                setting.model, layers=4, d_head=16, positions=1024, seed=setting.seed, dtype=dtype
-            )
+            kept[key] = tiny_adapter(setting.model, layers=4, d_head=16, positions=1024, seed=setting.seed, dtype=dtype)
     return kept[key]
 
 

@@ -1,0 +1,172 @@
+"""What was done to the entries of a head: a rotation, another head's entries, a scale, rounding, a quantisation.
+
+Each test compares entries with the full cache's and returns words, empty where it does not explain the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from perturbkv.audit_trace import FLOORS
+from perturbkv.cache.external_cache import recover
+
+_MOST_TESTED = 32
+"""Most entries of a head that are tested for a rotation."""
+_NEAR = 0.02
+"""Largest remaining distance, over the length of an entry, at which a rotation explains it."""
+_BITS = (8, 4, 2)
+_COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def excess_rotations(
+    keys: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    frequencies: Float[Tensor, " frequency"],
+    most: int,
+) -> Int[Tensor, " entry"] | None:
+    """Return the number of positions by which each key is rotated too far, between −most and most.
+
+    None where no rotation explains the difference of the keys from those of the full cache, `full`. Component i pairs
+    with i + frequencies, as in `perturbkv.cache.entries.rotate_keys`.
+    """
+    half = len(frequencies)
+    pairs, full_pairs = _complex_pairs(keys, half), _complex_pairs(full, half)
+    cross = pairs * full_pairs.conj()
+    shifts = torch.arange(-most, most + 1, device=keys.device)
+    angles = shifts.double().unsqueeze(-1) * frequencies.to(keys.device).double()
+    matched = angles.cos() @ cross.real.T + angles.sin() @ cross.imag.T
+    best = matched.argmax(dim=0)
+    rotated = full_pairs * torch.polar(torch.ones_like(angles[best]), angles[best])
+    length = torch.linalg.vector_norm(full.double(), dim=-1)
+    rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
+    distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), rest)
+    return shifts[best] if bool((distance <= _NEAR * length).all()) else None
+
+
+def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
+    """Return the rotary components of keys as complex numbers (entry, frequency), from pairs `half` apart."""
+    components = keys.double()
+    return torch.complex(components[:, :half], components[:, half : 2 * half])
+
+
+def describe_rotation(
+    keys: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+    most: int,
+) -> str:
+    """Return a description of the rotation between the keys and the full cache's; empty if none explains it.
+
+    `keys` are those of a head in the order of its cache, `full` those of the full cache at `positions`.
+    """
+    chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
+    shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
+    if shifts is None or not bool(shifts.any()):
+        return ""
+    own = positions[chosen]
+    if bool((shifts == own).all()):
+        return "rotated again, each by its own position"
+    if bool((shifts == shifts[0]).all()):
+        return f"rotated by {int(shifts[0])} more positions"
+    if bool((shifts == chosen - own).all()):
+        return "moved to their places inside the cache"
+    return "rotated, each by a number of positions of its own"
+
+
+def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:
+    """Return a description of the coarser type that the entries went through; empty if none explains the difference."""
+    for dtype in _COARSER:
+        if torch.finfo(dtype).eps > torch.finfo(entries.dtype).eps and _explains(full.to(dtype).float(), entries, full):
+            return f"rounded to {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
+def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"], floor: float) -> str:
+    """Return the constant by which all entries of a head were multiplied, in words; empty if there is none.
+
+    `floor` is the noise floor of an entry, relative to its length.
+    """
+    own, known = entries.double(), full.double()
+    factor = float((own * known).sum() / known.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    rest = torch.linalg.vector_norm(own - factor * known) / torch.linalg.vector_norm(own)
+    if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):
+        return ""
+    return f"multiplied by {factor:.4g}"
+
+
+def describe_quantisation(
+    entries: Float[Tensor, "entry d_head"],
+    full: Float[Tensor, "entry d_head"],
+    head: Float[Tensor, "position d_head"],
+) -> str:
+    """Return a description of the quantisation from `full` to `entries`; empty if none explains the difference.
+
+    Scales are taken per entry, per channel and per head, over the kept entries and over all entries of the `head`, from
+    the largest magnitude or from the range.
+    """
+    for bits in _BITS:
+        for scale, quantised in _quantisations(full.float(), head.float(), bits):
+            if _explains(quantised, entries, full):
+                return f"quantised to {bits} bits {scale}"
+    return ""
+
+
+def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
+    """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is."""
+    distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
+    plain = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
+    return bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95)
+
+
+def _rounding(entries: Tensor) -> Tensor:
+    """Return the distance of each entry explicable by rounding to its dtype."""
+    length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
+    return 2 * torch.finfo(entries.dtype).eps * length
+
+
+def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale)."""
+    for scale, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
+                          ("per head", full)):  # fmt: skip
+        low, high = _value_range(scaled, scale)
+        largest = torch.maximum(high, -low)
+        for step, zero in (
+            (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
+            (largest / 2 ** (bits - 1), torch.zeros_like(low)),
+            ((high - low) / (2**bits - 1), low),
+        ):
+            safe = step.clamp(min=torch.finfo(torch.float32).tiny)
+            yield scale, ((full - zero) / safe).round() * safe + zero
+
+
+def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """Return minimum and maximum of the values over each group with a common scale."""
+    if scale == "per head":
+        return values.amin(), values.amax()
+    dim = -1 if scale == "per entry" else 0
+    return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
+
+
+def describe_head(
+    entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "kv_head position d_head"], own: int
+) -> str:
+    """Return the head of the full cache, other than `own`, that holds all `entries` to the bit; empty if none does."""
+    same = entries.to(full.dtype)
+    heads = (f"of head {head}" for head, known in enumerate(full) if head != own and holds(known, same))
+    return next(heads, "")
+
+
+def holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
+    """Return whether every entry is bit-equal to one of those known."""
+    (kept,) = recover([(single_head(entries), single_head(entries))], [(single_head(known), single_head(known))])
+    return not bool(kept.key_distance[0].any())
+
+
+def single_head(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
+    """Return a head's entries as a batch with one row and one head."""
+    return entries[None, None]

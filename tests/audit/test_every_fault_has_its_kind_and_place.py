@@ -1,0 +1,146 @@
+"""Faults planted in three models: each is found, with its kind, situation, layer, head and entry."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import perturbkv as pk
+from perturbkv.analyses.audit.faults import KINDS
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import ALL, audited, model
+from tests.support.models import token_ids
+
+MODELS = ("llama", "qwen3", "phi3")
+SECOND = int(planted.positions(60, 1)[2])
+"""Position of the third entry of head 1."""
+FAULTS: dict[str, tuple[str, set[str], int, int, int, str]] = {
+    "off_by_one": ("positions", ALL, 0, 0, -1, "1 position too early"),
+    "late": ("positions", ALL, 0, 0, -1, "2 positions too late"),
+    "at_cache_length": ("positions", ALL, 0, 0, -1, "40 positions too early"),
+    "rotated_again": ("rotation", ALL, 1, 0, 1, "each by its own position"),
+    "shifted": ("rotation", ALL, 1, 0, 0, "keys rotated by 3 more positions"),
+    "swapped_values": ("head", ALL, 1, 0, 0, "values of head 1"),
+    "exchanged_heads": ("head", ALL, 2, 0, 0, "values of head 1"),
+    "values_of_others": ("mismatch", ALL, 1, 0, 0, "values of other entries than their keys"),
+    "other_row": ("row", {"batch"}, 1, 0, 0, "entries of row 1 of the batch"),
+    "scaled": ("scale", ALL, 1, 1, 0, "keys multiplied by 1.25"),
+    "scaled_values": ("scale", ALL, 2, 0, 0, "values multiplied by -1"),
+    "rounded": ("rounded", ALL, 0, 0, 0, "keys rounded to bfloat16"),
+    "quantised": ("quantised", ALL, 1, 0, 0, "keys quantised to 8 bits per entry"),
+    "quantised_values": ("quantised", ALL, 0, 0, 0, "values quantised to 4 bits per entry"),
+    "one_changed": ("changed", ALL, 1, 1, SECOND, "values changed"),
+    "not_finite": ("changed", ALL, 1, 0, 3, "values not finite"),
+    "foreign_entry": ("foreign", ALL, 0, 0, -1, "1 entry like none of the prompt's"),
+    "twice": ("duplicate", ALL, 0, 0, 0, "1 entry kept twice"),
+    "with_padding": ("padding", {"batch"}, 0, 0, -1, "5 entries of padding attended to"),
+    "repeated": ("repeated", ALL, 0, 0, -1, "every entry is cached 2 times"),
+    "mask_of_evicted_length": ("mask", {"block"}, 0, 0, -1, "lets its tokens see those behind them"),
+    "wrong_mask": ("hidden", {"batch"}, 0, 0, 0, "a mask hides 7 entries that the cache holds"),
+    "masked_sink": ("hidden", ALL, 0, 0, 0, "a mask hides 1 entry that the cache holds"),
+    "forgotten_layer": (
+        "uneven",
+        {"block", "batch"},
+        2,
+        -1,
+        -1,
+        "it was not evicted: it holds all 60 entries, others 20",
+    ),
+    "breaks_in_a_batch": ("raised", {"batch"}, -1, -1, -1, "reading the prompt raises ValueError"),
+}
+"""Planted fault -> kind, situations that show it, layer, head, entry, words."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kind_and_place_are_right(fault: str, name: str) -> None:
+    kind, where, layer, head, entry, words = FAULTS[fault]
+    result = audited(name, getattr(planted, fault))
+    first = result.faults[0]
+    assert result.verdict == "differs"
+    assert (first.kind, first.layer, first.head, first.entry) == (kind, layer, head, entry)
+    assert words in first.what
+    assert {one.situation for one in result.faults} == where
+    assert f"({first.sample}, {first.situation}" in result.conclusion()
+
+
+def test_every_kind_is_planted() -> None:
+    assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == {"decoding"}
+
+
+def test_an_eviction_that_says_that_it_masks_may() -> None:
+    assert audited("llama", planted.masks_on_purpose).verdict == "exact"
+    assert "a sink, goes in 6 of 6 kept sets" in audited("llama", planted.masks_on_purpose).conclusion()
+
+
+def test_a_sink_that_only_the_second_row_lacks_is_told() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        for layer in cache.layers if len(input_ids) > 1 else ():
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            full = planted.full(loaded, input_ids, attention_mask).layers[cache.layers.index(layer)]
+            for own, known in ((layer.keys, full.keys), (layer.values, full.values)):
+                own[1, :, 0] = known[1, :, 7 + 7]  # instead of the sink, one that no head keeps
+        return cache
+
+    result = audited("llama", evict)
+    assert result.conclusion().startswith("exact: only lossy")
+    assert result.conclusion().endswith("the first entry, a sink, goes in 6 of 6 kept sets of row 1 of a batch")
+
+
+def test_padding_with_the_first_tokens_id_is_no_fault() -> None:
+    ids = token_ids(60)
+    prompt = pk.Prompt("p", (*ids[:7], ids[-1], *ids[8:]), 0)  # the second row begins with the padding's token
+    result = pk.audit(model("llama"), prompt, planted.right, steps=2, losses=False, progress=False)
+    assert result.verdict == "exact", result.conclusion()
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("rounded", "rounded"), ("quantised_values", "quantised")])
+def test_a_change_that_is_allowed_is_exact_and_says_what_it_costs(fault: str, kind: str) -> None:
+    result = audited("llama", getattr(planted, fault), allow=[kind])
+    assert (result.verdict, result.exit_code) == ("exact", 0)
+    assert "as allowed, which moves it by at most" in result.conclusion()
+    other = {"rounded": "quantised", "quantised": "rounded"}[kind]
+    assert audited("llama", getattr(planted, fault), allow=[other]).verdict == "differs"
+
+
+def test_a_fault_behind_an_allowed_change_is_found() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.rounded(loaded, input_ids, attention_mask)
+        cache.tokens = attention_mask.sum(dim=-1)  # type: ignore[attr-defined]
+        return cache
+
+    evict.decode = planted._decode_early  # type: ignore[attr-defined]
+    result = audited("llama", evict, allow=["rounded"], situations=["single"])
+    assert (result.faults[0].kind, result.faults[0].step) == ("positions", 0)
+
+
+def test_an_unknown_kind_cannot_be_allowed() -> None:
+    with pytest.raises(pk.PerturbkvError, match="unknown kind of change that can be allowed 'scale'"):
+        audited("llama", planted.right, allow=["scale"])
+
+
+def test_an_eviction_that_evicts_nothing_did_nothing() -> None:
+    result = audited("llama", DynamicCache, situations=["single", "block"])
+    assert (result.verdict, result.exit_code) == ("did nothing", 1)
+    assert result.conclusion().startswith("did nothing: no entry was evicted in any head or step of 2 runs")
+
+
+def test_a_junit_report_has_a_case_per_run() -> None:
+    result = audited("llama", planted.other_row)
+    suite = ElementTree.fromstring(result.to_junit())
+    assert [case.get("name") for case in suite] == ["p: single", "p: block", "p: batch, row 0", "p: batch, row 1"]
+    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("2", "0", "0")
+    (failure,) = suite.findall("testcase[3]/failure")
+    assert (failure.get("type"), failure.text) == ("row", result.conclusion())
+    refused = ElementTree.fromstring(audited("llama", planted.alone_only).to_junit())
+    assert refused.get("skipped") == "2"
+    for eviction, tag in ((planted.nothing, "error"), (DynamicCache, "failure")):
+        (last,) = ElementTree.fromstring(audited("llama", eviction).to_junit()).findall(
+            f"testcase[@name='verdict']/{tag}"
+        )
+        assert last.get("message") == audited("llama", eviction).conclusion()
