@@ -23,7 +23,7 @@ _MEASURED_OVER_PLAIN = 1.3
 """Time of a measured prefill over that of a plain one, explanation/cost.md: 1.1 for two configurations, 1.25 for 24."""
 _MOST_ROWS = 512
 _PROBE_S = 0.1
-_WORTH_A_NOTE_S = 10.0
+WORTH_A_NOTE_S = 10.0
 _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 86400.0, "days"))
 
 
@@ -63,7 +63,7 @@ def _operations_per_second(planned: Plan, rows: int) -> float:
 
 def duration(seconds: float) -> str:
     """Return a duration as rounded text: 'a few seconds', 'about 40 s', 'about 12 min', 'about 3 h'."""
-    if seconds < _WORTH_A_NOTE_S:
+    if seconds < WORTH_A_NOTE_S:
         return "a few seconds"
     unit, name = next((unit, name) for most, unit, name in _DURATIONS if seconds < most)
     return f"about {float(f'{seconds / unit:.2g}'):g} {name}"
@@ -83,13 +83,13 @@ def with_time_notes(progress: Progress, planned: Plan, clock: Callable[[], float
         if first < 0:
             first = done
             seconds = estimate_seconds(planned) * (total - done) / max(total, 1)
-            if seconds >= _WORTH_A_NOTE_S:
+            if seconds >= WORTH_A_NOTE_S:
                 console.note(f"{plural(total - done, 'sample')} to measure, {duration(seconds)} by a quick estimate")
             start = clock()
         elif done > first and not printed:
             printed = True
             seconds = (clock() - start) / (done - first) * (total - done)
-            if seconds >= _WORTH_A_NOTE_S:
+            if seconds >= WORTH_A_NOTE_S:
                 console.note(f"{done} of {total} samples are done; the others take {duration(seconds)}")
 
     return update

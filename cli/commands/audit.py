@@ -17,7 +17,7 @@ from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
-from perturbkv.cli.run_time import duration
+from perturbkv.cli.run_time import WORTH_A_NOTE_S, duration
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -137,7 +137,8 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
     seconds = estimate_seconds(adapter, prompts, external, settings)
-    console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
+    if seconds >= WORTH_A_NOTE_S:
+        console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:
         return conclude(measure(adapter, prompts, external, settings, source, progress=bar.advance))
 

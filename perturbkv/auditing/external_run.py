@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import AuditRun, DecodeDistances, PlainUse
+from perturbkv.audit_trace import FLOORS, AuditRun, DecodeDistances, PlainUse
 from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction
-from perturbkv.auditing.kept_entries import FLOORS, EntryComparison, EntryTracker, first_of_groups, repeat_heads
+from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.reference import (
     Distance,
     Floors,
@@ -74,15 +74,14 @@ class ExternalRun:
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
         reference = list(decode(self.adapter, self.prompts.full, completed, masks)) if masks else []
         noise = floors(self.adapter, reference, self.prompts, completed, masks) if masks else None
-        lengths = tuple(len(chunk) for chunk in self.situation.chunks)
-        own = self.own_passes if noise else []
+        lengths, own = tuple(len(chunk) for chunk in self.situation.chunks), self.own_passes
         return [
             AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
                 entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
                 decoded=self._decode_distances(row, reference, noise) if noise else None,
-                on_own_entries=self._decode_distances(row, own, noise) if own else None,
+                on_own_entries=self._decode_distances(row, own, noise) if noise and own else None,
                 failed=self.failed, failed_layer=self.failed_layer, refused=self.refused,
             )
             for row, padding in enumerate(self.situation.padding)

@@ -275,8 +275,8 @@ class EntryComparison:
 
     def _first_duplicate(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
         """Return the first position in the prompt that several of a head's attended entries have; −1 without one."""
-        known, counts = positions[seen & (positions >= self.padding)].unique(return_counts=True)
-        twice = known[counts > 1]
+        known = positions[seen & (positions >= self.padding)].sort().values
+        twice = known[1:][known[1:] == known[:-1]]
         return int(twice[0]) - self.padding if len(twice) else -1
 
     def _hidden(self, layer: int) -> list[set[int]]:
@@ -299,11 +299,12 @@ class EntryComparison:
 
     def _changes_of_head(self, layer: int, head: int, far: Sequence[int]) -> tuple[Change, ...]:
         """Return the changes to a head's keys (0) and values (1), given those that are not the full cache's."""
-        first = self._first_changed(layer, head, far)
         if (row := self._row_of_entries(layer, head)) is not None:
-            return (Change("row", f"entries of row {row} of the batch", first),)
+            return (Change("row", f"entries of row {row} of the batch", -1),)
         if self._is_mismatched(layer, head):
-            return (Change("mismatch", "values of other entries than their keys", first),)
+            return (
+                Change("mismatch", "values of other entries than their keys", self._first_changed(layer, head, far)),
+            )
         return tuple(self._change(layer, head, kind) for kind in far)
 
     def _first_changed(self, layer: int, head: int, kinds: Sequence[int]) -> int:

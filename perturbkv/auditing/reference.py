@@ -94,7 +94,16 @@ def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = N
         yield
 
 
-def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None) -> Attend:
+Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
+
+
+def _unarranged(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entries as they are."""
+    return key, value, mask
+
+
+def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange = _unarranged) -> Attend:
     """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
 
     `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
@@ -102,16 +111,10 @@ def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrang
 
     def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
         query, key, value, _, *others = args
-        mask = _attention_mask(kept[layer], query.shape[1], query.shape[2])
-        if arrange is not None:
-            key, value, mask = arrange(key, value, mask)
-        return stock(module, query, key, value, mask, *others, **kwargs)
+        entries = key, value, _attention_mask(kept[layer], query.shape[1], query.shape[2])
+        return stock(module, query, *arrange(*entries), *others, **kwargs)
 
     return attend
-
-
-Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
 
 
 def _reverse(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +127,7 @@ def _gather(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, T
 
     Heads with fewer entries than others are padded with entries that the mask hides, as in a cache that is cut.
     """
-    visible = mask.any(dim=2).unflatten(1, (key.shape[1], -1)).any(dim=2)
+    visible = mask.any(dim=2).reshape(len(key), key.shape[1], -1, key.shape[2]).any(dim=2)
     most = int(visible.sum(dim=-1).amax())
     order = (~visible).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
     entries = order.unsqueeze(-1).expand(*order.shape, key.shape[-1])
@@ -284,7 +287,7 @@ def decode(
     full: Layers,
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
-    arrange: Arrange | None = None,
+    arrange: Arrange = _unarranged,
 ) -> Iterator[ForwardPass]:
     """Yield the forward passes that decode from the full cache under masks of the kept entries.
 

@@ -193,7 +193,8 @@ def recover(
     layers = []
     for external_layer, full_layer in matching_rows(external, full, row, first):
         rolled = [entries.roll(-padding, dims=1) for entries in full_layer] if padding else full_layer
-        heads = [_match_head(*head, padding, count_padding) for head in zip(*external_layer, *rolled, strict=True)]
+        own_and_full = zip(*external_layer, rolled[0], rolled[1], strict=True)
+        heads = [_match_head(*head, padding=padding, count_padding=count_padding) for head in own_and_full]
         layers.append(LayerKept(*zip(*heads, strict=True)))
     return layers
 

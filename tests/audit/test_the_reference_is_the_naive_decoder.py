@@ -71,7 +71,8 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
     with torch.inference_mode():
         full = reference.read(adapter, situation)
         plain, arranged = (
-            next(reference.decode(adapter, full, situation, masks, order)).logits for order in (None, arrange)
+            next(reference.decode(adapter, full, situation, masks, order)).logits
+            for order in (reference._unarranged, arrange)
         )
     np.testing.assert_allclose(arranged, plain, atol=1e-12)
     assert not torch.equal(arranged, plain)
