@@ -25,8 +25,8 @@ SITUATIONS: Mapping[str, str] = {
 """Situation -> its description, in the order in which they are tested."""
 
 
-FLOORS = 4
-"""Number of noise floors above which a distance is a difference (METHOD: Audit)."""
+FLOORS = 6
+"""Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""
 
 
 @dataclass(frozen=True)

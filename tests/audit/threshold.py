@@ -1,4 +1,4 @@
-"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold OUTPUT.csv`.
+"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold`, `… faults`, `… report`.
 
 A clean situation is a right eviction, written here without the audit's code: another way to read the prompt, another
 policy, another order of what stays. Its largest distance from the reference, in noise floors, is a row of the table.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.stats import binomtest
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -29,6 +34,8 @@ from perturbkv.auditing import reference, situations
 from perturbkv.auditing.evictions import eviction
 from perturbkv.auditing.external_run import run_eviction
 from perturbkv.models.adapter import Adapter
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.support.models import tiny_adapter
 
 COUNTS = {"chosen": 500, "judged": 1000}
@@ -40,6 +47,8 @@ REAL = {
 REAL_MODELS = [name for name, *_ in REAL.values()]
 FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
 SEEDS = {"chosen": range(10), "judged": range(100, 120)}
+FOLDER = Path(__file__).parents[2] / "docs" / "audit-threshold"
+DISTANCES = ["keys", "values", "heads", "hidden", "logits"]
 TEXT = Path("/usr/share/common-licenses/GPL-3")
 STEPS = 3
 
@@ -215,22 +224,104 @@ def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
     return {name: max(row[name] for row in each) for name in each[0]}
 
 
-def main(path: Path, counts: dict[str, int]) -> None:
+def measure_settings(counts: dict[str, int]) -> None:
     """Write a row per clean situation of the halves that `counts` names; rows that are there are not measured again."""
-    columns = [field.name for field in fields(Setting)] + ["keys", "values", "heads", "hidden", "logits"]
-    done = sum(1 for _ in csv.DictReader(path.open())) if path.exists() else 0
     made: dict[tuple[str, ...], Adapter] = {}
-    every = list(itertools.chain.from_iterable(settings(half, count) for half, count in counts.items()))
-    with path.open("a", newline="") as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n")
-        if not done:
-            table.writeheader()
-        for setting in every[done:]:
-            distances = measure(setting, models(setting, made))
-            table.writerow({**asdict(setting), **{name: f"{value:.3g}" for name, value in distances.items()}})
-            file.flush()
+    for half, count in counts.items():
+        path = FOLDER / f"{half}.csv"
+        done = len(read_rows(path))
+        with path.open("a", newline="") as file:
+            table = csv.DictWriter(file, [field.name for field in fields(Setting)] + DISTANCES, lineterminator="\n")
+            if not done:
+                table.writeheader()
+            for setting in itertools.islice(settings(half, count), done, None):
+                distances = measure(setting, models(setting, made))
+                table.writerow({**asdict(setting), **{name: f"{value:.3g}" for name, value in distances.items()}})
+                file.flush()
+
+
+def measure_faults() -> None:
+    """Write a row per planted fault and model: the largest distance in the runs that show it."""
+    from tests.audit.test_every_fault_has_its_kind_and_place import FAULTS, MODELS
+
+    with (FOLDER / "faults.csv").open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["fault", "kind", "model", "found", "floors"])
+        for (fault, (kind, where, layer, head, entry, _)), name in itertools.product(FAULTS.items(), MODELS):
+            result = audited(name, getattr(planted, fault))
+            first = result.faults[0] if result.faults else None
+            found = first is not None and (first.kind, first.layer, first.head, first.entry) == (
+                kind,
+                layer,
+                head,
+                entry,
+            )
+            runs = [run for run in result.trace.runs if run.situation in where and run.entries and run.decoded]
+            floors = max((max(worst(run).values()) for run in runs), default=float("inf"))
+            table.writerow(
+                [fault, kind, name, "rightly" if place == (kind, layer, head, entry) else "otherwise", f"{floors:.3g}"]
+            )
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def distances_of(half: str) -> NDArray[np.float64]:
+    """Return the largest distance of each clean situation of a half, in noise floors."""
+    return np.array([max(float(row[name]) for name in DISTANCES) for row in read_rows(FOLDER / f"{half}.csv")])
+
+
+def threshold(chosen: NDArray[np.float64]) -> int:
+    """Return the smallest whole number that is at least twice every distance."""
+    return math.ceil(2 * float(chosen.max()))
+
+
+def report() -> None:
+    """Print the table of docs/results/audit.md and draw its figure."""
+    chosen, judged, faults = distances_of("chosen"), distances_of("judged"), read_rows(FOLDER / "faults.csv")
+    limit = threshold(chosen)
+    lines = [
+        "| | clean situations | largest distance | median | above the threshold | 95 % interval |",
+        "|---" * 6 + "|",
+    ]
+    for half, distances in (("chosen", chosen), ("judged", judged)):
+        count = int((distances > limit).sum())
+        interval = binomtest(count, len(distances)).proportion_ci(method="exact")
+        lines.append(
+            f"| {half} | {len(distances):,} | {distances.max():.3g} | {np.median(distances):.3g} | {count} | "
+            f"{100 * interval.low:.2f} to {100 * interval.high:.2f} % |"
+        )
+    floors = np.array([float(row["floors"]) for row in faults])
+    rightly = sum(row["found"] == "rightly" for row in faults)
+    lines.append(f"\nthreshold {limit}; {rightly} of {len(faults)} faults named rightly; least {np.sort(floors)[:5]}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    figure, axes = plt.subplots(figsize=(5.5, 3), layout="constrained")
+    grid = np.geomspace(0.3, 1e7, 600)
+    for label, distances, style in (
+        (f"false alarms of {len(chosen)} clean situations, chosen", chosen, "--"),
+        (f"false alarms of {len(judged):,} clean situations, judged", judged, "-"),
+    ):
+        axes.step(grid, [100 * np.mean(distances > at) for at in grid], style, color="C0", label=label)
+    missed = [100 * np.mean(floors <= at) for at in grid]
+    axes.step(grid, missed, color="C1", label=f"planted faults whose distance is no more, of {len(floors)}")
+    axes.axvline(limit, color="0.3", linewidth=0.8, linestyle=":")
+    axes.annotate(f"{limit} floors", (limit, 50), xytext=(4, 0), textcoords="offset points")
+    axes.set(xscale="log", xlabel="threshold, noise floors", ylabel="%")
+    axes.legend(fontsize=7, loc="center right")
+    figure.savefig(FOLDER.parent / "figures" / "audit-threshold.png", dpi=160)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), {half: COUNTS[half] for half in sys.argv[2:] or COUNTS})
+    match sys.argv[1:]:
+        case ["faults"]:
+            measure_faults()
+        case ["report"]:
+            report()
+        case halves:
+            measure_settings({half: COUNTS[half] for half in halves or COUNTS})
