@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
+from perturbkv.audit_trace import FLOORS
 from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
@@ -162,7 +163,7 @@ def test_a_result_is_json_and_a_table() -> None:
         assert result.plot() is not None
     frame = audited("llama", planted.swapped_values, situations=["single"]).to_frame()
     assert len(frame) == 3 * 3
-    assert set(frame[frame.floors > 4].layer) == {1, 2}
+    assert set(frame[frame.floors > FLOORS].layer) == {1, 2}
 
 
 def test_a_press_needs_kvpress_and_a_budget_and_others_take_none() -> None:

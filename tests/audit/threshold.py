@@ -48,6 +48,8 @@ REAL_MODELS = [name for name, *_ in REAL.values()]
 FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
 SEEDS = {"chosen": range(10), "judged": range(100, 120)}
 FOLDER = Path(__file__).parents[2] / "docs" / "audit-threshold"
+COUNTED = ("hidden", "repeated", "padding", "duplicate", "uneven", "raised")
+"""Kinds of faults that are found by counting, whatever the distance."""
 DISTANCES = ["keys", "values", "heads", "hidden", "logits"]
 TEXT = Path("/usr/share/common-licenses/GPL-3")
 STEPS = 3
@@ -249,18 +251,11 @@ def measure_faults() -> None:
         table.writerow(["fault", "kind", "model", "found", "floors"])
         for (fault, (kind, where, layer, head, entry, _)), name in itertools.product(FAULTS.items(), MODELS):
             result = audited(name, getattr(planted, fault))
-            first = result.faults[0] if result.faults else None
-            found = first is not None and (first.kind, first.layer, first.head, first.entry) == (
-                kind,
-                layer,
-                head,
-                entry,
-            )
+            place = [(one.kind, one.layer, one.head, one.entry) for one in result.faults[:1]]
+            found = "rightly" if place == [(kind, layer, head, entry)] else "otherwise"
             runs = [run for run in result.trace.runs if run.situation in where and run.entries and run.decoded]
             floors = max((max(worst(run).values()) for run in runs), default=float("inf"))
-            table.writerow(
-                [fault, kind, name, "rightly" if place == (kind, layer, head, entry) else "otherwise", f"{floors:.3g}"]
-            )
+            table.writerow([fault, kind, name, found, f"{floors:.3g}"])
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -296,7 +291,7 @@ def report() -> None:
             f"| {half} | {len(distances):,} | {distances.max():.3g} | {np.median(distances):.3g} | {count} | "
             f"{100 * interval.low:.2f} to {100 * interval.high:.2f} % |"
         )
-    floors = np.array([float(row["floors"]) for row in faults])
+    floors = np.array([float(row["floors"]) for row in faults if row["kind"] not in COUNTED])
     rightly = sum(row["found"] == "rightly" for row in faults)
     lines.append(f"\nthreshold {limit}; {rightly} of {len(faults)} faults named rightly; least {np.sort(floors)[:5]}")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.audit.audit import Audit
+from perturbkv.audit_trace import FLOORS
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 
@@ -32,13 +33,13 @@ def test_kept_shares_are_drawn_by_layer_and_position(result: Audit) -> None:
 
 
 @pytest.mark.parametrize("width_mm", [174, 84])
-def test_a_line_per_situation_and_the_limit_of_4_floors(result: Audit, width_mm: float) -> None:
+def test_a_line_per_situation_and_the_limit(result: Audit, width_mm: float) -> None:
     lines = {str(line.get_gid()): line for line in drawn(result, width_mm).axes[1].lines}
     assert list(lines) == ["single", "block", "batch", "limit"]
     for name, floors in result.by_layer().items():
         np.testing.assert_allclose(np.asarray(lines[name].get_ydata()), np.fmax(floors, 0.05))
-        assert floors[0] < 4 < floors[1]
-    assert set(np.asarray(lines["limit"].get_ydata())) == {4}
+        assert floors[0] < FLOORS < floors[1]
+    assert set(np.asarray(lines["limit"].get_ydata())) == {FLOORS}
 
 
 def test_what_was_not_seen_is_said() -> None:
