@@ -283,8 +283,8 @@ def draw_layer_bar(
 ) -> None:
     """Draw the colour bar of points that are coloured by layer, with a tick at up to seven layers."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
-    scale = ScalarMappable(norm, layer_colours())
-    bar = figure.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
+    mappable = ScalarMappable(norm, layer_colours())
+    bar = figure.colorbar(mappable, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
     ticks_at = [int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())]
     bar.set_ticks(ticks_at, labels=[str(layer_name(tick)) for tick in ticks_at])
     bar.ax.minorticks_off()
