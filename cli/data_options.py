@@ -90,7 +90,7 @@ class DataOptions:
         ),
     ] = "needle"
     samples: Annotated[
-        int | None, _data_option(metavar="N", help="Number of prompts; all where there are fewer", show_default="8")
+        int | None, _data_option(metavar="N", help="Prompts; all where there are fewer", show_default="8")
     ] = None
     seed: Annotated[int, _data_option(metavar="N", help="Seed of data, random weights and random selections")] = 0
     data_dir: Annotated[

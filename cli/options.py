@@ -142,14 +142,14 @@ class RunOptions(DataOptions):
         list[str] | None,
         _eviction_option(
             metavar="NAME",
-            help="Name in `list policies`: adakv(floor=0.1)",
+            help="From `list policies`: adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=data_options.complete_policies,
         ),
     ] = None
     budget: Annotated[
         list[str] | None,
-        _eviction_option("--budget", "-b", metavar="B", help="Entries per head with the window: 128 or 0.05",
+        _eviction_option("--budget", "-b", metavar="B", help="Entries per head with window: 128, 0.05",
                show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[
@@ -167,7 +167,7 @@ class RunOptions(DataOptions):
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Heads that share a kept set: query, kv, layer", show_default=_BY_PRESET),
+        _eviction_option(metavar="NAME", help="Heads with one kept set: query, kv, layer", show_default=_BY_PRESET),
     ] = None
     precision: Annotated[
         list[str] | None,

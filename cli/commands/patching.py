@@ -46,11 +46,9 @@ def patching(
     ] = None,
     permutations: Annotated[
         int | None,
-        Option(metavar="N", help=f"Orders for Shapley values: an even number from {LEAST}, or 0", show_default="16"),
+        Option(metavar="N", help=f"Orders for Shapley values: even, from {LEAST}, or 0", show_default="16"),
     ] = None,
-    exact: Annotated[
-        bool, Option("--exact", help="All subsets instead of orders, up to 12 units; default to 8")
-    ] = False,
+    exact: Annotated[bool, Option("--exact", help="All subsets, not orders: to 8 by default, at most 12")] = False,
     greedy: Annotated[
         int | None, Option(metavar="N", help="Number switched greedily; 0: none", show_default="10")
     ] = None,

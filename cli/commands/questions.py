@@ -71,7 +71,7 @@ def regret(
     run: RunOptions,
     look: FigureOptions,
     compare: CompareOption = _METHODS,
-    heads: Annotated[int, Option(metavar="N", help="Heads per prompt searched by swaps, drawn by --seed")] = 64,
+    heads: Annotated[int, Option(metavar="N", help="Heads searched per prompt, drawn by --seed")] = 64,
     proven: Annotated[int, Option(metavar="N", help="Heads solved by integer programs: 16 of 64 tokens")] = 8,
     seconds: Annotated[float, Option(metavar="S", help="Limit for each head and search")] = 60.0,
 ) -> None:

@@ -35,7 +35,7 @@ def selfcheck(
     device: Annotated[str, Option(metavar="NAME", help="Device that is checked; cpu checks what a CPU can")] = "cuda",
     model: Annotated[
         str | None,
-        Option(metavar="NAME", help="Trained model for the table of ties", show_default="the embedded one, if any"),
+        Option(metavar="NAME", help="Trained model for ties", show_default="the embedded one, if any"),
     ] = None,
     samples: Annotated[int, Option(metavar="N", help="Needle prompts for the table of ties")] = 4,
     length: Annotated[int, Option(metavar="N", help="Tokens of each needle prompt")] = 1000,
