@@ -80,7 +80,7 @@ class Taken:
 
 
 def main() -> None:
-    """Print the table: what is read, held, sent and written, by whom, and how long each takes."""
+    """Print the table: what is read, stored, received and written, by which process, and how long each takes."""
     folder = Path(sys.argv[1])
     rows = {row.target.name: row for name in ("cpu", "scale") for row in read(folder / f"{name}.json").rows}
     lines = ["| what | who | how much | how long |", "|---|---|---|---|"]
@@ -116,8 +116,8 @@ def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
     )
     yield "weights read", f"{workers} workers, once", _size(weights * workers), _time(weights * workers / DISK)
     yield "weights read", f"{FILES:,} tasks", _size(weights * FILES), _time(weights * FILES / DISK)
-    yield "prompts held", "a process, its run's", f"{_size(LARGE.tokens * _TOKEN)} each", "–"
-    yield "held on GPUs", "a worker", f"{_size(weights)} weights, {_size(_cache())} a prompt's full cache", "–"
+    yield "prompts in memory", "a process", f"{_size(LARGE.tokens * _TOKEN)} each", "–"
+    yield "GPU memory", "a worker", f"{_size(weights)} weights, {_size(_cache())} full cache of a prompt", "–"
     parts = f"{_size(LARGE.numbers())} numbers, {_size(LARGE.codes())} positions"
     yield (
         "written",
@@ -127,10 +127,10 @@ def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
     )
     without = LARGE.numbers(kept=False)
     yield "written, `--no-kept`", "journals", f"{_size(without * SAMPLES)} in all", f"{_size(without * rate)}/s"
-    yield "sent, workers or Ray", "all to one coordinator", f"{alone:.2f} s of it a sample", _time(SAMPLES * alone)
-    yield "kept up with", "by one coordinator", f"{measuring / alone:.0f} workers", "–"
-    yield "sent, shards", "nobody", "0", "–"
-    yield "held", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in taken.held), "–"
+    yield "received, workers or Ray", "one coordinator", f"{alone:.2f} s a sample", _time(SAMPLES * alone)
+    yield "workers served", "one coordinator", f"{measuring / alone:.0f}", "–"
+    yield "received, shards", "no coordinator", "–", "–"
+    yield "memory", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in taken.held), "–"
     yield "one file", "one process", f"{taken.file:.2f} s a sample", _time(SAMPLES * taken.file)
     yield (
         f"{FILES:,} files",
