@@ -102,7 +102,7 @@ SWEEPS = {
 @pytest.mark.parametrize("command", [*SWEEPS, "heads"])
 def test_help_shows_the_budgets_that_are_measured(perturbkv: Run, model: Path, command: str) -> None:
     screen = " ".join(perturbkv(command, "--help").out.split())
-    shown = screen.partition("128 or 0.05 [")[2].partition("]")[0].split()
+    shown = screen.partition("128, 0.05 [")[2].partition("]")[0].split()
     assert shown == SWEEPS.get(command, ["128"])
     row = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "answers": ["a fox"]}
     Path("prompts.jsonl").write_text(json.dumps(row))
