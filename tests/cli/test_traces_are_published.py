@@ -111,9 +111,8 @@ def test_a_card_is_replaced_only_when_asked_and_nothing_is_written_before(pertur
 def test_texts_of_an_earlier_trace_are_not_published(perturbkv: Run) -> None:
     made = complete("a/t.h5")
     assert perturbkv("export", "a").code == 0
-    trace = pk.read_trace(made)
     made.unlink()
-    without_text(trace).save(made)
+    without_text(small_trace().sel(sample=["s0", "s1"])).save(made)
     Path("a/other.tokens.csv").write_text("not,ours")
     for path in ("a/t.csv", "a/t.parquet"):
         Path(path).unlink()
