@@ -157,7 +157,8 @@ def _check_fields(row: Row) -> None:
         msg = f"expected `{given[0]}` or `{given[1]}`, got both; leave one out"
         raise row.refusal(msg)
     if not given:
-        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {[*row.fields]}"
+        got = [*row.fields] or "none that is not null"
+        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {got}"
         raise row.refusal(msg)
     _check_effects(row, given[0])
 

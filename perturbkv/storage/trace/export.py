@@ -81,7 +81,7 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
 def row_count(trace: Trace) -> int:
     """Return the number of rows of a trace's table."""
     configs, _, layers, heads = trace.arrays["perturbation_isolated"].shape[1:]
-    return int(trace.measured.sum()) * configs * layers * heads
+    return int(trace.measured.sum() * configs * layers * heads)
 
 
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
