@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
-from perturbkv.captions import CaptionedFigure
+from perturbkv.captions import SYMBOLS, CaptionedFigure
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_line
 
@@ -88,11 +88,8 @@ def set_plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-_SYMBOLS = {
-    "θ̂_relax": r"$\hat{\mathrm{θ}}_{\mathrm{relax}}$",
-    "θ̂": r"$\hat{\mathrm{θ}}$",
-    "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
-}
+_SYMBOLS = {written: tex.replace(r"\theta", r"\mathrm{θ}") for written, tex in SYMBOLS.items()}
+"""The package's symbols in matplotlib's TeX, upright as the text around them."""
 
 
 def symbols_to_tex(text: str) -> str:

@@ -187,7 +187,7 @@ def test_every_block_runs(page: Path, folder: Path) -> None:
         ("answers.md", "chats/generation.jsonl --divergence", "chats/generated.jsonl --divergence", "generated.jsonl"),
         ("cluster.md", "pk.load_model", "pk.open_model", "open_model"),
         ("install.md", "make demo\n", "make demonstration\n", "demonstration"),
-        ("kvpress.md", "perturbkv[kvpress]", "perturbkv[presses]", "presses"),
+        ("kvpress.md", ".[kvpress]", ".[presses]", "presses"),
     ],
 )
 def test_a_page_that_is_wrong_fails(name: str, right: str, wrong: str, said: str, folder: Path) -> None:
