@@ -142,7 +142,7 @@ $(QUANTISED)/.installed: pyproject.toml
 	touch $@
 
 # The site, docs/_build/html: warnings are errors, every link inside it is checked, nothing is fetched.
-docs: develop
+docs: install
 	$(PY) -m pip install -q -e ".[docs]"
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -d docs/_build/doctrees docs docs/_build/html
 

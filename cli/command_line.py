@@ -27,7 +27,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli import console
-from perturbkv.cli.commands import FILE, PANELS, Command, refuse_former_command
+from perturbkv.cli.commands import FILE, PANELS, Command
 
 Sections = dict[str, list[tuple[str, str]]]
 _MOST_COLUMNS = 100
@@ -314,15 +314,10 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command and its arguments; a path selects the command on files.
-
-        Raises ConfigError for the former name of a command.
-        """
+        """Return the command's name, the command and its arguments; a path selects the command on files."""
         name = args[0]
-        if name not in self.rows:
-            if FILE in self.rows and _is_path(name):
-                return FILE, self.get_command(ctx, FILE), args
-            refuse_former_command(ctx.command_path, name)
+        if name not in self.rows and FILE in self.rows and _is_path(name):
+            return FILE, self.get_command(ctx, FILE), args
         return super().resolve_command(ctx, args)
 
 

@@ -85,12 +85,12 @@ class DataOptions:
             "--dataset",
             "-d",
             metavar="NAME",
-            help="Of `list datasets`, or a .jsonl file",
+            help="Name in `list datasets`, or a .jsonl file",
             autocompletion=complete_datasets,
         ),
     ] = "needle"
     samples: Annotated[
-        int | None, _data_option(metavar="N", help="How many; all where there are fewer", show_default="8")
+        int | None, _data_option(metavar="N", help="Prompts; all where there are fewer", show_default="8")
     ] = None
     seed: Annotated[int, _data_option(metavar="N", help="Seed of data, random weights and random selections")] = 0
     data_dir: Annotated[

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.choices import check_distinct
-from perturbkv.cli.commands import FORMER_OPTIONS
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
@@ -283,8 +282,6 @@ def usage_message(message: str, error: Any) -> str:
     """
     line, context = " ".join(message.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
-    if context and (hint := FORMER_OPTIONS.get((context.command.name, option))):
-        return f"No such option: {option}; {hint}"
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
     if advice := _owner_advice(option) or (_command_advice(option, context) if context and option else ""):

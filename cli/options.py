@@ -111,7 +111,7 @@ MaxNewTokensOption = Annotated[
 DEFAULT_SELECTIONS = ["attention", "two-stage"]
 SelectionOption = Annotated[
     list[str] | None,
-    Option(metavar="NAME", help="How entries are selected", show_default=", ".join(DEFAULT_SELECTIONS)),
+    Option(metavar="NAME", help="Rule that selects entries", show_default=", ".join(DEFAULT_SELECTIONS)),
 ]
 CompareOption = Annotated[
     str,
@@ -142,14 +142,14 @@ class RunOptions(DataOptions):
         list[str] | None,
         _eviction_option(
             metavar="NAME",
-            help="Of `list policies`: adakv(floor=0.1)",
+            help="From `list policies`: adakv(floor=0.1)",
             show_default="snapkv",
             autocompletion=data_options.complete_policies,
         ),
     ] = None
     budget: Annotated[
         list[str] | None,
-        _eviction_option("--budget", "-b", metavar="B", help="Entries per head, window in: 128 or 0.05",
+        _eviction_option("--budget", "-b", metavar="B", help="Entries per head with window: 128, 0.05",
                show_default="128"),
     ] = None  # fmt: skip
     preset: Annotated[
@@ -167,15 +167,17 @@ class RunOptions(DataOptions):
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Heads with a kept set: query, kv, layer", show_default=_BY_PRESET),
+        _eviction_option(metavar="NAME", help="Heads with one kept set: query, kv, layer", show_default=_BY_PRESET),
     ] = None
     precision: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Of what is kept: full, quantise(bits=4)", show_default="full"),
+        _eviction_option(metavar="NAME", help="Type of kept entries: full, quantise(bits=4)", show_default="full"),
     ] = None
     correction: Annotated[
         list[str] | None,
-        _rare_option(_EVICT, metavar="NAME", help="For what went: none, corrected(mass=linear)", show_default="none"),
+        _rare_option(
+            _EVICT, metavar="NAME", help="Stand-in for what went: corrected(mass=linear)", show_default="none"
+        ),
     ] = None
     protect_first: Annotated[
         str | None,
@@ -195,7 +197,7 @@ class RunOptions(DataOptions):
         str, _rare_option(_EVICT, metavar="NAME", help=f"Layout of evicted caches: {', '.join(CACHES)}")
     ] = "ragged"
     steps: Annotated[
-        int | None, _run_option(metavar="N", help="Decode steps measured, of the full run's text", show_default="1")
+        int | None, _run_option(metavar="N", help="Decode steps measured, along the full run's text", show_default="1")
     ] = None
     dtype: Annotated[str, _run_option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, _run_option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
@@ -212,7 +214,7 @@ class RunOptions(DataOptions):
     ] = True
     kept: Annotated[
         bool,
-        _rare_option(_RUN, "--kept/--no-kept", help="Keep the positions of kept entries in it", show_default="yes"),
+        _rare_option(_RUN, "--kept/--no-kept", help="Store the positions of kept entries", show_default="yes"),
     ] = True
     max_memory: Annotated[
         str | None,

@@ -32,10 +32,6 @@ _MADE_BY_US = {"png": b"Software\0perturbkv", "svg": b"<dc:title>perturbkv", "pd
 """The bytes that name this library in the metadata of a figure, by format."""
 
 
-_CAPTION_BY_US = b"% Caption by perturbkv"
-"""The beginning of a caption's LaTeX file."""
-
-
 def figure_files(folder: Path, stems: Iterable[str], formats: Iterable[str]) -> list[OutputFile]:
     """Return the output files of figures, stem × format; they replace only figures of this library."""
     return [
@@ -56,8 +52,10 @@ def caption_files(folder: Path, stems: Iterable[str]) -> list[OutputFile]:
 
 def _is_caption(path: Path) -> bool:
     """Return whether a caption's LaTeX file, at the path or beside it, says that this library wrote it."""
+    from perturbkv.captions import MADE_BY_US
+
     latex = path.with_suffix(".tex")
-    return latex.exists() and latex.read_bytes().startswith(_CAPTION_BY_US)
+    return latex.exists() and latex.read_bytes().startswith(MADE_BY_US.encode())
 
 
 def text_file(path: Path, begins: str) -> OutputFile:
@@ -114,13 +112,24 @@ def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool
             raise ConfigError(msg) from None
         raise
     paths = save_figure(figure, result.identity, stem, look.formats, overwrite)
-    if look.style != "screen":
+    if look.style == "screen":
+        _remove_captions(stem, look.formats)
+    else:
         OutputFolder(stem.parent, overwrite).claim(*caption_files(stem.parent, [stem.name]))
         for ending, text in figure.caption_texts().items():
             path = stem.with_name(stem.name + ending)
             write_atomically(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
             paths.append(str(path))
     return paths
+
+
+def _remove_captions(stem: Path, formats: list[str]) -> None:
+    """Remove captions of this library that a figure without one leaves behind, unless it has other formats there."""
+    if any(stem.with_name(f"{stem.name}.{suffix}").exists() for suffix in _MADE_BY_US if suffix not in formats):
+        return
+    files = [file.path for file in caption_files(stem.parent, [stem.name]) if file.is_ours(file.path)]
+    for path in files:
+        path.unlink(missing_ok=True)
 
 
 def save_figure(

@@ -68,7 +68,7 @@ def _foot_text(result: Correlation) -> str:
     return (
         f"of the {plural(answered, 'prompt')} that the full cache answers those count in which the methods differ · "
         f"bars: 95 % intervals over prompts, ranges where they are fewer than {MIN_SAMPLES} · names alone: "
-        f"prompts' measures dealt out among the prompts · "
+        f"measures permuted among prompts · "
         f"a lost answer: below {result.rule.lost:g} of the full cache's score"
     )
 

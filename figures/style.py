@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
-from perturbkv.captions import CaptionedFigure
+from perturbkv.captions import SYMBOLS, CaptionedFigure
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_line
 
@@ -88,11 +88,8 @@ def set_plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-_SYMBOLS = {
-    "θ̂_relax": r"$\hat{\mathrm{θ}}_{\mathrm{relax}}$",
-    "θ̂": r"$\hat{\mathrm{θ}}$",
-    "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
-}
+_SYMBOLS = {written: tex.replace(r"\theta", r"\mathrm{θ}") for written, tex in SYMBOLS.items()}
+"""The package's symbols in matplotlib's TeX, upright as the text around them."""
 
 
 def symbols_to_tex(text: str) -> str:
@@ -283,8 +280,8 @@ def draw_layer_bar(
 ) -> None:
     """Draw the colour bar of points that are coloured by layer, with a tick at up to seven layers."""
     norm = BoundaryNorm(np.arange(layers + 1) - 0.5, 256)
-    scale = ScalarMappable(norm, layer_colours())
-    bar = figure.colorbar(scale, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
+    mappable = ScalarMappable(norm, layer_colours())
+    bar = figure.colorbar(mappable, ax=list(axes), label="layer", location=location, fraction=0.035, pad=0.02)
     ticks_at = [int(tick) for tick in np.unique(np.linspace(0, layers - 1, min(layers, 7)).round())]
     bar.set_ticks(ticks_at, labels=[str(layer_name(tick)) for tick in ticks_at])
     bar.ax.minorticks_off()

@@ -14,7 +14,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-_MADE_BY_US = "% Caption by perturbkv"
+from perturbkv.escaping import escape_line
+
+MADE_BY_US = "% Caption by perturbkv"
 """The beginning of a caption's LaTeX file."""
 _SCREEN_DPI = 100
 
@@ -31,28 +33,34 @@ _ESCAPES = {
     **{raised: f"$^{{{plain}}}$" for raised, plain in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)},
     **{lowered: f"$_{{{plain}}}$" for lowered, plain in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)},
 }  # fmt: skip
-_SYMBOLS = {
+SYMBOLS = {
     "θ̂_relax": r"$\hat{\theta}_{\mathrm{relax}}$",
     "θ̂": r"$\hat{\theta}$",
     "‖o_h‖₁": r"$\Vert o_h\Vert_1$",
 }
-"""The package's symbols of several characters."""
+"""The package's symbols of several characters, in LaTeX."""
+_LIGATURES = ("--", "?`", "!`", "``", "''", ",,")
+"""Neighbours that LaTeX's fonts make one sign."""
 
 
 def to_latex(text: str) -> str:
     r"""Return plain text as LaTeX: its special characters escaped, the package's symbols in math.
 
-    Other letters, such as those of a name in Chinese, stay as they are.
+    Other letters, such as those of a name in Chinese, stay as they are; signs that LaTeX would join stay apart, and
+    control characters are shown by their numbers.
 
     Example:
         >>> to_latex("95 % of b_1 & θ̂ ≤ 2")
         '95 \\% of b\\_1 \\& $\\hat{\\theta}$ $\\le$ 2'
     """
-    for written, tex in _SYMBOLS.items():
+    for written, tex in SYMBOLS.items():
         head, *rest = text.split(written)
         if rest:
             return tex.join(map(to_latex, [head, *rest]))
-    return "".join(_ESCAPES.get(character, character) for character in text)
+    latex = ""
+    for written in (_ESCAPES.get(character, character) for character in escape_line(text)):
+        latex += f"{{}}{written}" if latex[-1:] + written[:1] in _LIGATURES else written
+    return latex
 
 
 def _one_line(text: str) -> str:
@@ -88,7 +96,7 @@ class CaptionedFigure(Figure):
         sentences = [
             _one_line(sentence).rstrip(".;") for sentence in (self.headline, self.subtitle, *named, *self.notes)
         ]
-        return " ".join(f"{sentence}." for sentence in sentences if sentence)
+        return " ".join(sentence if sentence[-1] in "?!" else f"{sentence}." for sentence in sentences if sentence)
 
     def save_caption(self, picture: str | Path) -> list[Path]:
         r"""Write the caption beside a picture and return the paths: `heads.pdf` has `heads.caption.txt` and `.tex`.
@@ -96,7 +104,7 @@ class CaptionedFigure(Figure):
         The second is LaTeX: `\caption{\input{heads.caption}}` needs no editing.
 
         Args:
-            picture: path of the saved figure, with or without its ending.
+            picture: path of the saved figure, with or without its ending, one of matplotlib's.
 
         Raises:
             OSError: the folder does not exist or cannot be written.
@@ -110,7 +118,7 @@ class CaptionedFigure(Figure):
             ('heads.caption.txt', 'heads.caption.tex', 'Means of 8 samples, 95 % intervals.\n')
         """
         path = Path(picture)
-        path = path.with_suffix("") if path.suffix in (".pdf", ".svg", ".png") else path
+        path = path.with_suffix("") if path.suffix[1:].lower() in self.canvas.get_supported_filetypes() else path
         written = {path.with_name(path.name + ending): text for ending, text in self.caption_texts().items()}
         for file, text in written.items():
             file.write_text(text, encoding="utf-8")
@@ -119,7 +127,7 @@ class CaptionedFigure(Figure):
     def caption_texts(self) -> dict[str, str]:
         """Return ending of a caption's file -> its content: plain text, and LaTeX, which a comment begins."""
         caption = self.caption
-        return {".caption.txt": f"{caption}\n", ".caption.tex": f"{_MADE_BY_US}\n{to_latex(caption)}%\n"}
+        return {".caption.txt": f"{caption}\n", ".caption.tex": f"{MADE_BY_US}\n{to_latex(caption)}%\n"}
 
     def _repr_png_(self) -> bytes:
         """Return the figure as a PNG file for a notebook."""

@@ -62,9 +62,10 @@ MEASURING = {
     "huggingface_hub": "huggingface_hub>=1.0",
     "jaxtyping": "jaxtyping>=0.3",
     "filelock": "filelock>=3.12",
-    "yaml": "pyyaml>=6",
 }
 """Modules that only measuring imports -> the requirement that brings each; finished traces are read without them."""
+_PACKAGES = {"yaml": "pyyaml"}
+"""Module -> package that brings it, where its name differs."""
 _OF_TRANSFORMERS = ("safetensors", "tokenizers")
 """Modules that transformers brings along."""
 
@@ -73,7 +74,8 @@ class MissingPackageError(PerturbkvError, ModuleNotFoundError):
     """A package that is not installed, such as torch where only finished traces are read; the message installs it."""
 
     def __init__(self, module: str) -> None:
-        package, purpose, needed = module.partition(".")[0], "", [module.partition(".")[0]]
+        package, purpose = module.partition(".")[0], ""
+        needed = [_PACKAGES.get(package, package)]
         if package in (*MEASURING, *_OF_TRANSFORMERS):
             purpose, needed = " to measure with (finished traces are read without it)", list(MEASURING.values())
         requirements = " ".join(f"'{one}'" if set(one) & set("<>") else one for one in needed)
@@ -87,6 +89,16 @@ class MissingPackageError(PerturbkvError, ModuleNotFoundError):
         if module.partition(".")[0] in ("", "perturbkv"):
             raise error
         return cls(module)
+
+
+def install_extra(name: str) -> str:
+    """Return how an extra of this package is installed; the package itself is on no index.
+
+    Example:
+        >>> install_extra("ray")
+        "pip install '.[ray]' in the checkout"
+    """
+    return f"pip install '.[{name}]' in the checkout"
 
 
 class ModelError(PerturbkvError):

@@ -342,13 +342,13 @@ class MethodRanking(SettingsResult):
     margin: float = column("share of a control's sum within which a method is equivalent to it: δ")
 
     def conclusion(self) -> str:
-        """Return how many methods perturb less than SnapKV, which one least, and the verdicts against the controls."""
+        """Return how often methods perturb less than SnapKV, which one least, and the verdicts against the controls."""
         rows = [row for setting in self.settings for row in setting.rows]
         verdicts = [row.propagated.case().verdict for row in rows]
         if FEW in verdicts:
             first = "too few samples to decide whose perturbation is lower than snapkv's"
         else:
-            first = tally(verdicts, _VERDICT_CLAUSES, "method")
+            first = tally(verdicts, _VERDICT_CLAUSES, self._case)
         best = (_best_text(setting) for setting in self.settings)
         where = (f" at {name}" if name else "" for name in self.setting_names())
         least = ", ".join(f"{clause}{at}" for clause, at in zip(best, where, strict=True))
@@ -361,7 +361,7 @@ class MethodRanking(SettingsResult):
         )
 
     def _against(self, control: str) -> str:
-        """Return how many methods are better, worse, equivalent and undecided against a control; empty without it."""
+        """Return how often methods are better, worse, equivalent and undecided against a control; empty without it."""
         rows = [row for setting in self.settings for row in setting.rows]
         found = [row.controls[control].propagated_verdict.verdict for row in rows if control in row.controls]
         words = {
@@ -370,7 +370,12 @@ class MethodRanking(SettingsResult):
             EQUIVALENT: (f"{self._within} of {control}", self._within),
             UNDECIDED: (f"undecided against {control}", "undecided"),
         }
-        return tally(found, words, "method") if found else ""
+        return tally(found, words, self._case) if found else ""
+
+    @property
+    def _case(self) -> str:
+        """The noun for what verdicts count: methods of a single setting, else methods × settings."""
+        return "method" if len(self.settings) == 1 else "comparison"
 
     @property
     def _within(self) -> str:
@@ -383,8 +388,9 @@ class MethodRanking(SettingsResult):
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return the notes that define 'same ends', and the verdicts against the controls."""
-        return list(filter(None, ["Same ends: under the method's own window and protection.", self._verdict_note]))
+        """Return where nothing is evicted, and the notes that define 'same ends' and the verdicts on the controls."""
+        ends = "Same ends: under the method's own window and protection."
+        return [*self.unevicted_notes(), *filter(None, [ends, self._verdict_note])]
 
     @property
     def _verdict_note(self) -> str:

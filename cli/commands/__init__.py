@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perturbkv.errors import ConfigError
-
 FILE = "FILE"
 """The name of the command that runs where a path stands in place of a command's name."""
 
@@ -90,37 +88,3 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }  # fmt: skip
 COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
 PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
-
-FORMER_COMMANDS = {
-    **{name: f"question {name}" for name in ("alpha", "measures", "regret", "split", "stability")},
-    "swap": "question patching",
-    "link": "correlation",
-    "restriction": "ablation --restrictions",
-    "savings": "budget --savings",
-    "bytes": "budget --bytes",
-    "cliff": "budget --cliff",
-    "divergence": "quality ANSWERS.jsonl --divergence",
-    "judge": "quality ANSWERS.jsonl --judge COMMAND",
-    "head-scores": "trace --head-scores PATH",
-    "info": "list FILE",
-    "models": "list models",
-    "datasets": "list datasets",
-    "policies": "list policies",
-    "selfcheck": "doctor selfcheck",
-    "bench": "doctor bench",
-}
-"""Former name of a command -> what is typed now."""
-FORMER_OPTIONS = {
-    ("quality", "--trace"): "name the traces themselves, such as `perturbkv quality a/trace.h5 b/trace.h5`",
-    ("correlation", "--trace"): "name the traces themselves, such as `perturbkv correlation a/trace.h5 b/trace.h5`",
-    ("quality", "--command"): "write --judge COMMAND",
-    ("budget", "--selection"): "write --compare NAMES",
-}
-"""Command and its former option -> what to type now."""
-
-
-def refuse_former_command(path: str, name: str) -> None:
-    """Raise ConfigError where `name`, typed after the group `path`, is the former name of a command."""
-    if name in FORMER_COMMANDS and (path == "perturbkv" or (path, name) == ("perturbkv question", "swap")):
-        msg = f"'{name}' is `perturbkv {FORMER_COMMANDS[name]}` now"
-        raise ConfigError(msg)

@@ -51,7 +51,7 @@ def _method_ranking(
         str | None,
         Option(metavar="NAMES", help="Rank whole methods: all, or policies with commas", show_default=False),
     ] = None,
-    margin: Annotated[float, Option(metavar="X", help="With --methods: sums this near are equal")] = MARGIN,
+    margin: Annotated[float, Option(metavar="X", help="--methods: sums this near count as equal")] = MARGIN,
 ) -> Analysis:
     """Rank whole methods against snapkv, and against random entries and attention's with the same protection."""
     check_margin(margin, "--margin")

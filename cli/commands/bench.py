@@ -36,10 +36,10 @@ def bench(
     context: typer.Context,
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
     tokens: Annotated[int, Option(metavar="N", help="Prompt length; growth is from half of it to twice")] = 4096,
-    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed, in turns; medians count")] = 3,
+    repeats: Annotated[int, Option(metavar="N", help="Timings of each row, in turns; medians count")] = 3,
     only: OnlyOption = None,
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto",
-    device: Annotated[str, Option(metavar="NAME", help="Of all rows but those of a GPU")] = "cpu",
+    device: Annotated[str, Option(metavar="NAME", help="Device of all rows but those of a GPU")] = "cpu",
     output: Annotated[
         Path | None,
         Option("--output", "-o", metavar="PATH", help="Where the JSON goes", show_default="runs/<time>-bench.json"),
@@ -67,8 +67,8 @@ def bench(
 
 def scale(
     model: Annotated[str, Option("--model", "-m", metavar="NAME", help="Model to run")] = DEFAULT,
-    samples: Annotated[int, Option(metavar="N", help="Of the longest runs; fewer take less time")] = 10_000,
-    repeats: Annotated[int, Option(metavar="N", help="How often workers are timed, in turns; medians count")] = 3,
+    samples: Annotated[int, Option(metavar="N", help="Samples of the longest runs; fewer take less time")] = 10_000,
+    repeats: Annotated[int, Option(metavar="N", help="Timings of workers, in turns; medians count")] = 3,
     only: OnlyOption = None,
     output: Annotated[
         Path | None,
@@ -92,7 +92,7 @@ def scale(
 
 def report(
     tokens: Annotated[int, Option(metavar="N", help="Prompt length of the traces that are made for it")] = 1500,
-    repeats: Annotated[int, Option(metavar="N", help="How often each thing is timed; medians count")] = 5,
+    repeats: Annotated[int, Option(metavar="N", help="Timings of each row; medians count")] = 5,
     only: OnlyOption = None,
     output: Annotated[
         Path | None,
@@ -116,7 +116,7 @@ def report(
 def compare(
     old: Annotated[Path, Argument(help="JSON of the earlier run", show_default=False)],
     new: Annotated[Path, Argument(help="JSON of the later run", show_default=False)],
-    tolerance: Annotated[float, Option(metavar="X", help="How much worse a value may become, as a share")] = 0.1,
+    tolerance: Annotated[float, Option(metavar="X", help="Share by which a value may become worse")] = 0.1,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two files of the benchmark.

@@ -124,11 +124,11 @@ def datasets(
         str | None, Argument(help="A data set or .jsonl file to look at; without it all are listed", show_default=False)
     ] = None,
     show: Annotated[bool, Option("--show", help="Print the encoded prompt's ends and where it splits")] = False,
-    tokens: Annotated[int, Option(metavar="N", help="How many tokens of the beginning and of the end")] = 100,
+    tokens: Annotated[int, Option(metavar="N", help="Tokens shown of the beginning and of the end")] = 100,
     sample: Annotated[int | None, Option(metavar="N", help="Which sample, from 0")] = None,
-    samples: Annotated[int, Option(metavar="N", help="How many samples, the first ones")] = 1,
+    samples: Annotated[int, Option(metavar="N", help="Samples shown, the first ones")] = 1,
     model: Annotated[
-        str, Option("--model", "-m", metavar="NAME", help="Whose tokenizer; no weights are loaded")
+        str, Option("--model", "-m", metavar="NAME", help="Model with the tokenizer; no weights are loaded")
     ] = DEFAULT,
     data_dir: Annotated[
         Path | None,

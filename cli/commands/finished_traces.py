@@ -20,7 +20,7 @@ _SHARD = re.compile(r"(.+)\.shard-([0-9]+)-of-([0-9]+)\.journal")
 
 
 def merge(
-    output: Annotated[Path, Argument(help="What the shards were given as --output", show_default=False)],
+    output: Annotated[Path, Argument(help="Path that the shards had as --output", show_default=False)],
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a trace of another run")] = False,
     wait: Annotated[bool, Option("--wait", help="Wait while another process writes there")] = False,
     as_json: JsonOption = False,

@@ -34,7 +34,7 @@ def patching(
     run: RunOptions,
     look: FigureOptions,
     compare: Annotated[str, Option(metavar="NAMES", help="Baseline and treatment")] = DEFAULT_COMPARE,
-    by: Annotated[str, Option(metavar="NAME", help=f"Who is switched: {' or '.join(BY)}")] = BY[0],
+    by: Annotated[str, Option(metavar="NAME", help=f"Unit that is switched: {' or '.join(BY)}")] = BY[0],
     layers: Annotated[
         str | None, Option(metavar="LIST", help="Layers that are switched: 0,18-23", show_default="all")
     ] = None,
@@ -46,11 +46,11 @@ def patching(
     ] = None,
     permutations: Annotated[
         int | None,
-        Option(metavar="N", help=f"Orders for Shapley values: even, from {LEAST} on, or 0", show_default="16"),
+        Option(metavar="N", help=f"Orders for Shapley values: even, from {LEAST}, or 0", show_default="16"),
     ] = None,
-    exact: Annotated[bool, Option("--exact", help="All subsets, not orders; of up to 8 unasked, up to 12")] = False,
+    exact: Annotated[bool, Option("--exact", help="All subsets, not orders: to 8 by default, at most 12")] = False,
     greedy: Annotated[
-        int | None, Option(metavar="N", help="How many are switched greedily; 0: none", show_default="10")
+        int | None, Option(metavar="N", help="Number switched greedily; 0: none", show_default="10")
     ] = None,
     outcome: Annotated[str, Option(metavar="NAME", help=", ".join(OUTCOMES))] = "drift",
     answers: Annotated[bool, Option("--answers", help="Also answer from every mixture, and grade it")] = False,

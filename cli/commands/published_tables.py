@@ -24,6 +24,8 @@ from perturbkv.storage.trace.export import (
     check_not_source,
     check_suffix,
     columns,
+    row_count,
+    token_tables,
     tokens_path,
     write,
     write_tokens,
@@ -49,17 +51,18 @@ def export(
     """Write traces as tables, CSV or Parquet; a data card.
 
     One row per sample × configuration × step × layer × head, with every variable as a column. Where the trace holds its
-    prompts' text, their tokens go into a file beside it, NAME.tokens.csv. With --card, README.md lies in the named
-    folder, or the one that all tables have in common (docs/how-to/publish_traces.md).
+    prompts' text, their tokens go into a file beside it, NAME.tokens.csv or .parquet. With --card, README.md lies in
+    the named folder, or the one that all tables have in common (docs/how-to/publish_traces.md).
     """
     if licence is not None and not card:
         msg = "--license is the card's; add --card"
         raise ConfigError(msg)
+    licence = data_card.licence_id(licence or data_card.UNKNOWN)
     tables = _table_paths(_expand_folders(traces), output, (".parquet",) if card else None)
     for trace, paths in tables.items():
         _check_tables(trace, paths, overwrite)
     folders = [path for path in traces if path.is_dir()]
-    readme = _check_card(list(tables.values()), folders, licence, overwrite) if card else None
+    readme = _check_card(list(tables.values()), folders, overwrite) if card else None
     finished = {trace: read_trace(trace) for trace in tables}
     token_paths = {
         trace: [tokens_path(path) for path in paths] if "prompt_token" in finished[trace].arrays else []
@@ -67,6 +70,16 @@ def export(
     }
     for path in itertools.chain.from_iterable(token_paths.values()):
         OutputFolder(path.parent, overwrite).claim(OutputFile(path))
+    without_text = itertools.chain.from_iterable(paths for trace, paths in tables.items() if not token_paths[trace])
+    stale = list(dict.fromkeys(old for path in without_text for old in token_tables(path)))
+    if stale and not overwrite:
+        msg = (
+            f"expected no {stale[0]} beside a trace without text, got prompts of an earlier one; --overwrite removes it"
+        )
+        raise ConfigError(msg)
+    text = "" if readme is None else _card_text(readme, finished, tables, licence)
+    for path in stale:
+        path.unlink()
     counts: dict[str, int] = {}
     with console.progress(
         "samples", sum(len(tables[name]) * int(one.ok.sum()) for name, one in finished.items())
@@ -75,13 +88,22 @@ def export(
             counts |= {str(path): write(finished[trace], path, bar.advance) for path in paths}
             counts |= {str(path): write_tokens(finished[trace], path) for path in token_paths[trace]}
     if readme is not None:
-        _write_card(readme, finished, tables, counts, licence, overwrite)
+        with new_file(readme, overwrite) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     failures = {name: reason for one in finished.values() for name, reason in one.failures.items()}
     if as_json:
         names = list(dict.fromkeys(name for one in finished.values() for name in columns(one)))
-        document = {"files": counts, "columns": names, "card": readme and str(readme), "failed": failures}
+        document = {
+            "files": counts,
+            "removed": [str(path) for path in stale],
+            "columns": names,
+            "card": readme and str(readme),
+            "failed": failures,
+        }
         console.print_json(document)
     else:
+        for path in stale:
+            console.say(f"{path}: removed, as the trace holds no text")
         for name, count in counts.items():
             console.say(f"{name}: {count:,} rows")
         if readme is not None:
@@ -136,14 +158,12 @@ def _check_tables(trace: Path, paths: Sequence[Path], overwrite: bool) -> None:
         check_not_source(trace, path)
 
 
-def _check_card(
-    tables: Sequence[Sequence[Path]], folders: Sequence[Path], licence: str | None, overwrite: bool
-) -> Path:
+def _check_card(tables: Sequence[Sequence[Path]], folders: Sequence[Path], overwrite: bool) -> Path:
     """Return the path of the card: in the folder that the tables and the named folders have in common.
 
-    Raises OutputError or ConfigError where it cannot be written, and for a file name that hubs take for a pattern.
+    Raises OutputError or ConfigError where it cannot be written, for a README.md that is no card, and for a file name
+    that hubs take for a pattern.
     """
-    data_card.check_licence(data_card.UNKNOWN if licence is None else licence)
     parents = [path.parent for paths in tables for path in paths]
     folder = Path(os.path.commonpath([path.resolve() for path in (*parents, *folders)]))
     for path in itertools.chain.from_iterable(tables):
@@ -151,31 +171,27 @@ def _check_card(
     here = Path.cwd()
     readme = (folder.relative_to(here) if folder.is_relative_to(here) else folder) / data_card.NAME
     OutputFolder(readme.parent, overwrite).claim(OutputFile(readme))
+    if readme.exists() and not data_card.is_card(readme):
+        msg = f"expected a data card of ours at {readme}, got another file; move it away"
+        raise ConfigError(msg)
     return readme
 
 
-def _write_card(
-    readme: Path,
-    finished: Mapping[Path, Trace],
-    tables: Mapping[Path, Sequence[Path]],
-    counts: Mapping[str, int],
-    licence: str | None,
-    overwrite: bool,
-) -> None:
-    """Write the card of tables that have been written; `counts` are their rows by path."""
+def _card_text(
+    readme: Path, finished: Mapping[Path, Trace], tables: Mapping[Path, Sequence[Path]], licence: str
+) -> str:
+    """Return the card of the tables that are going to be written."""
     folder = readme.parent.resolve()
     described = []
     for trace, (path, *_) in tables.items():
-        tokens, source = tokens_path(path), trace.resolve()
+        tokens, source, one = tokens_path(path), trace.resolve(), finished[trace]
         described.append(
             data_card.Table(
-                finished[trace],
+                one,
                 PurePosixPath(path.resolve().relative_to(folder)),
-                counts[str(path)],
-                PurePosixPath(tokens.resolve().relative_to(folder)) if str(tokens) in counts else None,
+                row_count(one),
+                PurePosixPath(tokens.resolve().relative_to(folder)) if "prompt_token" in one.arrays else None,
                 PurePosixPath(source.relative_to(folder)) if source.is_relative_to(folder) else None,
             )
         )
-    text = data_card.data_card(described, data_card.UNKNOWN if licence is None else licence)
-    with new_file(readme, overwrite) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    return data_card.data_card(described, licence)

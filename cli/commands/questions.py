@@ -71,9 +71,9 @@ def regret(
     run: RunOptions,
     look: FigureOptions,
     compare: CompareOption = _METHODS,
-    heads: Annotated[int, Option(metavar="N", help="Searched of each prompt by swaps, drawn by --seed")] = 64,
-    proven: Annotated[int, Option(metavar="N", help="Of its prefix of 64 tokens, 16 kept, by integer programs")] = 8,
-    seconds: Annotated[float, Option(metavar="S", help="At most for each head and search")] = 60.0,
+    heads: Annotated[int, Option(metavar="N", help="Heads searched per prompt, drawn by --seed")] = 64,
+    proven: Annotated[int, Option(metavar="N", help="Heads solved by integer programs: 16 of 64 tokens")] = 8,
+    seconds: Annotated[float, Option(metavar="S", help="Limit for each head and search")] = 60.0,
 ) -> None:
     """Measure how far each method is from the best kept set.
 
@@ -169,11 +169,12 @@ class StabilityOptions(FigureOptions):
 def stability(
     look: StabilityOptions,
     selection: Annotated[
-        str, Option(metavar="NAME", help="Whose heads: a selection, a policy, policy:selection")
+        str, Option(metavar="NAME", help="Selection, policy or policy:selection with the heads")
     ] = "two-stage",
-    baseline: Annotated[str, Option(metavar="NAME", help="What its gain is over, likewise")] = "attention",
+    baseline: Annotated[str, Option(metavar="NAME", help="Baseline of its gain, likewise")] = "attention",
     budget: Annotated[
-        str | None, Option("--budget", "-b", metavar="B", help="Of several", show_default="the one that all hold")
+        str | None,
+        Option("--budget", "-b", metavar="B", help="One of several budgets", show_default="the one that all hold"),
     ] = None,
 ) -> None:
     """Ask whether eviction hits the same heads everywhere.

@@ -32,13 +32,13 @@ _HALVES = ("bfloat16", "float16")
 
 
 def selfcheck(
-    device: Annotated[str, Option(metavar="NAME", help="What is checked; cpu checks what a CPU can")] = "cuda",
+    device: Annotated[str, Option(metavar="NAME", help="Device that is checked; cpu checks what a CPU can")] = "cuda",
     model: Annotated[
         str | None,
-        Option(metavar="NAME", help="Trained model of the table of ties", show_default="the embedded one, if any"),
+        Option(metavar="NAME", help="Trained model for ties", show_default="the embedded one, if any"),
     ] = None,
-    samples: Annotated[int, Option(metavar="N", help="Needle prompts of the table of ties")] = 4,
-    length: Annotated[int, Option(metavar="N", help="Tokens of each of them")] = 1000,
+    samples: Annotated[int, Option(metavar="N", help="Needle prompts for the table of ties")] = 4,
+    length: Annotated[int, Option(metavar="N", help="Tokens of each needle prompt")] = 1000,
     entries: Annotated[int, Option(metavar="N", help="Entries of the cache that is checked")] = 1024,
     placed: Annotated[
         str, Option(metavar="NAME", help="Random model that --device-map auto lays out")

@@ -11,11 +11,11 @@ from perturbkv.benchmark.rows import Report, Row, read
 
 
 def main() -> None:
-    """The machine, the table, and where the sweeps spend their seconds."""
+    """Print the machine, the table, and where the sweeps spend their seconds."""
     report = read(Path(sys.argv[1]))
     lines = [", ".join(f"{name} {value}" for name, value in report.machine.items()), "", *_table(report), ""]
     lines += [_phases(row) for row in report.rows if "phases" in row.details]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def _table(report: Report) -> list[str]:
@@ -31,7 +31,7 @@ def _bound(row: Row) -> str:
 
 
 def _value(row: Row) -> str:
-    """The ratio, and medians of the seconds that it was made of."""
+    """Return the ratio, and medians of the seconds that it was made of."""
     if row.value is None:
         return "–"
     spent, base = (row.details.get(name) for name in ("seconds", "base_seconds"))

@@ -10,7 +10,6 @@ the median width over the truth. `--bootstrap` adds the percentile bootstrap, wh
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,22 +58,22 @@ class Statistic:
 
 
 def mean(name: str, kind: StatisticKind, each: Floats) -> Statistic:
-    """The mean of (sample,) values."""
+    """Return the mean of (sample,) values."""
     return Statistic(name, kind, lambda weights: weights @ each, each)
 
 
 def over(name: str, top: Floats, bottom: Floats) -> Statistic:
-    """A ratio of sums."""
+    """Return a ratio of sums."""
     return Statistic(name, RATIO, lambda weights: ratio(weights @ top, weights @ bottom), ratio(top, bottom))
 
 
 def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
-    """The median of heads' ratios; (sample, head)."""
+    """Return the median of heads' ratios; (sample, head)."""
     return Statistic(name, RATIO, lambda weights: quantiles(ratio(weights @ top, weights @ bottom), (0.5,), 1)[0], top)
 
 
 def statistics(trace: Trace) -> Iterator[Statistic]:
-    """Everything that the analyses give an interval, at the first step."""
+    """Return everything to which the analyses give an interval, at the first step."""
     for group in group_by_selection(trace.run):
         if "attention" in group:
             for treatment in group.values():
@@ -86,7 +85,7 @@ def statistics(trace: Trace) -> Iterator[Statistic]:
 
 
 def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
-    """Two configurations: heads, and drift after the middle and the last layer."""
+    """Return the statistics of two configurations: heads, and drift after the middle and the last layer."""
     measured = Measurements(trace, "coverage")
     for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
         both, floor = measured[f"perturbation_{kind}"], measured[name]
@@ -101,7 +100,7 @@ def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
 
 
 def single(trace: Trace, config: int) -> Iterator[Statistic]:
-    """One configuration: σ, drift, KL, and growth over the steps."""
+    """Return the statistics of one configuration: σ, drift, KL, and growth over the steps."""
     measured, all_steps = Measurements(trace, "coverage"), Measurements(trace, "coverage", None)
     for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
         above = measured[name][:, config] > EVIDENCE
@@ -121,7 +120,7 @@ def single(trace: Trace, config: int) -> Iterator[Statistic]:
 
 
 def ranked(trace: Trace, group: dict[str, int]) -> Iterator[Statistic]:
-    """Rank correlations of θ and 1 − S with L; and, of one stage 1, how much oftener a bound is right than 1 − S."""
+    """Return rank correlations of θ and 1 − S with L, and how much more often a bound is right than 1 − S."""
     held, places = read_bounds(Measurements(trace, "coverage")), list(group.values())
     if len(places) >= rank_agreement.LEAST_SELECTIONS:
         for bound in (held.theta, 1 - held.mass):
@@ -139,7 +138,7 @@ def ranked(trace: Trace, group: dict[str, int]) -> Iterator[Statistic]:
 
 
 def coverage(one: Statistic, drawn: Floats, bootstrap: bool = False) -> dict[str, tuple[float, float]]:
-    """Method -> share of draws that hold the truth, and median width over the truth; `drawn` is (draw, sample)."""
+    """Return method -> share of draws that hold the truth, and median width over it; `drawn` is (draw, sample)."""
     if one.of is None:
         found = intervals.of_medians(one.each[drawn].T)
         assert found is not None
@@ -182,7 +181,7 @@ def _told(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
 
 
 def table(trace: Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: bool = False) -> list[str]:
-    """The Markdown table, line by line: per n 'worst, median; width'."""
+    """Return the lines of the Markdown table: per n 'worst, median; width'."""
     drawn = [np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, size)) for size in sizes]
     rows: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
     for one in statistics(trace):
@@ -210,4 +209,4 @@ if __name__ == "__main__":
     parser.add_argument("--bootstrap", action="store_true")
     given = parser.parse_args()
     shown = table(read_trace(given.trace), given.draws, given.samples, given.bootstrap)
-    sys.stdout.write("\n".join(shown) + "\n")
+    print("\n".join(shown))

@@ -54,7 +54,7 @@ def verdicts(method: Floats, control: Floats) -> tuple[NDArray[np.bool_], NDArra
 
 
 def cell(spread: float, samples: int, draws: int, uneven: bool) -> str:
-    """'1.2 %; 85 %, 3.1 %': equivalent at a true ratio of 1 + δ; at 1, and there a difference."""
+    """Return '1.2 %; 85 %, 3.1 %': equivalent at a true ratio of 1 + δ; at 1, and there a difference."""
     _, wrong = verdicts(*drawn(1 + MARGIN, spread, samples, draws, uneven))
     differs, right = verdicts(*drawn(1, spread, samples, draws, uneven))
     return f"{100 * wrong.mean():.1f} %; {100 * right.mean():.0f} %, {100 * differs.mean():.1f} %"
@@ -97,4 +97,4 @@ def tables(draws: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     for row in tables(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        sys.stdout.write(row + "\n")
+        print(row)

@@ -25,7 +25,7 @@ PROSE, LENGTH, DEPTH, ANSWER, ENDS = 400, 1000, 0.4, 10, 70
 
 
 def loss(adapter: Adapter) -> float:
-    """Mean loss, in nats per token, of the first tokens of CPython's manual."""
+    """Return the mean loss, in nats per token, of the first tokens of CPython's manual."""
     ids = torch.tensor([adapter.tokenizer(" ".join(sentences()[:40]))["input_ids"][:PROSE]])
     with torch.inference_mode():
         logits = adapter.model(input_ids=ids).logits[0, :-1].float()
@@ -61,6 +61,6 @@ def report(name: str) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        sys.stdout.write(report(sys.argv[1]) + "\n")
+        print(report(sys.argv[1]))
     for model in sys.argv[1:] if len(sys.argv) > 2 else ():
         subprocess.run([sys.executable, __file__, model], check=True)

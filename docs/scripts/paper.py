@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def write(page: Path, longbench: Path, output: Path) -> None:
-    """The page with its generated parts made anew; what stands between them stays."""
+    """Return the page with its generated parts made anew; what stands between them stays."""
     took = {step.name: paper_steps.seconds(step, longbench, output) for step in paper_steps.STEPS}
     done = {name for name, seconds in took.items() if seconds is not None}
     text = page.read_text()
@@ -66,7 +66,7 @@ def told(row: Row, output: Path, done: set[str]) -> Told:
 
 
 def replaced(text: str, part: str, made: str) -> str:
-    """The page with one generated part made anew. Raises ValueError where the page has no such part."""
+    """Return the page with one generated part made anew. Raises ValueError where the page has no such part."""
     begin, end = (f"<!-- {part}: {side} -->" for side in ("begin", "end"))
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
@@ -77,7 +77,7 @@ def replaced(text: str, part: str, made: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

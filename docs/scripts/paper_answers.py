@@ -83,7 +83,7 @@ class Answers:
 
 
 def answers(output: Path, step: str, name: str) -> Answers:
-    """The scores that a step's trace of a data set holds."""
+    """Return the scores that a step's trace of a data set holds."""
     measured = trace(output, f"{step}/{name.replace(':', '-')}/trace.h5")
     graded = scores(measured.trace, "paper")
     return Answers(name, graded.full, {key: graded.evicted[:, index] for key, index in indices(measured).items()})
@@ -150,7 +150,7 @@ def _saving(point: Document) -> str:
 
 
 def _half(output: Path) -> Told:
-    """Tell how much of attention's loss is left."""
+    """Return how much of attention's loss is left."""
     cells, verdicts, floor = [], [], []
     for one, budget in ((answers(output, *suite), budget) for suite in LATER for budget in _BUDGETS):
         first, second = (one.by_name(name, budget) for name in ("two-stage", "attention"))
@@ -166,7 +166,7 @@ def _half(output: Path) -> Told:
 
 
 def halved(full: Floats, before: Floats, after: Floats) -> tuple[str, str]:
-    """The rule `half`, and the number that it looks at with its interval."""
+    """Return what the rule `half` says, and the number that it looks at with its interval."""
     beyond = after - (before + full) / 2
     lost = verdict(json_value(intervals.of_mean(before - full, DIFFERENCE)), 0, -1) == SUPPORTS
     return paired(beyond).verdict if lost else UNDECIDED, _difference(beyond)
@@ -177,7 +177,7 @@ def _difference(values: Floats) -> str:
 
 
 def _linked(output: Path) -> Told:
-    """Spearman's ρ of a prompt's methods' perturbation with their scores, and what of it the methods' names leave."""
+    """Return Spearman's ρ of perturbation with scores over a prompt's methods, and what the methods' names leave."""
     cells, verdicts = [], []
     for step, name in (("link/news", "multi_news"), ("link", "retrieval")):
         found = analysis(output, step, "correlation")["overall"][0]
@@ -195,7 +195,7 @@ def _linked(output: Path) -> Told:
 
 
 def _chats(output: Path) -> Told:
-    """Tell of 8 instructions, with answers of at most 320 tokens, compressed to 64 entries beyond 256."""
+    """Return the finding on 8 instructions, with answers of at most 320 tokens, compressed to 64 entries beyond 256."""
     found = {selection(one["config"]): one for one in document(output, "chats", "quality-divergence.json")["configs"]}
     sides = [found[way] for way in ("attention", "two-stage")]
     kls = [both for both in zip(*(one["forced"]["kl"] for one in sides), strict=True) if None not in both]
@@ -219,7 +219,7 @@ def _larger(output: Path) -> Told:
 
 
 def _overhead(output: Path) -> Told:
-    """Tell the cost of a sweep of 24 configurations over 4,096 tokens."""
+    """Return the cost of a sweep of 24 configurations over 4,096 tokens."""
     row = next(one for one in json.loads(_BENCH.read_text())["rows"] if one["name"] == "sweep-24")
     phases, whole = row["details"]["phases"], statistics.median(row["details"]["seconds"])
     text = (

@@ -55,7 +55,7 @@ def _staged(output: Path) -> list[Document]:
 
 
 def _tight(output: Path) -> Told:
-    """L over the bounds where σ > ½, at each budget: the medians' range and the widest 5 to 95 %."""
+    """Return L over the bounds where σ > ½, at each budget: the medians' range and the widest 5 to 95 %."""
     cells = []
     for name in ("L/θ", "L/θ̂"):
         spreads = [spread for one in _staged(output) if (spread := one["ratios"][name]["evidence"])[0] is not None]
@@ -91,7 +91,7 @@ def _of_one_stage1(agreement: Document, bound: str) -> Document:
 
 
 def compared(shares: list[Floats]) -> tuple[str, Paired]:
-    """Two shares of the same samples, (sample,) each, and what their paired difference says."""
+    """Return what the paired difference of two shares of the same samples, (sample,) each, says."""
     known = ~np.isnan(shares[0])
     if not known.any():
         return "no such heads", Paired(np.nan, None, 0, 0, UNDECIDED)
@@ -102,7 +102,7 @@ def compared(shares: list[Floats]) -> tuple[str, Paired]:
 
 
 def _assumed(reading: str, said: str, beside: str, output: Path) -> Told:
-    """The share of heads in which a reading of σ is above a half, at each budget; another one without a verdict."""
+    """Return the share of heads whose σ is above a half, at each budget; of another reading without a verdict."""
     cells, verdicts = [], []
     found = analysis(output, "shares", "assumption")
     for one in found["configurations"]:
@@ -120,7 +120,7 @@ def _above(one: Document, reading: str) -> str:
 
 
 def _exceptions(output: Path) -> Told:
-    """Heads whose mean S is at most half, outside the first layer."""
+    """Return the heads whose mean S is at most half, outside the first layer."""
     cells, outside = [], 0
     for one in analysis(output, "shares", "assumption")["configurations"]:
         below = one["retained_mass"]["heads_at_most_half"]
@@ -132,7 +132,7 @@ def _exceptions(output: Path) -> Told:
 
 
 def _in_first(output: Path) -> Told:
-    """The share of all other layers' heads with S > ½, less that of the first one's."""
+    """Return the share of all other layers' heads with S > ½, less that of the first one's."""
     measured = trace(output, "shares/trace.h5")
     cells, verdicts = [], []
     for (_, way, budget), index in indices(measured).items():

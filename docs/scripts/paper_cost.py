@@ -30,7 +30,7 @@ class Shape:
     width: int
 
     def prefill(self, tokens: float) -> float:
-        """Floating-point operations: two a weight and token, and causal attention's two products."""
+        """Return the floating-point operations: two a weight and token, and causal attention's two products."""
         return 2 * self.weights * tokens + 2 * tokens**2 * self.width * self.layers
 
 
@@ -76,12 +76,12 @@ class Settling:
         return prefills + 2 * self.shape.weights * self.prompts * self.rows * self.answer
 
     def read(self) -> float:
-        """Bytes of weights that decoding reads: once for all rows of a token."""
+        """Return the bytes of weights that decoding reads: once for all rows of a token."""
         return _BYTES * self.shape.weights * self.prompts * self.answer
 
 
 def table(bench: Path) -> Iterator[tuple[str, ...]]:
-    """A row of each: name, command, prompts, operations, time of one H100 and of this machine."""
+    """Yield a row for each: name, command, prompts, operations, time of one H100 and of this machine."""
     rows = {row.target.name: row for row in read(bench).rows}
     sweep = rows["sweep-24"].value
     assert sweep is not None
@@ -96,7 +96,7 @@ def table(bench: Path) -> Iterator[tuple[str, ...]]:
 
 
 def rate(rows: Measured) -> float:
-    """Operations a second of this machine in a plain prefill of 4,096 tokens."""
+    """Return this machine's operations per second in a plain prefill of 4,096 tokens."""
     return EMBEDDED.prefill(4096) / statistics.median(rows["sweep-24"].details["base_seconds"])
 
 

@@ -45,12 +45,12 @@ _KINDS = ("propagated", "isolated")
 
 
 def heads(one: Document, kind: str = "propagated") -> str:
-    """'propagated lower in 165 of 270 heads by their means, in 52 % [47, 57] of the heads of a prompt, Σ × 0.84 …'."""
+    """Return 'propagated lower in 165 of 270 heads by their means, in 52 % [47, 57] of a prompt's heads, Σ × 0.84'."""
     return f"{kind} lower in {means(one, kind)}, in {share(one, kind)}, {ratio(one, kind)}"
 
 
 def most(one: Document, kind: str = "propagated") -> str:
-    """The rule `most` on a comparison's heads."""
+    """Return what the rule `most` says of a comparison's heads."""
     return verdict(one[kind]["share_interval"], _MOST, 1)
 
 
@@ -62,20 +62,20 @@ def _of_policy(policy: str, output: Path) -> Told:
 
 
 def _later(step: str, output: Path) -> Told:
-    """Tell of the later version, whose both stages are pooled, so that the norms alone differ."""
+    """Return the finding on the later version, whose both stages are pooled, so that only the norms differ."""
     found = comparisons(output, step, "attention")
     cells = [f"b = {one['treatment']['budget']}: {heads(one)}, isolated {ratio(one, 'isolated')}" for one in found]
     return Told(f"{listed(cells)}; n = {found[0]['samples']}", joined(map(most, found)))
 
 
 def _directly(baseline: str, said: str, output: Path) -> Told:
-    """Two-stage against another selection than attention."""
+    """Return the finding on two-stage against another selection than attention."""
     (one,) = comparisons(output, "heads", baseline)
     return Told(f"{said}: {listed(heads(one, kind) for kind in _KINDS)}; n = {one['samples']}", most(one))
 
 
 def _unpooled(output: Path) -> Told:
-    """Two-stage against attention without max-pooling, and what the stages bring to it without ν."""
+    """Return the finding on two-stage against attention without max-pooling: what the stages bring to it without ν."""
     told = _directly("attention-unpooled", "two-stage against attention without max-pooling", output)
     (stages,) = comparisons(output, "heads", "attention-unpooled", "two-stage-uniform")
     both = " and ".join(f"{kind} {ratio(stages, kind)}" for kind in _KINDS)
@@ -92,7 +92,7 @@ def _last_layer(output: Path) -> Told:
 
 
 def _drifts(output: Path) -> dict[str, tuple[Floats, Floats]]:
-    """Budget -> drift after each layer, (sample, layer), of two-stage and of attention."""
+    """Return budget -> drift after each layer, (sample, layer), of two-stage and of attention."""
     measured = trace(output, "shares/trace.h5")
     found, drift = indices(measured), measured["hidden_drift_l1"]
     return {
@@ -103,7 +103,7 @@ def _drifts(output: Path) -> dict[str, tuple[Floats, Floats]]:
 
 
 def _gradually(output: Path) -> Told:
-    """The ratio after the last layer, and over that after the first, of the same prompts."""
+    """Return the ratio after the last layer, and that over the ratio after the first, of the same prompts."""
     cells, verdicts = [], []
     for budget, (two, one) in _drifts(output).items():
         factor, ends = paired_ratio((two[:, -1], one[:, -1]), (two[:, 0], one[:, 0]))
@@ -127,7 +127,7 @@ def _contexts(output: Path) -> Told:
 
 
 def _small_budgets(output: Path) -> Told:
-    """The last layer's ratio at the smallest budget over that at the largest, of the same prompts."""
+    """Return the last layer's ratio at the smallest budget over that at the largest, of the same prompts."""
     drifts = _drifts(output)
     ends = min(drifts, key=float), max(drifts, key=float)
     least, largest = ([side[:, -1] for side in drifts[end]] for end in ends)
@@ -141,7 +141,7 @@ def _small_budgets(output: Path) -> Told:
 
 
 def _first_layer(output: Path) -> Told:
-    """Tell what two-stage's kept sets in the first layer do to the last layer's drift."""
+    """Return what two-stage's kept sets in the first layer do to the last layer's drift."""
     found = document(output, "first-layer", "patching.json")
     everywhere, without = found["named"][:2]
     drifts = [_mixture(output, one["mixture"]) for one in (everywhere, without)]
@@ -155,7 +155,7 @@ def _first_layer(output: Path) -> Told:
 
 
 def _mixture(output: Path, mixture: str) -> Floats:
-    """The last layer's drift of a mixture of kept sets, (sample,)."""
+    """Return the last layer's drift of a mixture of kept sets, (sample,)."""
     lines = (output / "first-layer" / "swap.jsonl").read_text().splitlines()
     rows = [row for line in lines for row in json.loads(line).get("rows", ())]
     return np.array([row["values"]["drift"][0] for row in rows if row["mixture"] == mixture])

@@ -12,7 +12,7 @@ _SAME = 0.5
 
 
 def _tuned(output: Path) -> Told:
-    """Choices of some samples judged on others, over the best fixed α of the same samples."""
+    """Return how choices of some samples do on others, over the best fixed α of the same samples."""
     found = analysis(output, "alpha", "alpha")
     (one,) = (one for one in found["rows"] if (one["name"], one["chosen_on"]) == ("per head", "others"))
     curve = {round(point["alpha"], 2): point for point in found["curve"]}
@@ -25,7 +25,7 @@ def _tuned(output: Path) -> Told:
 
 
 def _distances(output: Path) -> Told:
-    """Selecting by ν in L2 against ν in L1, and what L2 and cosine conclude of the same comparisons."""
+    """Return what selecting by ν in L2 brings over L1, and what L2 and cosine conclude of the same comparisons."""
     (setting,) = analysis(output, "measures", "measures")["settings"]
     cells = []
     for one in setting["orders"]:
@@ -50,12 +50,12 @@ def _pages(output: Path) -> Told:
 
 
 def _both(one: Document) -> str:
-    """Isolated and propagated sums, each by the rule `effect`."""
+    """Return isolated and propagated sums, each judged by the rule `effect`."""
     return joined(answer(one[kind]["sum_ratio_interval"]) for kind in ("isolated", "propagated"))
 
 
 def _lines(output: Path) -> Told:
-    """The criterion over attention: with all sums, and where neither sums what every query looks at anyway."""
+    """Return the criterion over attention: with all sums, and without those that every query looks at anyway."""
     found = {}
     for one in analysis(output, "lines", "heads")["comparisons"]:
         sides = one["baseline"], one["treatment"]
@@ -71,7 +71,7 @@ def _lines(output: Path) -> Told:
 
 
 def _regret(output: Path) -> Told:
-    """The factor over the best set known, and its parts, which depend on the order in which they are taken."""
+    """Return the factor over the best set known, and its parts, which depend on the order in which they are taken."""
     found = document(output, "regret", "regret.json")
     part = next(one for one in found["parts"] if one["part"] == "prompt")
     one = next(one for one in part["methods"] if selection(one["config"]) == "two-stage")
@@ -127,7 +127,7 @@ def _cliff(output: Path) -> Told:
 
 
 def inside(crossing: Document) -> str:
-    """The rule `inside`."""
+    """Return what the rule `inside` says."""
     ends = crossing["interval"]
     known = crossing["value"] is not None and ends is not None and ends["kind"] == "interval"
     return ANSWERED if known and ends["low"] and ends["high"] is not None else UNDECIDED

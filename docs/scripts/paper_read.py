@@ -63,7 +63,7 @@ def analysis(output: Path, step: str, name: str) -> Document:
 
 
 def document(output: Path, step: str, file: str) -> Document:
-    """A JSON file that a step left."""
+    """Return the content of a JSON file that a step left."""
     found: Document = json.loads((output / step / file).read_text())
     return found
 
@@ -74,7 +74,7 @@ def trace(output: Path, path: str) -> Measurements:
 
 
 def indices(measured: Measurements) -> dict[tuple[str, str, Any], int]:
-    """Policy, selection as it is written, and budget -> index of the configuration."""
+    """Return (policy, selection as it is written, budget) -> index of the configuration."""
     documents = [config.to_document() for config in measured.trace.run.configs]
     keys = [(policy_of(one), str(one["selection"]), one["budget"]) for one in documents]
     return {key: index for index, key in enumerate(keys)}
@@ -83,7 +83,7 @@ def indices(measured: Measurements) -> dict[tuple[str, str, Any], int]:
 def comparisons(
     output: Path, step: str, baseline: str, treatment: str = "two-stage", policy: str = "snapkv"
 ) -> list[Document]:
-    """A policy's comparisons of two selections, one per budget, with shares in which a tie counts half."""
+    """Return a policy's comparisons of two selections, one per budget, with shares in which a tie counts half."""
     found = compare_heads(read_trace(output / step / "trace.h5"), baseline, treatment)
     return [_compared(one) for one in found if one.treatment.policy.name == policy]
 
@@ -95,7 +95,7 @@ def _compared(one: HeadComparison) -> Document:
 
 
 def even_share(differences: NDArray[np.float64]) -> Document:
-    """The share of a prompt's heads that are better, with its interval, from (sample, layer, head), 0 where they tie.
+    """Return the share of a prompt's heads that are better, with its interval; (sample, layer, head), ties 0.
 
     A tie counts half, so that equal kept sets are even.
     """
@@ -105,7 +105,7 @@ def even_share(differences: NDArray[np.float64]) -> Document:
 
 
 def share(one: Document, kind: str = "propagated") -> str:
-    """'52 % [47, 57] of the heads of a prompt': averaged over prompts, where a tie counts half."""
+    """Return '52 % [47, 57] of the heads of a prompt': averaged over prompts, where a tie counts half."""
     return f"{percent(one[kind]['share'], one[kind]['share_interval'])} of the heads of a prompt{_even(one[kind])}"
 
 
@@ -114,18 +114,18 @@ def _even(kind: Document) -> str:
 
 
 def means(one: Document, kind: str = "propagated") -> str:
-    """'171 of 270 heads by their means (3 tied)': the paper's estimator, which no interval is known to cover."""
+    """Return '171 of 270 heads by their means (3 tied)': the paper's estimator, which no interval is known to cover."""
     tied = one[kind]["tied"]
     return f"{one[kind]['improved']} of {one['heads']} heads by their means" + (f" ({tied} tied)" if tied else "")
 
 
 def ratio(one: Document, kind: str = "propagated") -> str:
-    """'Σ × 0.84 [0.74, 0.95]'."""
+    """Return 'Σ × 0.84 [0.74, 0.95]'."""
     return f"Σ × {number(one[kind]['sum_ratio'], one[kind]['sum_ratio_interval'])}"
 
 
 def value(one: Document, name: str, digits: int = 2) -> str:
-    """A number of a document with the interval beside it."""
+    """Return a number of a document with the interval beside it."""
     return number(one[name], one[f"{name}_interval"], digits)
 
 
@@ -141,10 +141,10 @@ def samples(output: Path, step: str) -> int:
 
 
 def policy_of(config: Document) -> str:
-    """A configuration's policy, without its options."""
+    """Return a configuration's policy, without its options."""
     return str(config["policy"]).partition("(")[0]
 
 
 def listed(cells: Iterable[str]) -> str:
-    """'a; b; c'."""
+    """Return 'a; b; c'."""
     return "; ".join(cells)

@@ -37,7 +37,7 @@ class Step:
         return [words if "--output" in words else [*words, "--output", str(folder)] for words in filled]
 
     def shown(self) -> list[str]:
-        """The commands as a reader types them, in a folder of their own."""
+        """Return the commands as a reader types them, in a folder of their own."""
         calls = self.calls(Path("LONGBENCH"), Path())
         return [shlex.join(["perturbkv", *call]).replace(str(CHATS), "docs/paper_chats.jsonl") for call in calls]
 
@@ -66,13 +66,13 @@ def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
 
 
 def _processor() -> float:
-    """Seconds of all commands that have ended, in and for them."""
+    """Return the seconds of all commands that have ended, in a step and for it."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def seconds(step: Step, longbench: Path, output: Path) -> float | None:
-    """Processor seconds of a step that is finished and was called the same; None of any other."""
+    """Return the processor seconds of a step that is finished and was called the same; None of any other."""
     path = output / step.name / DONE
     told = json.loads(path.read_text()) if path.exists() else {}
     return float(told["seconds"]) if told.get("calls") == step.calls(longbench, output) else None

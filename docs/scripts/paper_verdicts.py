@@ -104,18 +104,18 @@ class Paired:
         return sign_test(self.better, self.worse)
 
     def told(self, digits: int = 3) -> str:
-        """'−0.042 [−0.160, 0.046], 0 better, 6 worse, p = 0.031'."""
+        """Return '−0.042 [−0.160, 0.046], 0 better, 6 worse, p = 0.031'."""
         counts = f"{self.better} better, {self.worse} worse, p = {shown_p(self.p)}"
         return f"{number(self.value, self.interval, digits)}, {counts}"
 
 
 def shown_p(p: float) -> str:
-    """Two digits that count: '0.031', '1', 'below 0.001'."""
+    """Return two significant digits: '0.031', '1', 'below 0.001'."""
     return "below 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Two-sided exact p of so many differences above and below 0; 1 without any."""
+    """Return the two-sided exact p of so many differences above and below 0; 1 without any."""
     return float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
@@ -127,7 +127,7 @@ def by_counts(better: int, worse: int) -> str:
 
 
 def paired(differences: Floats) -> Paired:
-    """The rule `pair` on (prompt,) differences, at most 1 in size: that they lie above 0."""
+    """Return what the rule `pair` says of (prompt,) differences, at most 1 in size: that they lie above 0."""
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     interval = json_value(intervals.of_mean(differences, DIFFERENCE))
     rare = 2 * (better + worse) <= len(differences)
@@ -136,7 +136,7 @@ def paired(differences: Floats) -> Paired:
 
 
 def paired_ratio(numerators: tuple[Floats, Floats], denominators: tuple[Floats, Floats]) -> tuple[float, Ends]:
-    """A ratio of sums over another one of the same prompts, with the interval that their pairing gives.
+    """Return a ratio of sums over another one of the same prompts, with the interval that their pairing gives.
 
     Each pair: (prompt,) values above and below the line.
     """
@@ -151,7 +151,7 @@ def paired_ratio(numerators: tuple[Floats, Floats], denominators: tuple[Floats, 
 
 
 def ratio_of_sums(above: Floats, below: Floats) -> tuple[float, Ends]:
-    """A ratio of sums over prompts with its interval; (prompt,) values each."""
+    """Return a ratio of sums over prompts with its interval; (prompt,) values each."""
     return float(above.sum() / below.sum()), json_value(intervals.of_ratio(above, below))
 
 
@@ -174,27 +174,27 @@ def answer(interval: Ends, at: float = 1) -> str:
 
 
 def harmless(interval: Ends) -> str:
-    """The rule `margin` on a ratio of harm."""
+    """Return what the rule `margin` says of a ratio of harm."""
     if verdict(interval, 1, 1) == SUPPORTS:
         return UNLIKE
     return SUPPORTS if verdict(interval, MARGIN, -1) == SUPPORTS else UNDECIDED
 
 
 def falls(last: Ends, factor: Ends) -> str:
-    """The rule `falls` on the last ratio and on its factor over the first."""
+    """Return what the rule `falls` says of the last ratio and of its factor over the first."""
     if verdict(last, 1, 1) == SUPPORTS:
         return UNLIKE
     return SUPPORTS if verdict(last, 1, -1) == verdict(factor, 1, -1) == SUPPORTS else UNDECIDED
 
 
 def alike(interval: Ends) -> str:
-    """The rule `alike`."""
+    """Return what the rule `alike` says."""
     within = verdict(interval, 0.98, 1) == verdict(interval, 1.02, -1) == SUPPORTS
     return ANSWERED if within else answer(interval)
 
 
 def beyond_chance(decided: int, players: int) -> str:
-    """The rule `players`."""
+    """Return what the rule `players` says."""
     return ANSWERED if decided > chance(players) else UNDECIDED
 
 
@@ -204,12 +204,12 @@ def chance(players: int) -> int:
 
 
 def apart(which: str) -> str:
-    """Not comparable, and what differs from the paper."""
+    """Return the verdict that nothing is comparable, and what differs from the paper."""
     return f"{APART} ({which})"
 
 
 def joined(verdicts: Iterable[str]) -> str:
-    """One verdict of several cases: theirs where all agree, else how many say what; of none undecided."""
+    """Return one verdict of several cases: theirs where all agree, else how many say what; undecided without any."""
     found = Counter(verdicts)
     if len(found) <= 1:
         return next(iter(found), UNDECIDED)

@@ -31,7 +31,7 @@ _MINUTE, _HOUR, _DAY, _TOKEN = 60, 3_600, 86_400, 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a sample, of one step and without answers; each layer and configuration has `sets` kept sets.
+    """The shape of a one-step sample without answers; each layer and configuration has `sets` kept sets.
 
     `code` is the bytes of one: of the prompt's mask where at least an eighth is kept, else of a byte per entry.
     """
@@ -44,11 +44,11 @@ class Shape:
     code: int
 
     def codes(self) -> int:
-        """Bytes of the kept positions."""
+        """Return bytes of the kept positions."""
         return self.configs * self.layers * self.sets * self.code
 
     def numbers(self, kept: bool = True) -> int:
-        """Bytes of everything else."""
+        """Return bytes of everything else."""
         sizes = {"config": self.configs, "layer": self.layers, "head": self.heads, "step": 1, "answer_token": 0}
         sizes["lost_entry"] = LOST_ENTRIES
         names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, KEPT[2], *({DIGEST} if kept else KEPT)}
@@ -64,7 +64,7 @@ MEASURED = Shape(4096, 200, 30, 9, sets=9, code=sum(min(one, mask_bytes(4096)) f
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one process: of a large sample, taken to grow with its bytes, and bytes of memory of a demo's.
+    """Seconds that one process takes for a large sample, scaled by bytes, and memory of a demo's sample in bytes.
 
     Attributes:
         answers: CPU of taking a worker's answer in.
@@ -80,12 +80,12 @@ class Taken:
 
 
 def main() -> None:
-    """The table: what is read, held, sent and written, by whom, and how long each takes."""
+    """Print the table: what is read, stored, received and written, by which process, and how long each takes."""
     folder = Path(sys.argv[1])
     rows = {row.target.name: row for name in ("cpu", "scale") for row in read(folder / f"{name}.json").rows}
     lines = ["| what | who | how much | how long |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in _rows(_taken(rows))]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def _taken(rows: dict[str, Row]) -> Taken:
@@ -99,7 +99,7 @@ def _taken(rows: dict[str, Row]) -> Taken:
 
 
 def _grown(details: Any) -> float:
-    """Bytes per sample, from 10 samples to 10,000."""
+    """Return the bytes per sample, from 10 samples to 10,000."""
     return max(0.0, (details["bytes"] - details["base_bytes"]) / (10_000 - 10))
 
 
@@ -116,8 +116,8 @@ def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
     )
     yield "weights read", f"{workers} workers, once", _size(weights * workers), _time(weights * workers / DISK)
     yield "weights read", f"{FILES:,} tasks", _size(weights * FILES), _time(weights * FILES / DISK)
-    yield "prompts held", "a process, its run's", f"{_size(LARGE.tokens * _TOKEN)} each", "–"
-    yield "held on GPUs", "a worker", f"{_size(weights)} weights, {_size(_cache())} a prompt's full cache", "–"
+    yield "prompts in memory", "a process", f"{_size(LARGE.tokens * _TOKEN)} each", "–"
+    yield "GPU memory", "a worker", f"{_size(weights)} weights, {_size(_cache())} full cache of a prompt", "–"
     parts = f"{_size(LARGE.numbers())} numbers, {_size(LARGE.codes())} positions"
     yield (
         "written",
@@ -127,10 +127,10 @@ def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
     )
     without = LARGE.numbers(kept=False)
     yield "written, `--no-kept`", "journals", f"{_size(without * SAMPLES)} in all", f"{_size(without * rate)}/s"
-    yield "sent, workers or Ray", "all to one coordinator", f"{alone:.2f} s of it a sample", _time(SAMPLES * alone)
-    yield "kept up with", "by one coordinator", f"{measuring / alone:.0f} workers", "–"
-    yield "sent, shards", "nobody", "0", "–"
-    yield "held", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in taken.held), "–"
+    yield "received, workers or Ray", "one coordinator", f"{alone:.2f} s a sample", _time(SAMPLES * alone)
+    yield "workers served", "one coordinator", f"{measuring / alone:.0f}", "–"
+    yield "received, shards", "no coordinator", "–", "–"
+    yield "memory", "one coordinator, one merge", " and ".join(_size(one * SAMPLES) for one in taken.held), "–"
     yield "one file", "one process", f"{taken.file:.2f} s a sample", _time(SAMPLES * taken.file)
     yield (
         f"{FILES:,} files",
@@ -141,13 +141,13 @@ def _rows(taken: Taken) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _prefill() -> float:
-    """Seconds of one GPU: layers over several GPUs compute one after the other, so that these save no time."""
+    """Return the seconds of one GPU; layers over several GPUs compute one after the other and save no time."""
     attended = 2 * LARGE.tokens**2 * LARGE.layers * LARGE.heads * D_HEAD  # each query by half of all
     return (2 * PARAMETERS * LARGE.tokens + attended) / (USED * FLOPS)
 
 
 def _cache() -> int:
-    """Bytes of keys and values in bfloat16."""
+    """Return bytes of keys and values in bfloat16."""
     return 2 * 2 * LARGE.layers * LARGE.sets * D_HEAD * LARGE.tokens
 
 
@@ -158,7 +158,7 @@ def _time(seconds: float) -> str:
 
 
 def _size(number: float) -> str:
-    """Bytes in decimal units."""
+    """Return bytes in decimal units."""
     unit = min(4, int(math.log10(max(number, 1)) // 3))
     value = number / 1000**unit
     return f"{value:.{0 if value >= 10 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"

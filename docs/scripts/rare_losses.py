@@ -23,27 +23,27 @@ Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
 
 def sometimes(share: float, draw: Draw) -> Draw:
-    """0 but in a share of the samples."""
+    """Return losses that are 0 but in a share of the samples."""
     return lambda source, size: np.where(source.random(size) < share, draw(source, size), 0.0)
 
 
 def heavy(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Small losses, of which a few are large."""
+    """Return small losses, of which a few are large."""
     return np.minimum(1.0, 0.05 * source.lognormal(sigma=1.2, size=size))
 
 
 def either(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """A gain or a loss."""
+    """Return a gain or a loss per sample."""
     return source.choice([-1.0, 1.0], size) * source.beta(1, 2, size)
 
 
 def quarter(source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """A loss of a quarter, as token F1 and ROUGE know it."""
+    """Return losses of a quarter, as token F1 and ROUGE know them."""
     return source.beta(1, 3, size)
 
 
 def whole(_source: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """A lost answer of 0 or 1."""
+    """Return lost answers, of 0 or 1."""
     return np.ones(size)
 
 
@@ -58,7 +58,7 @@ POPULATIONS: dict[str, tuple[Draw, float]] = {
 
 
 def told(draw: Draw, truth: float, samples: int, draws: int) -> str:
-    """'86 → 93 %, 1.4 ×': coverage without and with the share, and by how much the width grows."""
+    """Return '86 → 93 %, 1.4 ×': coverage without and with the share, and by how much the width grows."""
     each = draw(np.random.default_rng(1), (samples, draws))
     left_out = (each.sum(axis=0) - each) / (samples - 1)
     ends = [intervals.jackknife(each.mean(axis=0), left_out, replace(DIFFERENCE, rare=rare)) for rare in (False, True)]
@@ -68,7 +68,7 @@ def told(draw: Draw, truth: float, samples: int, draws: int) -> str:
 
 
 def table(draws: int) -> Iterator[str]:
-    """The Markdown table, line by line."""
+    """Yield the Markdown table, line by line."""
     yield "| losses | " + " | ".join(f"n = {samples}" for samples in SAMPLES) + " |"
     yield "|---" * (len(SAMPLES) + 1) + "|"
     for name, (draw, truth) in POPULATIONS.items():
@@ -78,4 +78,4 @@ def table(draws: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     for row in table(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        sys.stdout.write(row + "\n")
+        print(row)

@@ -41,7 +41,7 @@ class Population:
         return f"× {self.weight:g}, ratio {self.ratio:g}, {where}" if self.heads else "none"
 
     def sums(self) -> tuple[Floats, Floats]:
-        """Each head's mean perturbation over all prompts: baseline, treatment."""
+        """Return each head's mean perturbation over all prompts: baseline, treatment."""
         hit, usual = np.arange(HEADS) < self.heads, USUAL * _head_ratios()
         rare = np.where(hit, RARE * self.weight, RARE)
         moved = np.where(hit, rare * self.ratio, rare * usual)
@@ -49,7 +49,7 @@ class Population:
         return scale * (1 - RARE + rare), scale * ((1 - RARE) * usual + moved)
 
     def draw(self, source: np.random.Generator, draws: int, samples: int) -> tuple[Floats, Floats]:
-        """Perturbations (sample, draw, head): baseline, treatment; noise of prompts and of their heads has mean 1."""
+        """Return baseline and treatment perturbations (sample, draw, head); both kinds of noise have mean 1."""
         size = (samples, draws)
         rare = (source.random(size) < RARE)[..., None] & (np.arange(HEADS) < self.heads)
         baseline = _head_scales() * _noise(source, 0.3, (*size, 1)) * np.where(rare, self.weight, 1.0)
@@ -70,7 +70,7 @@ def _head_scales() -> Floats:
 
 
 def _head_ratios() -> Floats:
-    """Heads' ratios over the usual one."""
+    """Return the heads' ratios over the usual one."""
     return np.exp(np.linspace(-0.3, 0.3, HEADS)[np.random.default_rng(6).permutation(HEADS)])
 
 
@@ -79,12 +79,12 @@ def _noise(source: np.random.Generator, spread: float, size: tuple[int, ...]) ->
 
 
 def ratios(baseline: Floats, treatment: Floats) -> tuple[Floats, Floats]:
-    """The ratio of sums over heads, and the median head's ratio, of sums over prompts (…, head)."""
+    """Return the ratio of sums over heads, and the median head's ratio, of sums over prompts (…, head)."""
     return treatment.sum(axis=-1) / baseline.sum(axis=-1), np.median(treatment / baseline, axis=-1)
 
 
 def covered(population: Population, samples: int, draws: int) -> tuple[float, float]:
-    """The share of draws whose interval holds the ratio of sums, and the median head's ratio."""
+    """Return the share of draws whose interval holds the ratio of sums, and the median head's ratio."""
     source, truth, held = np.random.default_rng(1), ratios(*population.sums()), np.zeros(2)
     for start in range(0, draws, _CHUNK):
         sides = population.draw(source, min(_CHUNK, draws - start), samples)
@@ -97,7 +97,7 @@ def covered(population: Population, samples: int, draws: int) -> tuple[float, fl
 
 
 def table(draws: int) -> Iterator[str]:
-    """The Markdown table, line by line: a population per row, then the worst and the median of those with rare ones."""
+    """Yield the Markdown table: a population per row, then the worst and the median of those with rare ones."""
     heads = [f"n = {samples}: {what}" for samples in SAMPLES for what in ("Σ", "median head")]
     yield f"| rare prompts | Σ, truth | median head, truth | {' | '.join(heads)} |"
     yield "|---" * (3 + len(heads)) + "|"
@@ -117,4 +117,4 @@ def _cells(shares: object) -> str:
 
 if __name__ == "__main__":
     for row in table(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        sys.stdout.write(row + "\n")
+        print(row)

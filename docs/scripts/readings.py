@@ -29,13 +29,8 @@ SINKS = 4
 """First entries left out of the spread: their attention and their values are unlike all others."""
 
 
-def say(text: str) -> None:
-    """One line of output."""
-    sys.stdout.write(text + "\n")
-
-
 def runs_of_neighbours(trace: Trace, config: int) -> float:
-    """Mean number of unbroken runs among the kept prefix entries of a head."""
+    """Return the mean number of unbroken runs among the kept prefix entries of a head."""
     window, counts = trace.run.configs[config].window, []
     for sample, layer, head in np.ndindex(*np.delete(trace.arrays["kept_count"].shape, 1)):
         kept = trace.kept(sample, config, layer, head)[:-window]
@@ -44,29 +39,34 @@ def runs_of_neighbours(trace: Trace, config: int) -> float:
 
 
 def configurations(trace: Trace) -> None:
-    """Retained mass and runs of neighbours of every configuration."""
+    """Print retained mass and runs of neighbours of every configuration."""
     mass = trace.arrays["retained_mass"][:, :, 0].mean(axis=(0, 2, 3))
     for place, label in enumerate(trace.run.labels()):
-        say(f"{label}: retained mass {mass[place]:.3f}, {runs_of_neighbours(trace, place):.0f} runs of neighbours")
+        print(f"{label}: retained mass {mass[place]:.3f}, {runs_of_neighbours(trace, place):.0f} runs of neighbours")
 
 
 def first_layer(trace: Trace) -> None:
-    """The second configuration against the first: L, θ and the drift of the residual stream."""
+    """Print the second configuration against the first: L, θ and the drift of the residual stream."""
     perturbation, theta, sigma = (
         trace.arrays[name][:, :2, 0, 0].mean(axis=0) for name in ("perturbation_isolated", "theta", "sigma_stage1")
     )
     drift = trace.arrays["hidden_drift_l1"][:, :2, 0, 0]
     looseness = theta / perturbation
-    say(f"first layer: L × {perturbation[1].sum() / perturbation[0].sum():.2f}, drift × "
-        f"{(drift[:, 1] / drift[:, 0]).min():.2f} to {(drift[:, 1] / drift[:, 0]).max():.2f}")  # fmt: skip
-    say(f"  θ lower in {int((theta[1] < theta[0]).sum())} of {theta.shape[1]} heads, θ / L of the baseline "
-        f"{looseness[0].min():.1f} to {looseness[0].max():.1f}, σ ≤ 0.5 in {int((sigma[1] <= 0.5).sum())}")  # fmt: skip
+    print(
+        f"first layer: L × {perturbation[1].sum() / perturbation[0].sum():.2f}, drift × "
+        f"{(drift[:, 1] / drift[:, 0]).min():.2f} to {(drift[:, 1] / drift[:, 0]).max():.2f}"
+    )
+    print(
+        f"  θ lower in {int((theta[1] < theta[0]).sum())} of {theta.shape[1]} heads, θ / L of the baseline "
+        f"{looseness[0].min():.1f} to {looseness[0].max():.1f}, σ ≤ 0.5 in {int((sigma[1] <= 0.5).sum())}"
+    )
 
 
 def decomposition(trace: Trace) -> None:
-    """L = (1 − S) D and θ = (1 − S) N: D the distance of what went from what stayed, N the sum of their mean norms.
+    """Print what L = (1 − S) D and θ = (1 − S) N consist of.
 
-    Sums over the first layer's heads, and over those of all other layers, mean over samples.
+    D is the distance of what went from what stayed, N the sum of their mean norms. Sums over the first layer's heads,
+    and over those of all other layers, mean over samples.
     """
     mass, perturbation, theta = (
         trace.arrays[name][:, :, 0] for name in ("retained_mass", "perturbation_isolated", "theta")
@@ -80,11 +80,11 @@ def decomposition(trace: Trace) -> None:
             said.append(
                 f"{name}: 1 − S {lost.mean():.2f}, D {distance.mean():.1f}, N {norms.mean():.0f}, ΣL {total:.1f}"
             )
-        say(f"{label}: {'; '.join(said)}")
+        print(f"{label}: {'; '.join(said)}")
 
 
 def single_heads(trace: Trace) -> None:
-    """Where, at the smallest budget, attention and two-stage differ most in what they keep: S and L, each way round."""
+    """Print S and L where attention and two-stage differ most at the smallest budget, each way round."""
     selections = [config.selection.name for config in trace.run.configs]
     sides = [selections.index(name) for name in ("attention", "two-stage")]
     mass, perturbation = (
@@ -94,12 +94,14 @@ def single_heads(trace: Trace) -> None:
     for flat in [*np.argsort(difference.ravel())[:2], *np.argsort(-difference.ravel())[:2]]:
         layer, head = np.unravel_index(flat, difference.shape)
         kept, lost = mass[:, layer, head], perturbation[:, layer, head]
-        say(f"layer {layer}, head {head}: S {kept[0]:.2f} and {kept[1]:.2f}, L {lost[0]:.0f} and {lost[1]:.0f} "
-            f"({trace.run.labels()[sides[0]]}, two-stage)")  # fmt: skip
+        print(
+            f"layer {layer}, head {head}: S {kept[0]:.2f} and {kept[1]:.2f}, L {lost[0]:.0f} and {lost[1]:.0f} "
+            f"({trace.run.labels()[sides[0]]}, two-stage)"
+        )
 
 
 def spread(trace: Trace, data_dir: Path) -> None:
-    """Coefficient of variation over a head's entries: median over heads, then the range over samples."""
+    """Print the coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, adapter = ResolvedRun.from_run(trace.run), load_model(trace.run.model)
     voting, found = requested_scores(run.configs[0])[0], {"ν": [], "window attention": []}
     options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
@@ -110,18 +112,20 @@ def spread(trace: Trace, data_dir: Path) -> None:
             per_head = [layer[:, SINKS:].std(dim=1) / layer[:, SINKS:].mean(dim=1) for layer in layers]
             found[name].append(float(np.median(np.concatenate(per_head))))
     for name, values in found.items():
-        say(f"coefficient of variation of {name}: {min(values):.2f} to {max(values):.2f} over samples")
+        print(f"coefficient of variation of {name}: {min(values):.2f} to {max(values):.2f} over samples")
 
 
 def one_token(trace: Trace, layer: int, head: int, position: int) -> None:
-    """In how many samples a head keeps the token at a position, and its mean L with it and without it."""
+    """Print in how many samples a head keeps the token at a position, and its mean L with it and without it."""
     place = [trace.layer_name(place) for place in range(trace.arrays["theta"].shape[3])].index(layer)
     for config, label in enumerate(trace.run.labels()):
         lost = trace.arrays["perturbation_isolated"][:, config, 0, place, head]
         keeps = np.array([position in trace.kept(sample, config, place, head) for sample in range(len(lost))])
         means = (f"{lost[some].mean():.1f}" if some.any() else "–" for some in (keeps, ~keeps))
-        say(f"{label}: {keeps.sum()} of {len(keeps)} keep token {position} in head {layer}-{head}; "
-            f"L with it and without it: {', '.join(means)}")  # fmt: skip
+        print(
+            f"{label}: {keeps.sum()} of {len(keeps)} keep token {position} in head {layer}-{head}; "
+            f"L with it and without it: {', '.join(means)}"
+        )
 
 
 if __name__ == "__main__":

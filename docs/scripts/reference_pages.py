@@ -21,8 +21,11 @@ DOCS = Path(__file__).resolve().parents[1]
 
 
 def write(folder: Path = DOCS) -> None:
-    """Write all pages into `folder`, the site's source."""
+    """Write all pages into `folder`, the site's source, and remove those of commands and notebooks that are no more."""
     pages = {**command_pages(), "reference/policies.md": policy_page(), **notebooks()}
+    for path in (*folder.glob("reference/commands/*.md"), *folder.glob("tutorial/*.ipynb")):
+        if path.relative_to(folder).as_posix() not in pages:
+            path.unlink()
     for name, text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,12 +51,12 @@ def main(path: str, folder: str = str(FIGURES)) -> None:
 
 
 def _screen(page: Any, path: str) -> None:
-    """What a reader sees first."""
+    """Save a picture of what a reader sees first."""
     page.screenshot(path=path)
 
 
 def _part(name: str) -> Callable[[Any, str], None]:
-    """One part alone."""
+    """Return a function that saves a picture of one part of the page."""
 
     def take(page: Any, path: str) -> None:
         page.evaluate("document.getElementById('choose').style.position = 'static'")

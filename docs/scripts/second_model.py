@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from needle import answer_places, digits_held
 from numpy.typing import NDArray
-from second_figure import draw
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
 from perturbkv.analyses import pairing
@@ -66,17 +67,17 @@ class Model:
     folder: Path
 
     def trace(self, part: Path) -> Trace:
-        """A run of it."""
+        """Return a run of this model."""
         return read_trace(self.folder / part)
 
     def tables(self, part: str) -> list[Made]:
-        """Those of all analyses of one folder."""
+        """Return the tables of all analyses of one folder."""
         found = analyses(self.folder / part / "summary.json")
         return [made for name in TABLES if name in found for made in TABLES[name](found[name])]
 
 
 def main() -> None:
-    """Every table, and the figure where a folder for it is given."""
+    """Print every table, and draw the figure where a folder for it is given."""
     given = asked()
     models = [Model(name, folder) for name, folder in zip(given.names, given.folders, strict=True)]
     table("models", ["", *given.names], about(models))
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def asked() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs=2)
     parser.add_argument("--names", nargs=2, default=("SmolLM2", "Gemma 3"))
@@ -101,7 +102,7 @@ def asked() -> argparse.Namespace:
 
 
 def about(models: Sequence[Model]) -> list[list[str]]:
-    """Which layers and heads were measured, and how long the same prompts are for each model."""
+    """Return the rows on the layers and heads that were measured, and on the length of the prompts for each model."""
     columns = []
     for model in models:
         news, hidden = model.trace(NEWS), model.trace(NEEDLE)
@@ -118,18 +119,18 @@ def about(models: Sequence[Model]) -> list[list[str]]:
 
 
 def measured(trace: Trace) -> str:
-    """Which layers."""
+    """Return which layers were measured."""
     return str(trace.attrs.get(MEASURED_LAYERS) or f"all {trace.arrays['theta'].shape[-2]}")
 
 
 def told(trace: Trace) -> str:
-    """How many prompts, and how many tokens they have."""
+    """Return how many prompts there are, and how many tokens they have."""
     tokens = trace.arrays["prompt_tokens"][trace.ok]
     return f"{len(tokens)}: {tokens.min():,} to {tokens.max():,} tokens, {tokens.mean():,.0f} on average"
 
 
 def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
-    """One table of two models' that have the same rows. Raises ValueError where they have not."""
+    """Return one table of two models, of the same rows. Raises ValueError where their rows differ."""
     (title, heads, _), (_, others, _) = pair
     titles = dict.fromkeys(made[0] for made in pair)
     keys, shown = next(kept for start, kept in SHOWN.items() if title.startswith(start))
@@ -143,7 +144,7 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
 
 
 def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
-    """Two-stage's sums over attention's in the first measured layer, and in all others."""
+    """Return two-stage's sums over attention's in the first measured layer, and in all others."""
     columns = [layer_ratios(model.trace(NEWS)) | layer_ratios(model.trace(SHARES)) for model in models]
     heads = [f"{model.name}: {kind} Σ" for model in models for kind in KINDS]
     rows = [[*key, *(cell for column in columns for cell in column[key])] for key in columns[0]]
@@ -151,7 +152,7 @@ def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
 
 
 def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
-    """Setting and layers -> the ratios of both kinds of perturbation, with their intervals."""
+    """Return (setting, layers) -> the ratios of both kinds of perturbation, with their intervals."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
@@ -164,7 +165,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
 
 
 def over(baseline: Floats, treatment: Floats) -> str:
-    """The ratio of two sums over samples."""
+    """Return the ratio of two sums over samples."""
 
     def ratio(weights: Floats) -> Floats:
         return np.asarray((weights @ treatment) / (weights @ baseline))
@@ -174,7 +175,7 @@ def over(baseline: Floats, treatment: Floats) -> str:
 
 
 def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
-    """What every cache finds of the hidden numbers, and what of a number its heads keep."""
+    """Return what every cache finds of the hidden numbers, and how much of a number its heads keep."""
     traces = [model.trace(NEEDLE) for model in models]
     places = [answer_places(trace) for trace in traces]
     zones = zones_of(traces, places)
@@ -191,7 +192,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
 
 
 def zones_of(traces: Sequence[Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
-    """Where a number stands before the prompt's end, for both models alike: in reach of a sliding layer, or farther.
+    """Return which numbers are in reach of a sliding layer for both models, and which lie farther from the end.
 
     A number in the window, which every configuration keeps, is in neither.
     """
@@ -204,7 +205,7 @@ def zones_of(traces: Sequence[Trace], places: Sequence[Sequence[range]]) -> dict
 
 
 def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]) -> list[str]:
-    """A row's numbers for one model; −1 is the full cache."""
+    """Return a row's numbers for one model; −1 is the full cache."""
     full = config < 0
     score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
                      for name in ("score", "digits"))  # fmt: skip
@@ -219,27 +220,66 @@ def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str,
 
 
 def shown(values: NDArray[np.float64], interval: OptionalInterval) -> str:
-    """A mean share with its interval."""
+    """Return a mean share with its interval."""
     return percent(float(values.mean()) if len(values) else None, ends(interval))
 
 
 def ends(interval: OptionalInterval) -> Ends:
-    """An interval as summary.json has it."""
+    """Return an interval as summary.json has it."""
     return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
 
 
 def per_query(summary: Path) -> dict[str, Any]:
-    """The ablation with a kept set per query head."""
+    """Return the ablation with a kept set per query head."""
     settings: list[dict[str, Any]] = analyses(summary)["ablation"]["settings"]
     return next(one for one in settings if one["baseline"]["granularity"] == "query")
 
 
 def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
-    """What the figure is of: n, the setting, and each model's layers."""
+    """Return the figure's foot: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
     said = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha")
     return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
+
+
+def draw(names: Sequence[str], rows: Sequence[Sequence[dict[str, Any]]], foot: str) -> Figure:
+    """Return the figure of isolated and propagated sums over attention's; `rows` are each model's ablation."""
+    with style.use():
+        figure = style.figure(style.WIDE_MM, 92)
+        panels = figure.subplots(1, 2, sharey=True)
+        for panel, kind in zip(panels, ("isolated", "propagated"), strict=True):
+            for place, (name, own) in enumerate(zip(names, rows, strict=True)):
+                _points(panel, name, [row[kind] for row in own], place)
+            _axes(panel, kind, [_title(row) for row in rows[0]])
+        panels[0].legend(loc="lower right")
+        style.lay_out_above(figure, 5)
+        figure.text(0.008, 0.006, foot, fontsize=5, color="0.35")
+    return figure
+
+
+def _title(row: dict[str, Any]) -> str:
+    return row["name"] if row["alpha"] is None else f"{row['name']}, α = {row['alpha']:g}"
+
+
+def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
+    """Draw one model's row of points, each with its interval."""
+    colour, ratios = style.category_colours(2)[place], [kind["sum_ratio"] for kind in kinds]
+    ends = [kind["sum_ratio_interval"] or dict.fromkeys(("low", "high"), kind["sum_ratio"]) for kind in kinds]
+    bars = [[ratio - end["low"] for ratio, end in zip(ratios, ends, strict=True)],
+            [end["high"] - ratio for ratio, end in zip(ratios, ends, strict=True)]]  # fmt: skip
+    heights = np.arange(len(kinds)) + (-0.15, 0.15)[place]
+    axes.errorbar(ratios, heights, xerr=bars, linestyle="", color=colour, marker="os"[place], markersize=3.2,
+                  linewidth=0.9, label=name)  # fmt: skip
+
+
+def _axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
+    axes.axvline(1, color="0.55", linewidth=0.8, zorder=1)
+    axes.set_yticks(range(len(titles)), titles)
+    axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="Σ L1 over attention's (log axis)")
+    axes.set_title(kind, loc="left")
+    style.log_axes(axes, x=True)
+    axes.grid(visible=True, axis="x")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ DEPTHS, NEEDLES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 36
 
 
 def main() -> None:
-    """Both files, and how many tokens the prompts have."""
+    """Write both files, and print how many tokens the prompts have."""
     given = asked()
     tokenizers = [open_model(name).tokenizer for name in given.models]
     news = load("multi_news", DatasetOptions(NEWS, data_dir=given.longbench, at_most=True), tokenizers[0]).samples
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def asked() -> argparse.Namespace:
-    """The command line; its defaults are those of docs/results/second_model.md."""
+    """Return the parsed command line; its defaults are those of docs/results/second_model.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("longbench", type=Path)
     parser.add_argument("folder", type=Path)
@@ -55,12 +55,12 @@ def asked() -> argparse.Namespace:
 
 
 def tokens(sample: Sample, tokenizers: Iterable[Tokenizer]) -> list[int]:
-    """Of the whole prompt, as each tokenizer makes it."""
+    """Return the number of tokens of the whole prompt, as each tokenizer makes it."""
     return [len(encode(sample, one, chat_template=False, max_tokens=None).token_ids) for one in tokenizers]
 
 
 def rows(samples: Sequence[Sample]) -> str:
-    """A jsonl file of these prompts, each under its own name; what can be graded by a number is."""
+    """Write a jsonl file of these prompts, each under its own name; those that can be graded by a number are."""
     return "".join(json.dumps(_row(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -157,12 +156,6 @@ def _comparisons() -> dict[str, Comparison]:
 COMPARISONS = _comparisons()
 
 
-def say(text: str) -> None:
-    """Write a line of output."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def runs(confirm: bool = False) -> list[Run]:
     """Return every run, or every confirming one."""
     return [
@@ -203,7 +196,7 @@ def measure(run: Run, longbench: Path) -> Trace:
     path = RUNS / f"{run.name}.h5"
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [loaded.tokenizer.decode(part) for part in (prompts[0].token_ids[:20], prompts[0].token_ids[-20:])]
-    say(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}")
+    print(f"{path.stem}: {len(prompts)} prompts, {ends[0]!r} … {ends[1]!r}", flush=True)
     configs = [config for made in by_preset().values() for config in made]
     return pk.measure(loaded, prompts, configs, path=path)
 
@@ -396,7 +389,7 @@ def main() -> None:
         found = read(asked.confirm)
         for kind in PANELS:
             draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
-        say("\n".join((*tally(found), "", *by_level(found))))
+        print("\n".join((*tally(found), "", *by_level(found))), flush=True)
         return
     for run in runs(asked.confirm):
         if not run.rows.exists() and asked.only in run.name:

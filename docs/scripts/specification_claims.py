@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read, runs, say
+from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read, runs
 from tables import percent, points
 
 import perturbkv as pk
@@ -130,7 +130,7 @@ def by_next_token(run: Run) -> Iterator[NextToken]:
     trace = pk.read_trace(RUNS / f"{run.name}.h5")
     kinds = specific(trace)
     if min(kinds.sum(), (~kinds).sum()) < LEAST:
-        say(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific")
+        print(f"{run.name}: {kinds.sum()} of {len(kinds)} next tokens are specific", flush=True)
         return
     for pair in pk.compare_heads(trace, "attention", "two-stage"):
         config = pair.treatment
@@ -196,7 +196,7 @@ def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
 
 
 def main() -> None:
-    """Tell what finished runs say."""
+    """Print what the finished runs say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("claim", choices=("next", "sentences", "bounds"))
     parser.add_argument("--only", default="", help="a word in the names of the runs")
@@ -208,15 +208,15 @@ def main() -> None:
         every: dict[str, list[Concordance]] = {}
         for run in measured:
             line, gained = bounds(run)
-            say(line)
+            print(line, flush=True)
             every = {name: every.get(name, []) + gained[name] for name in gained}
-        say("\n".join(gains_counted(name, found) for name, found in every.items()))
+        print("\n".join(gains_counted(name, found) for name, found in every.items()), flush=True)
         return
     tokens = [one for run in measured for one in by_next_token(run)]
     if asked.claim == "next":
-        say("\n".join(one.line() for one in tokens))
+        print("\n".join(one.line() for one in tokens), flush=True)
         return
-    say("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))))
+    print("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))), flush=True)
 
 
 if __name__ == "__main__":

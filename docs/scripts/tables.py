@@ -22,31 +22,26 @@ Ends = dict[str, Any] | None
 """An interval as summary.json has it: low, high, and whether it is an `interval` or a `range`."""
 
 
-def say(text: str) -> None:
-    """One line of output."""
-    sys.stdout.write(text + "\n")
-
-
 def table(title: str, heads: list[str], rows: Cells) -> None:
-    """A Markdown table."""
-    say(f"\n{title}\n")
+    """Print a Markdown table."""
+    print(f"\n{title}\n")
     for cells in (heads, ["---"] * len(heads), *rows):
-        say(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} |")
 
 
 def number(value: float | None, ends: Ends = None, digits: int = 2) -> str:
-    """'0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'."""
+    """Return '0.71 [0.65, 0.78]', or of a range '0.71 (0.65 … 0.78)'."""
     return "–" if value is None else f"{value:z.{digits}f}{_between(ends, f'z.{digits}f')}".replace("-", "−")
 
 
 def percent(value: float | None, ends: Ends = None) -> str:
-    """'72 % [58, 82]', or of a range '72 % (58 … 82)'."""
+    """Return '72 % [58, 82]', or of a range '72 % (58 … 82)'."""
     hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
     return "–" if value is None else f"{100 * value:z.0f} %{_between(hundred, 'z.0f')}".replace("-", "−")
 
 
 def points(value: float | None, ends: Ends = None) -> str:
-    """A difference of shares in points: '4.4 [3.5, 5.3]'."""
+    """Return a difference of shares in points: '4.4 [3.5, 5.3]'."""
     hundred = ends and {**ends, "low": 100 * ends["low"], "high": 100 * ends["high"]}
     return number(None if value is None else 100 * value, hundred, 1)
 
@@ -59,19 +54,19 @@ def _between(ends: Ends, shown: str) -> str:
 
 
 def at(band: dict[str, Any] | None, place: int) -> Ends:
-    """One interval out of an array of them; None where it has none."""
+    """Return one interval out of an array of them; None where it has none."""
     if band is None or band["low"][place] is None:
         return None
     return {"low": band["low"][place], "high": band["high"][place], "kind": band["kind"]}
 
 
 def selection(config: dict[str, Any]) -> str:
-    """A configuration's selection, without its options."""
+    """Return a configuration's selection, without its options."""
     return parse(config["selection"]).name
 
 
 def bound_tightness(found: dict[str, Any]) -> list[Made]:
-    """The two-stage selection's ratios, then rank agreement."""
+    """Return the two-stage selection's ratios, then rank agreement."""
     return [_ratios(found), _agreement(found)]
 
 
@@ -96,7 +91,7 @@ def _ratios(found: dict[str, Any]) -> Made:
 
 
 def _agreement(found: dict[str, Any]) -> Made:
-    """ρ of θ and 1 − S over the contenders; two-stage against two others, with θ̂ where both have one stage 1."""
+    """Return ρ of θ and 1 − S over the contenders; two-stage against two others, with θ̂ where stage 1 is shared."""
     rows = []
     for agreement in found["rank_agreement"]:
         ranked = {one["bound"]: one for one in agreement["rank_correlations"] if len(one["selections"]) == CONTENDERS}
@@ -120,12 +115,12 @@ def _picks(picked: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _counts(one: dict[str, Any]) -> str:
-    """The heads that count, of how many samples."""
+    """Return the heads that count, of how many samples."""
     return f"{one['values']:,} in {one['samples']}"
 
 
 def assumption(found: dict[str, Any]) -> list[Made]:
-    """Shares above a half, both readings, and the layers of the heads below."""
+    """Return shares above a half, both readings, and the layers of the heads below."""
     rows = []
     for config in found["configurations"]:
         cells = [str(config["config"]["budget"])]
@@ -142,7 +137,7 @@ def assumption(found: dict[str, Any]) -> list[Made]:
 
 
 def layers(found: dict[str, Any]) -> list[Made]:
-    """Median drift after some layers and the ratio of its means; per sample; against the budget."""
+    """Return median drift after some layers and the ratio of its means; per sample; against the budget."""
     rows = []
     samples = found.get("per_sample", [None] * len(found["drifts"]))
     for drift, sample in zip(found["drifts"], samples, strict=True):
@@ -160,7 +155,7 @@ def layers(found: dict[str, Any]) -> list[Made]:
 
 
 def budgets(curves: list[dict[str, Any]]) -> Made:
-    """Every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
+    """Return every curve's numbers per budget, the smallest first; a dash where a curve has none of that budget."""
     kept = {size: share for curve in curves for size, share in zip(curve["budgets"], curve["kept"], strict=True)}
     rows = []
     for size in sorted(kept, key=lambda size: kept[size]):
@@ -182,7 +177,7 @@ def _budget(curve: dict[str, Any], place: int) -> list[str]:
 
 
 def ablation(found: dict[str, Any]) -> list[Made]:
-    """L1 over the baseline's for every row and α, isolated and propagated."""
+    """Return L1 over the baseline's for every row and α, isolated and propagated."""
     made = []
     for setting in found["settings"]:
         shared = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha", "product")
@@ -209,7 +204,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
 
 
 def heads(found: dict[str, Any]) -> list[Made]:
-    """Every treatment against its baseline, isolated and propagated."""
+    """Return every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
         setting = pairing.setting_name(parse_config_object(one["baseline"]))
@@ -227,7 +222,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
 
 
 def horizon(found: dict[str, Any]) -> list[Made]:
-    """First and last third of the steps, and how many heads grow or shrink beyond chance."""
+    """Return first and last third of the steps, and how many heads grow or shrink beyond chance."""
     rows = []
     for config in found["configs"]:
         for curve in config["curves"]:
@@ -240,7 +235,7 @@ def horizon(found: dict[str, Any]) -> list[Made]:
 
 
 def _advantages(found: dict[str, Any]) -> Made:
-    """The treatment over the baseline, propagated, in the first and in the last third of the steps."""
+    """Return the treatment over the baseline, propagated, in the first and in the last third of the steps."""
     thirds = ("first", "last")
     rows = [[selection(one["treatment"]), *(number(one[third], one[f"{third}_interval"]) for third in thirds)]
             for one in found["advantages"]]  # fmt: skip
@@ -248,7 +243,7 @@ def _advantages(found: dict[str, Any]) -> Made:
 
 
 def methods(found: dict[str, Any]) -> list[Made]:
-    """Every method over SnapKV, over random entries with its own protection, and what comes out."""
+    """Return every method over SnapKV, over random entries with its own protection, and what comes out."""
     made = []
     for one in found["settings"]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]

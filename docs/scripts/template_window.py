@@ -10,7 +10,6 @@ the window. Numbers are means over prompts with intervals; of fewer than five pr
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
     """Yield, per window of a model, its row of the first table and its rows of the second."""
     model = pk.load_model(name, device="cpu", dtype="float32")
     if not model.tokenizer.chat_template:
-        say(f"{name} has no chat template.")
+        print(f"{name} has no chat template.", flush=True)
         return
     prompts = pk.load_prompts(
         "multi_news", model, samples=asked.samples, max_tokens=asked.max_tokens, data_dir=asked.longbench,
@@ -87,10 +86,10 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
     )  # fmt: skip
     counts = sorted({len(prompt.template_tail) for prompt in prompts})
     end = model.tokenizer.decode([prompts[0].token_ids[place] for place in prompts[0].template_tail])
-    say(f"{name}: {len(prompts)} prompts that end in {end!r}")
+    print(f"{name}: {len(prompts)} prompts that end in {end!r}", flush=True)
     windows = [window for window in WINDOWS if 0 < counts[0] <= counts[-1] < window]
     if not windows:
-        say(f"{name}: no window of {WINDOWS} holds the template's tokens and others.")
+        print(f"{name}: no window of {WINDOWS} holds the template's tokens and others.", flush=True)
         return
     configs = pk.grid(BUDGET, window=windows, selection=SELECTIONS, window_queries=("all", "text"))
     trace = pk.measure(model, prompts, configs, progress=False)
@@ -118,12 +117,6 @@ def ratio(value: float, interval: OptionalInterval) -> str:
     return f"{value:.2f}" + (f" [{interval.low:.2f}, {interval.high:.2f}]" if interval else "")
 
 
-def say(text: str) -> None:
-    """Write a line of output."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Measure every model and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,7 +128,7 @@ def main() -> None:
     measured = [rows for name in asked.models for rows in measure(name, asked)]
     tables = (FIRST, [first for first, _ in measured]), (SECOND, [row for _, rows in measured for row in rows])
     for head, body in tables:
-        say("\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)))
+        print("\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)), flush=True)
 
 
 if __name__ == "__main__":

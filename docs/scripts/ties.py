@@ -29,15 +29,15 @@ OLD = "each value against 3 floors"
 
 
 def main() -> None:
-    """A row per dataset, dtype and measure."""
+    """Print a row per dataset, dtype and measure."""
     lines = [HEAD, ["---"] * len(HEAD)]
     for exact, rounded in matched(read_trace(Path(name)) for name in sys.argv[1:]):
         lines += [row(exact, rounded, ties) for ties in compare(exact, rounded, "attention", "two-stage")]
-    sys.stdout.write("".join(f"| {' | '.join(cells)} |\n" for cells in [[*line] for line in lines]))
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 def matched(traces: Iterable[Trace]) -> Iterator[tuple[Trace, Trace]]:
-    """Each trace of another dtype with its dataset's float32 trace. Raises TraceError where there is none."""
+    """Return each trace of another dtype with its dataset's float32 trace. Raises TraceError where there is none."""
     held = list(traces)
     exact = {trace.run.dataset: trace for trace in held if trace.run.dtype == "float32"}
     for trace in held:
@@ -50,7 +50,7 @@ def matched(traces: Iterable[Trace]) -> Iterator[tuple[Trace, Trace]]:
 
 
 def row(exact: Trace, rounded: Trace, ties: Ties) -> list[str]:
-    """The numbers of METHOD's rule, and beside the share that of the rule of comparison."""
+    """Return the numbers of METHOD's rule, and beside the share that of the rule of comparison."""
     left_out = f" (+ {ties.left_out} with another token)" if ties.left_out else ""
     found = ties.by_difference
     return [
@@ -66,7 +66,7 @@ def row(exact: Trace, rounded: Trace, ties: Ties) -> list[str]:
 
 
 def share(found: Agreement, interval: OptionalInterval = None) -> str:
-    """'97.2 % [95.0, 98.8]'; of fewer than five samples the brackets hold their range."""
+    """Return '97.2 % [95.0, 98.8]'; of fewer than five samples the brackets hold their range."""
     ends = f" [{100 * interval.low:.1f}, {100 * interval.high:.1f}]" if interval else ""
     return f"{100 * found.share:.1f} %{ends}" if found.decided else "–"
 

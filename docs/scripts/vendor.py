@@ -37,7 +37,7 @@ class Library:
 
 
 def wanted(known: Sequence[Library], asked: Mapping[str, str]) -> list[Library]:
-    """The libraries at the versions asked for; one whose version changes has no integrity yet."""
+    """Return the libraries at the requested versions; one whose version changes has no integrity yet."""
     if unknown := sorted(asked.keys() - BUILDS.keys()):
         msg = f"expected packages of {', '.join(BUILDS)}, got {', '.join(unknown)}"
         raise SystemExit(msg)
@@ -51,7 +51,7 @@ def _at(library: Library, version: str | None) -> Library:
 
 
 def renewed(library: Library, modules: Path, lock: Mapping[str, Mapping[str, str]]) -> Library:
-    """The row of what npm has fetched. Raises SystemExit where the integrity is another than the one written down."""
+    """Return the row of what npm has fetched. Raises SystemExit where its integrity is not the recorded one."""
     told = lock[f"node_modules/{library.package}"]
     if library.integrity not in ("", told["integrity"]):
         msg = f"expected {library.package} {library.version} with {library.integrity}, got {told['integrity']}"
@@ -62,7 +62,7 @@ def renewed(library: Library, modules: Path, lock: Mapping[str, Mapping[str, str
 
 
 def licences(modules: Path, lock: Mapping[str, Mapping[str, str]], roots: Sequence[str]) -> str:
-    """Every licence of what the builds hold, each text once, under the packages that have it."""
+    """Return every licence of what the builds hold, each text once, under the packages that have it."""
     held: dict[str, list[str]] = {}
     for name in _bundled(lock, roots):
         (path,) = [one for one in (modules / name).iterdir() if one.name.lower().startswith(_WHICH_BUNDLES)]
@@ -72,14 +72,14 @@ def licences(modules: Path, lock: Mapping[str, Mapping[str, str]], roots: Sequen
 
 
 def _bundled(lock: Mapping[str, Mapping[str, str]], roots: Sequence[str]) -> list[str]:
-    """The packages and what their builds take in; `commander`, `iconv-lite` and `rw` serve command lines alone."""
+    """Return the packages and what their builds take in, without those that only serve command lines."""
     own = {"commander", "iconv-lite", "rw", "safer-buffer", *roots}
     others = sorted(name for path in lock if path and (name := path.removeprefix("node_modules/")) not in own)
     return [*roots, *others]
 
 
 def fetched(folder: Path, libraries: Sequence[Library]) -> dict[str, dict[str, str]]:
-    """What npm has installed in the folder: the packages of its lock file."""
+    """Return what npm has installed in the folder: the packages of its lock file."""
     (folder / "package.json").write_text('{"private": true}')
     names = [f"{one.package}@{one.version}" for one in libraries]
     subprocess.run(["npm", "install", "--ignore-scripts", "--save-exact", *names], cwd=folder, check=True)
@@ -88,7 +88,7 @@ def fetched(folder: Path, libraries: Sequence[Library]) -> dict[str, dict[str, s
 
 
 def read(path: Path = VENDOR / "vendor.json") -> list[Library]:
-    """The rows that are written down."""
+    """Return the rows that are written down."""
     return [Library(**row) for row in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError, install_extra
 from perturbkv.user_files import FileKind
 
 FORMAT = 1
 _FILE = FileKind("a benchmark's JSON", ConfigError, hint="make one with perturbkv doctor bench")
 NO_GPU = "needs a CUDA device"
-NO_KVPRESS = "kvpress is not installed; pip install perturbkv[kvpress]"
-NO_RAY = "Ray is not installed; pip install perturbkv[ray]"
-NO_BROWSER = "needs Chromium (apt-get install chromium) and Playwright; pip install perturbkv[browser]"
+NO_KVPRESS = f"kvpress is not installed; {install_extra('kvpress')}"
+NO_RAY = f"Ray is not installed; {install_extra('ray')}"
+NO_BROWSER = f"needs Chromium (apt-get install chromium) and Playwright; {install_extra('browser')}"
 """Reasons that excuse a row from being measured."""
 _EXCUSES = (NO_GPU, NO_KVPRESS, NO_RAY, NO_BROWSER)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -37,6 +38,10 @@ class Budget:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the budget written as text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
+        several = [part.strip() for part in text.split(",")]
+        if len(several) > 1 and all(re.fullmatch(r"[1-9]\d*|0?\.\d+", part) for part in several):
+            msg = f"expected one budget, got '{text}'; repeat --budget: --budget {' --budget '.join(several)}"
+            raise BudgetError(msg)
         return cls(parse_entries("a budget", text))
 
     def tokens(self, prompt_tokens: int) -> int:

@@ -17,6 +17,8 @@ from perturbkv.configs import option
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 
+NO_DATASET = "prompts"
+"""Dataset name of prompts that come from no dataset."""
 DIGESTS = "prompt_digests"
 """Dataset option: prompt id -> digest of the prompt, for prompts that came from no dataset."""
 METRICS = "metrics"

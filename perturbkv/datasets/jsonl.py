@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from perturbkv.configs.task_kinds import LONGBENCH
 from perturbkv.datasets import metrics, wording
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions, LoadedDataset, in_longbench
 from perturbkv.datasets.encode import Tokenizer
@@ -41,7 +42,7 @@ class Row:
     """A line's JSON object. Every method raises DatasetError, with file and line, for a field of another type.
 
     Attributes:
-        fields: the parsed fields.
+        fields: the parsed fields, without those that are null, which count as missing.
         index: index of the row among the file's rows, from 0.
         where: file and line, for errors.
     """
@@ -88,10 +89,10 @@ class Row:
 
     def sample_id(self) -> str:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
-        if self.fields.get("id") is not None:
+        if "id" in self.fields:
             return self.identity("id")
-        longbench_id = self.identity("_id") if self.fields.get("_id") is not None else ""
-        return f"{self.index}-{longbench_id}" if longbench_id and self.fields["_id"] else str(self.index)
+        longbench_id = self.identity("_id") if self.fields.get("_id") else ""
+        return f"{self.index}-{longbench_id}" if longbench_id else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:
         """Return a `Sample` with the given fields. Raises DatasetError, with file and line, for invalid fields."""
@@ -148,16 +149,34 @@ def _check_fields(row: Row) -> None:
         msg = "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
         raise row.refusal(msg)
     if unknown := next((name for name in row.fields if name not in FIELDS), None):
-        close = difflib.get_close_matches(unknown, FIELDS, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "take it out"
-        msg = f"expected the fields {', '.join(FIELDS)}, got `{escape_line(unknown)[:40]}`; {hint}"
-        raise row.refusal(msg)
+        close, shown = difflib.get_close_matches(unknown, FIELDS, n=1), escape_line(unknown)[:40]
+        msg = f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
+        raise row.refusal(f"unknown field `{shown}`; did you mean `{close[0]}`?" if close else msg)
     given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
     if len(given) > 1:
         msg = f"expected `{given[0]}` or `{given[1]}`, got both; leave one out"
         raise row.refusal(msg)
     if not given:
-        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {[*row.fields]}"
+        got = [*row.fields] or "none that is not null"
+        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {got}"
+        raise row.refusal(msg)
+    _check_effects(row, given[0])
+
+
+_OF_LONGBENCH = ("dataset", "all_classes", "_id")
+
+
+def _check_effects(row: Row, way: str) -> None:
+    """Raise DatasetError, with file and line, for a field without effect in a row whose prompt `way` says."""
+    idle = next((name for name in _OF_LONGBENCH if name in row.fields), None) if way in ("prompt", "messages") else None
+    if idle:
+        msg = f"`{idle}` has no effect beside `{way}`; leave it out, or say the prompt by `context` and `question`"
+        raise row.refusal(msg)
+    if "all_classes" in row.fields and "dataset" not in row.fields:
+        msg = "`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out"
+        raise row.refusal(msg)
+    if "metric" in row.fields and not row.texts("answers"):
+        msg = "`metric` has no effect without `answers`; give some, or leave it out"
         raise row.refusal(msg)
 
 
@@ -179,12 +198,15 @@ def _parse_row(content: str, index: int, where: str) -> Row:
     if not isinstance(document, dict):
         msg = f"{where}: expected a JSON object, got {json_type(document)}"
         raise DatasetError(msg)
-    return Row(document, index, where)
+    return Row({name: value for name, value in document.items() if value is not None}, index, where)
 
 
 ROLES = ("system", "user", "assistant")
 _CALLS = ("tool_calls", "function_call")
 """Fields of a message with content other than text."""
+_OF_MESSAGE = ("role", "content", "name", *_CALLS)
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values of fields that chat services write into every message, used or not."""
 
 
 def _chat_sample(row: Row) -> Sample:
@@ -227,6 +249,10 @@ def _message(row: Row, index: int, value: Any) -> Message:
         raise row.refusal(msg)
     if calls := next((name for name in _CALLS if value.get(name)), None):
         msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
+        raise row.refusal(msg)
+    if unknown := next((name for name in value if name not in _OF_MESSAGE and value[name] not in _EMPTY), None):
+        got = escape_line(unknown)[:40]
+        msg = f"expected `role`, `content` and `name` in message {index + 1}, got `{got}`; take it out"
         raise row.refusal(msg)
     if not isinstance(text, str):
         msg = f"expected the `content` of message {index + 1} to be text, got {json_type(text)}"
@@ -281,23 +307,23 @@ def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
         answers=row.texts("answers"),
         answer_prefix=row.text("answer_prefix"),
         task=dataset_wording.dataset,
-        classes=row.texts("all_classes") if row.fields.get("all_classes") is not None else (),
+        classes=row.texts("all_classes"),
     )
 
 
 def _add_wording(row: Row, wordings: dict[str, Wording]) -> None:
-    """Add the wording of the LongBench dataset that a row names, where it has one. Raises DatasetError."""
-    name = row.fields.get("dataset")
-    if (
-        not {"prompt", "messages"} & row.fields.keys()
-        and isinstance(name, str)
-        and in_longbench(name)
-        and name not in wordings
-    ):
-        try:
-            wordings[name] = wording.read(name)
-        except DatasetError as error:
-            raise row.refusal(error) from None
+    """Add the wording of the LongBench dataset that a row names, if it does. Raises DatasetError."""
+    if "dataset" not in row.fields or (name := row.text("dataset")) in wordings:
+        return
+    try:
+        if not in_longbench(name):
+            hint = "leave `dataset` out for words of your own"
+            raise UnknownNameError(
+                name, "dataset of LongBench", itertools.chain.from_iterable(LONGBENCH.values()), hint
+            )
+        wordings[name] = wording.read(name)
+    except (DatasetError, UnknownNameError) as error:
+        raise row.refusal(error) from None
 
 
 def _metric(row: Row) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
-from perturbkv.configs.run import DIGESTS
+from perturbkv.configs.run import DIGESTS, NO_DATASET
 from perturbkv.datasets import dataset_registry
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
@@ -18,8 +18,6 @@ from perturbkv.errors import DatasetError
 from perturbkv.escaping import escape_line
 
 DEFAULT_SAMPLES = 8
-NO_DATASET = "prompts"
-"""Dataset name of prompts that come from no dataset."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perturbkv.errors import DatasetError
+from perturbkv.errors import DatasetError, install_extra
 
-INSTALL = 'pip install "perturbkv[longbench]"'
+INSTALL = install_extra("longbench")
 CONTEXT = "{{context}}"
 WITHOUT_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 """Few-shot and code datasets, whose prompts LongBench's own `pred.py` uses without a chat template."""

@@ -26,7 +26,7 @@ from perturbkv.configs.resources import Workers
 from perturbkv.engines import processes
 from perturbkv.engines.scheduler import WorkerExit
 from perturbkv.engines.worker import Reply, Task, WorkerDevice
-from perturbkv.errors import ConfigError, NoMemoryError
+from perturbkv.errors import ConfigError, NoMemoryError, install_extra
 
 _MIB = 2**20
 _SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -288,7 +288,7 @@ _SETTINGS = 4
 def import_ray() -> Any:
     """Return the module `ray` with usage reports turned off. Raises ConfigError where it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        msg = "--engine ray needs Ray, which is not installed: pip install 'perturbkv[ray]'"
+        msg = f"--engine ray needs Ray, which is not installed: {install_extra('ray')}"
         raise ConfigError(msg)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray

@@ -17,11 +17,12 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.pairing import plural
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.plugins import refers_to_file
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
-from perturbkv.configs.run import RunConfig
+from perturbkv.configs.run import NO_DATASET, RunConfig
 from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, SELECTION_OPTIONS
 from perturbkv.configs.task_kinds import LONGBENCH, RULER_PREFIX
-from perturbkv.errors import ConfigError
+from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_line, escape_markdown
 from perturbkv.reporting.payload import without_folders
 from perturbkv.schema import VARIABLES
@@ -31,7 +32,19 @@ from perturbkv.trace import Trace
 NAME = "README.md"
 UNKNOWN = "unknown"
 """The licence of hubs for data whose licence nobody stated."""
-_LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+LICENCES = (
+    "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-nc-nd-4.0", "cc0-1.0", "cc",
+    "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-sa-3.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-sa-2.0",
+    "cc-by-nc-sa-3.0", "cc-by-nc-nd-3.0", "cdla-permissive-2.0", "cdla-permissive-1.0", "cdla-sharing-1.0", "c-uda",
+    "odc-by", "odbl", "pddl", "etalab-2.0", "mit", "apache-2.0", "bsd", "bsd-2-clause", "bsd-3-clause",
+    "bsd-3-clause-clear", "bsl-1.0", "isc", "zlib", "ncsa", "postgresql", "unlicense", "wtfpl", "afl-3.0",
+    "artistic-2.0", "ecl-2.0", "epl-1.0", "epl-2.0", "eupl-1.1", "eupl-1.2", "gfdl", "gpl", "gpl-2.0", "gpl-3.0",
+    "lgpl", "lgpl-2.1", "lgpl-3.0", "lgpl-lr", "agpl-3.0", "mpl-2.0", "ms-pl", "osl-3.0", "ofl-1.1", "lppl-1.3c",
+    "openrail", "other", UNKNOWN,
+)  # fmt: skip
+"""Licences of data, as hubs spell them; `other` is named by two more lines of YAML, `license_name` and its link."""
+MARK = "# Data card by perturbkv; export --card --overwrite replaces it"
+"""The comment by which a card of ours is known."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 """A revision of a hub; that of a folder or a wheel is a digest of its files, which no option takes."""
 _PATTERN_SIGNS = re.compile(r"[*?\[\]{}]")
@@ -94,11 +107,17 @@ class Table:
     source: PurePosixPath | None = None
 
 
-def check_licence(licence: str) -> None:
-    """Raise ConfigError for a text that is no licence identifier of hubs."""
-    if not _LICENCE.fullmatch(licence):
-        msg = f"expected a licence as hubs spell it, such as cc-by-4.0 or other, got '{escape_line(licence)[:40]}'"
-        raise ConfigError(msg)
+def licence_id(name: str) -> str:
+    """Return a licence as hubs spell it, in lower case. Raises UnknownNameError for one that they do not know."""
+    if (licence := name.lower()) not in LICENCES:
+        raise UnknownNameError(escape_line(name)[:40], "licence", LICENCES, "other is any that hubs do not list")
+    return licence
+
+
+def is_card(path: Path) -> bool:
+    """Return whether the file at a path is a card of ours."""
+    with path.open("rb") as stream:
+        return stream.read(200).startswith(f"---\n{MARK}\n".encode())
 
 
 def check_file_name(path: Path) -> None:
@@ -113,23 +132,23 @@ def data_card(tables: Sequence[Table], licence: str = UNKNOWN) -> str:
 
     Args:
         tables: at least one.
-        licence: identifier of the tables' licence, as hubs spell it.
+        licence: identifier of the tables' licence, one of `LICENCES`.
 
     Raises:
-        ConfigError: for an invalid licence.
+        UnknownNameError: for another licence.
 
     Example:
         >>> from pathlib import PurePosixPath
         >>> card = data_card([Table(trace, PurePosixPath("trace.parquet"), 16)], "cc-by-4.0")
-        >>> card.splitlines()[:2]
-        ['---', 'license: cc-by-4.0']
+        >>> card.splitlines()[2]
+        'license: cc-by-4.0'
     """
-    check_licence(licence)
+    licence = licence_id(licence)
     names = _config_names(tables)
     shown = [without_folders(table.trace) for table in tables]
     title = _title(shown)
     parts = [
-        f"---\n{_front_matter(tables, names, title, licence)}---\n",
+        f"---\n{MARK}\n{_front_matter(tables, names, title, licence)}---\n",
         f"# {escape_markdown(title)}\n",
         _INTRODUCTION,
         *(part for table, name, trace in zip(tables, names, shown, strict=True) for part in _run(table, name, trace)),
@@ -241,11 +260,19 @@ def _again(run: RunConfig) -> str:
     """Return how the same run is measured: a command, and the sweep file that it takes."""
     import yaml
 
+    unnamed = [name for name in run.plugins if not refers_to_file(name)]
+    if run.dataset == NO_DATASET or unnamed:
+        gone = "its prompts came from Python" if run.dataset == NO_DATASET else ""
+        uses = f"{' and '.join(unnamed)} came from Python or from an installed package" if unnamed else ""
+        reasons = escape_markdown(", and ".join(filter(None, (gone, uses))))
+        return f"No sweep file measures this run again: {reasons}. What made it has to be run again.\n"
     sweep = yaml.safe_dump(sweep_document(run), sort_keys=False, width=10**6)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sweep)), default=0))
     notes = ["With this in a file `sweep.yaml`, which follows from the run that the trace holds:\n"]
     notes.append(f"{fence}yaml\n{sweep}{fence}\n")
     notes.append("```sh\nperturbkv trace --config sweep.yaml -o trace.h5\n```\n")
+    if files := list(dict.fromkeys(name.rpartition(":")[0] for name in run.plugins)):
+        notes.append(f"It takes {escape_markdown(' and '.join(files))}, which the trace does not hold.\n")
     if run.generate:
         notes.append("The trace holds generated answers too, which `perturbkv quality` or `needle` makes.\n")
     if run.head_scores:

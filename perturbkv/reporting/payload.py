@@ -184,19 +184,37 @@ def trace_name(trace: Trace) -> str:
 
 
 def without_folders(trace: Trace) -> Trace:
-    """Return the trace with folders removed from the names of file, model and data set and from failure messages."""
+    """Return the trace with folders removed from the names of file, model and data set and from failure messages.
+
+    A model of the hub keeps its owner: its revision is a commit, or it is a GGUF file, named behind a colon.
+    """
+    run = trace.run
+    is_of_hub = _HUB_GGUF.fullmatch(run.model) or (_HUB_ID.fullmatch(run.model) and _COMMIT.fullmatch(run.revision))
+    shown = {
+        run.model: run.model if is_of_hub else _last_path_part(run.model),
+        run.dataset: _last_path_part(run.dataset),
+    }
+
+    def without(reason: str) -> str:
+        """Return a failure's reason with the run's own names, then any other path, without folders."""
+        for name, last in shown.items():
+            reason = reason.replace(name, last) if "/" in name else reason
+        return _FOLDERS.sub("", reason)
+
     return replace(
         trace,
         source=trace_name(trace) if trace.source else "",
-        run=replace(trace.run, model=_last_path_part(trace.run.model), dataset=_last_path_part(trace.run.dataset)),
-        failures={name: _FOLDERS.sub("", reason) for name, reason in trace.failures.items()},
+        run=replace(run, model=shown[run.model], dataset=shown[run.dataset]),
+        failures={name: without(reason) for name, reason in trace.failures.items()},
     )
 
 
+_HUB_ID, _COMMIT = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII), re.compile(r"[0-9a-f]{40}")
+_HUB_GGUF = re.compile(r"[\w.-]+/[\w.-]+:.+\.gguf", re.ASCII)
+
+
 def _last_path_part(name: str) -> str:
-    """Return the last part of a path; hub ids and names of data sets are unchanged."""
-    if not (name.startswith(("/", "~", "./", "../", ".\\", "..\\")) or PureWindowsPath(name).is_absolute()):
-        return name
+    """Return the last part of a path; a name without folders is unchanged."""
     windows = "\\" in name and "/" not in name or PureWindowsPath(name).drive != ""
     return (PureWindowsPath(name) if windows else PurePosixPath(name)).name or name
 

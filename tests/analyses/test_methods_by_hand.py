@@ -167,6 +167,21 @@ def test_budgets_and_granularities_stand_apart() -> None:
     assert [(one.setting, len(one.rows)) for one in found] == [("b=64 query", 1), ("b=128 kv", 3)]
 
 
+def test_verdicts_over_several_budgets_count_comparisons_and_not_methods() -> None:
+    other = {config(name, 64, **KV): number for name, number in (("attention", 4.0), ("tova:attention", 3.0))}
+    assert "lower than snapkv's in 3 of 4 comparisons, higher in 1" in methods(one_head({**L1, **other})).conclusion()
+
+
+def test_a_budget_at_which_nothing_is_evicted_is_said() -> None:
+    whole = [config(name, 1.0, **KV) for name in ("attention", "tova:attention")]
+    found = one_head({**L1, **dict.fromkeys(whole, 1.0)})
+    note = "At b=1.0 nothing is evicted: all caches there are equal."
+    assert note not in methods(found).caveats()
+    for config_ in whole:
+        found.arrays["evicted"][:, found.run.configs.index(config_)] = 0
+    assert note in methods(found).caveats()
+
+
 def test_a_trace_of_one_method_says_what_it_needs() -> None:
     with pytest.raises(TraceError, match="methods needs snapkv:attention and another policy at the same budget; got"):
         methods(one_head({SNAPKV: 1.0, CONTROLS[0]: 2.0}))

@@ -406,15 +406,15 @@ def _rows() -> dict[str, tuple[Any, bool]]:
     }
     lists = {"numbers": [1], "mixed": ["a", None], "half a pair": ["\ude00"]}
     prompt, question = {"prompt": TEXT}, {"context": TEXT, "input": "Who?"}
-    whole = ("a text", "a negative", "400 digits")
+    whole = ("a text", "a negative", "400 digits", "null")
     wrong: dict[str, Any] = {
         **_odd({**prompt}, ("id",), whole), **_named(prompt, ("id",), ids),
-        **_odd({**question}, ("_id",), (*whole, "null")),
+        **_odd({**question}, ("_id",), whole),
         **_named(question, ("_id",), {k: v for k, v in ids.items() if k != "again"}),
         **{name: line for row, field in (({"id": "a"}, "prompt"), (prompt, "answer_prefix"), (question, "context"),
                 (question, "input"))
-           for name, line in _odd({**row}, (field,), ("a text",)).items()},
-        **_odd({**prompt}, ("answers",), ("an empty list",)), **_named(prompt, ("answers",), lists),
+           for name, line in _odd({**row}, (field,), ("a text", "null")).items()},
+        **_odd({**prompt}, ("answers",), ("an empty list", "null")), **_named(prompt, ("answers",), lists),
         **_named({**question, "dataset": "trec"}, ("all_classes",), {"a text": "a", "numbers": [1]}),
         **_named({}, ("prompt",), {"half a pair": f"{TEXT}\ud83d", "empty": "", "white": " \n\t\u00a0"}),
         "no prompt": '{"text": "x"}', "empty context and input": '{"context": "", "input": ""}',

@@ -15,6 +15,15 @@ from tests.support.asked import instead, refused
 from tests.support.folders import model_folder
 
 Run = Callable[..., Any]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_no_hint_installs_the_package_from_an_index_that_lacks_it() -> None:
+    hint = re.compile(r"""pip install ['"]?perturbkv""")
+    sources = [path for folder in ("perturbkv", "cli", "analyses", "figures") for path in (ROOT / folder).rglob("*.py")]
+    pages = [*(ROOT / "docs" / "how-to").glob("*.md"), ROOT / "README.md"]
+    assert len(sources) > 200
+    assert [path for path in (*sources, *pages) if hint.search(path.read_text())] == []
 
 
 def suggested(ran: Any, option: str) -> str:

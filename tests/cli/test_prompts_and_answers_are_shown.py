@@ -232,7 +232,7 @@ def test_a_metric_that_is_not_installed_is_refused_with_what_installs_it(
     trec = rows(tmp_path / "trec.jsonl", {"context": "c " * 99, "input": "q", "answers": ["a"]})
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     ran = perturbkv("heads", "--dataset", "trec", "--data-dir", tmp_path, "--model", model, "-o", "out")
-    refused(ran, 'pip install "perturbkv[longbench]"')
+    refused(ran, "pip install '.[longbench]' in the checkout")
     assert list(tmp_path.iterdir()) == [trec]
 
 

@@ -15,9 +15,7 @@ import pytest
 
 import perturbkv as pk
 from perturbkv import errors
-from perturbkv.cli.commands import FORMER_COMMANDS, FORMER_OPTIONS
 from perturbkv.cli.options import RARE
-from tests.support.asked import refused
 from tests.support.commands import command_of, every_command, row_of
 
 Run = Callable[..., Any]
@@ -54,17 +52,6 @@ def test_trace_alone_tells_of_all_options_of_measuring() -> None:
     hidden = [one.name for one in command_of(["trace"]).params if one.hidden]
     assert hidden == []
     assert {one.name for one in command_of(["heads"]).params if one.hidden} == set(RARE)
-
-
-@pytest.mark.parametrize("name", FORMER_COMMANDS)
-def test_a_former_command_names_the_new_one(perturbkv: Run, name: str) -> None:
-    refused(perturbkv(name), f"`perturbkv {FORMER_COMMANDS[name]}`")
-    assert row_of([word for word in FORMER_COMMANDS[name].split() if word.islower() and word[0] != "-"])
-
-
-@pytest.mark.parametrize(("command", "option"), FORMER_OPTIONS)
-def test_a_former_option_names_the_new_one(perturbkv: Run, command: str, option: str) -> None:
-    refused(perturbkv(command, option, "x"), FORMER_OPTIONS[command, option])
 
 
 def test_the_command_alone_shows_tasks_that_can_be_typed(perturbkv: Run) -> None:
@@ -115,7 +102,7 @@ SWEEPS = {
 @pytest.mark.parametrize("command", [*SWEEPS, "heads"])
 def test_help_shows_the_budgets_that_are_measured(perturbkv: Run, model: Path, command: str) -> None:
     screen = " ".join(perturbkv(command, "--help").out.split())
-    shown = screen.partition("128 or 0.05 [")[2].partition("]")[0].split()
+    shown = screen.partition("128, 0.05 [")[2].partition("]")[0].split()
     assert shown == SWEEPS.get(command, ["128"])
     row = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4, "answers": ["a fox"]}
     Path("prompts.jsonl").write_text(json.dumps(row))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import yaml
 
 import perturbkv as pk
 from perturbkv.reporting.data_card import sweep_document
+from perturbkv.schema import TEXT
 from tests.support.asked import instead, refused
 from tests.support.pages import shell
 from tests.support.payloads import small_trace
@@ -23,6 +26,12 @@ Run = Callable[..., Any]
 def complete(path: str) -> Path:
     """A finished trace at this path, none of whose samples failed."""
     return small_trace().sel(sample=["s0", "s1"]).save(path)
+
+
+def without_text(trace: pk.Trace) -> pk.Trace:
+    """The trace as `--no-text` leaves it."""
+    lean = {name: array for name, array in trace.arrays.items() if name not in TEXT}
+    return dataclasses.replace(trace, arrays=lean)
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "publish_traces.md").read_text()
@@ -89,10 +98,49 @@ def test_a_card_is_replaced_only_when_asked_and_nothing_is_written_before(pertur
     complete("a/t.h5")
     Path("a/README.md").write_text("mine")
     refused(perturbkv("export", "a", "--card"), "expected no file at a/README.md, got one; --overwrite replaces it")
+    ours = "expected a data card of ours at a/README.md, got another file; move it away"
+    refused(perturbkv("export", "a", "--card", "--overwrite"), ours)
     assert sorted(path.name for path in Path("a").iterdir()) == ["README.md", "t.h5"]
     assert Path("a/README.md").read_text() == "mine"
-    assert perturbkv("export", "a", "--card", "--overwrite").code == 0
-    assert Path("a/README.md").read_text().startswith("---\nlicense: unknown\n")
+    Path("a/README.md").unlink()
+    assert perturbkv("export", "a", "--card").code == 0
+    assert perturbkv("export", "a", "--card", "--overwrite", "--license", "MIT").code == 0
+    assert "\nlicense: mit\n" in Path("a/README.md").read_text()
+
+
+def test_texts_of_an_earlier_trace_are_not_published(perturbkv: Run) -> None:
+    made = complete("a/t.h5")
+    assert perturbkv("export", "a").code == 0
+    made.unlink()
+    without_text(small_trace().sel(sample=["s0", "s1"])).save(made)
+    Path("a/other.tokens.csv").write_text("not,ours")
+    for path in ("a/t.csv", "a/t.parquet"):
+        Path(path).unlink()
+    for words in ((), ("--card",), ("-o", "a/t.csv")):
+        refused(perturbkv("export", "a", *words), "expected no a/t.tokens.csv beside a trace without text, got prompts")
+        assert {path.name for path in Path("a").iterdir()} == {
+            "t.h5", "t.tokens.csv", "t.tokens.parquet", "other.tokens.csv"
+        }  # fmt: skip
+    ran = perturbkv("export", "a", "--card", "--overwrite")
+    assert ran.code == 0, ran.err
+    assert "a/t.tokens.parquet: removed, as the trace holds no text" in ran.out + ran.err
+    assert {path.name for path in Path("a").iterdir()} == {"README.md", "t.h5", "t.parquet", "other.tokens.csv"}
+    assert "Tokens of the prompts" not in Path("a/README.md").read_text()
+
+
+def test_a_file_that_is_no_table_of_tokens_is_left_alone(perturbkv: Run) -> None:
+    without_text(small_trace().sel(sample=["s0", "s1"])).save("a/t.h5")
+    for suffix in ("csv", "parquet"):
+        Path(f"a/t.tokens.{suffix}").write_text("mine")
+    assert perturbkv("export", "a", "--overwrite").code == 0
+    assert {Path(f"a/t.tokens.{suffix}").read_text() for suffix in ("csv", "parquet")} == {"mine"}
+
+
+def test_without_what_the_card_needs_no_table_is_written(perturbkv: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete("a/t.h5")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert perturbkv("export", "a", "--card").code != 0
+    assert [path.name for path in Path("a").iterdir()] == ["t.h5"]
 
 
 def test_tables_of_several_folders_share_a_card(perturbkv: Run) -> None:
@@ -110,7 +158,7 @@ def test_tables_of_several_folders_share_a_card(perturbkv: Run) -> None:
     ("words", "error"),
     [
         (["t.h5", "--license", "mit"], "--license is the card's; add --card"),
-        (["t.h5", "--card", "--license", "My Own"], "expected a licence as hubs spell it"),
+        (["t.h5", "--card", "--license", "My Own"], "unknown licence 'My Own'; nearest of"),
         (["t.h5", "--card", "-o", "t.csv"], "--card describes .parquet tables, got t.csv; name it t.parquet"),
         (["t.h5", "--card", "-o", "a.parquet", "-o", "b.parquet"], "one table of a trace, got 2; give --output once"),
         (["t.h5", "u.h5", "-o", "t.csv"], "--output names the tables of one trace, got 2 traces"),

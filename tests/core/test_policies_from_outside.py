@@ -124,7 +124,7 @@ def test_where_kvpress_cannot_run_one_line_says_what_is_missing(
     presses.library.cache_clear()
     with pytest.raises(ConfigError, match=said) as caught:
         configuration(128, policy="kvpress:SnapKVPress")
-    assert "pip install 'perturbkv[kvpress]'" in str(caught.value) and "\n" not in str(caught.value)
+    assert "pip install '.[kvpress]' in the checkout" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_trace_that_holds_a_press_is_not_measured_without_kvpress(monkeypatch: pytest.MonkeyPatch) -> None:

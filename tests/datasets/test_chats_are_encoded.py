@@ -150,6 +150,12 @@ def said(role: str, content: Any = "a", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
+def test_what_chat_services_write_into_every_message_is_taken(encoded: Encode) -> None:
+    empty = {"name": "ada", "tool_calls": [], "function_call": None, "refusal": None, "annotations": []}
+    plain, full = (encoded({"messages": [said("user", "Why?", **more)]}) for more in ({}, empty))
+    assert full.token_ids == plain.token_ids
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -162,6 +168,8 @@ def said(role: str, content: Any = "a", **more: Any) -> dict[str, Any]:
         ({"messages": [said("user", [{"type": "text"}])]}, "`content` of message 1 to be text, got a list"),
         ({"messages": [said("user", "\ud800")]}, "content of message 1 to be text, got half of a surrogate"),
         ({"messages": [said("user"), said("assistant", None, tool_calls=[1]), said("user")]}, "2 .* got `tool_calls`"),
+        ({"messages": [said("user", contents="b")]}, "`name` in message 1, got `contents`; take it out"),
+        ({"messages": [said("user", "a", weight=0)]}, "`name` in message 1, got `weight`; take it out"),
         ({"messages": CHAT[:3]}, "last message to be a user's, got an assistant's; leave it out, or move .*`answers`"),
         ({"messages": CHAT[:1]}, "last message to be a user's, who asks something; got a system's"),
         ({"messages": [said("user", " ")]}, "last message to be a user's, who asks something; got an empty one"),

@@ -200,7 +200,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def test_without_the_extra_its_name_is_told(tmp_path: Path, bare: Callable[[str], None]) -> None:
     bare("lm_eval")
-    install = 'pip install "perturbkv\\[longbench\\]"'
+    install = r"pip install '\.\[longbench\]' in the checkout"
     with pytest.raises(DatasetError, match=f"dataset 'qasper'.*not installed; {install}"):
         load("qasper", DatasetOptions(1, data_dir=tmp_path), ByteTokenizer())
     path = tmp_path / "d.jsonl"
@@ -213,7 +213,7 @@ def test_without_the_extra_its_name_is_told(tmp_path: Path, bare: Callable[[str]
 @pytest.mark.parametrize("package", ["jieba", "fuzzywuzzy", "rouge"])
 def test_without_what_the_metrics_need_the_extra_is_told(package: str, bare: Callable[[str], None]) -> None:
     bare(package)
-    with pytest.raises(DatasetError, match='not installed; pip install "perturbkv\\[longbench\\]"'):
+    with pytest.raises(DatasetError, match=r"not installed; pip install '\.\[longbench\]' in"):
         metrics.metric("qasper")
 
 

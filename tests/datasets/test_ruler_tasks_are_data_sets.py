@@ -38,7 +38,7 @@ QUESTIONS = {
     "fwe": r"\nQuestion: Do not provide any explanation\. .*\?",
     "qa_squad": r"\n\nAnswer the question based on the given documents\. .*\n\nQuestion: What is \d+-\d-\d\?",
 }
-INSTALL = re.escape('pip install "perturbkv[ruler]"')
+INSTALL = re.escape("pip install '.[ruler]' in the checkout")
 
 
 def made(task: str, samples: int = 2, **options: Any) -> LoadedDataset:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from perturbkv.datasets import dataset_registry, metrics
 from perturbkv.datasets import jsonl as jsonl_files
 from perturbkv.datasets.dataset_registry import DatasetInfo, DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, check_length, cut_middle, encode
+from perturbkv.datasets.jsonl import FIELDS
 from perturbkv.datasets.needle import sentences
 from perturbkv.datasets.sample import Sample
 from perturbkv.errors import ConfigError, DatasetError, UnknownNameError
@@ -162,7 +164,7 @@ def test_a_description_names_every_row_that_a_run_refuses(tmp_path: Path) -> Non
 def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
     rows = [
         {"context": "c", "input": "", "dataset": "multi_news"},
-        {"context": "c", "input": "q", "dataset": "mine"},
+        {"context": "c", "input": "q", "dataset": None},
         {"context": "c"},
         {"input": "q"},
     ]
@@ -172,13 +174,22 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
     assert list(data.options["wording"]) == ["multi_news"]
 
 
+@pytest.mark.parametrize("way", [{"prompt": "p"}, {"context": "c", "question": "q"},
+                                 {"messages": [{"role": "user", "content": "m"}]}])  # fmt: skip
+def test_null_is_a_field_that_is_missing(tmp_path: Path, way: dict[str, Any]) -> None:
+    absent = {name: None for name in FIELDS if name not in way}
+    rows = [loaded(jsonl(tmp_path / "d.jsonl", row), 1).samples[0] for row in (way, {**absent, **way})]
+    assert replace(rows[0], chat=None) == replace(rows[1], chat=None)
+    assert rows[1].id == "0"
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
         (['{"prompt": "a"}', "{no json"], "line 2: expected a JSON object, got text that is no JSON"),
         (["[1, 2]"], "line 1: expected a JSON object, got a list"),
-        (['{"text": "a"}'], r"line 1: expected the fields prompt, .*, got `text`; did you mean `context`\?"),
-        (['{"contxt": "a", "question": "b"}'], r"line 1: expected the fields .*`contxt`; did you mean `context`\?"),
+        (['{"text": "a"}'], r"line 1: unknown field `text`; did you mean `context`\?$"),
+        (['{"contxt": "a", "question": "b"}'], r"line 1: unknown field `contxt`; did you mean `context`\?$"),
         (['{"prompt": "a"}', '{"prompt": "b", "url": "c"}'], "line 2: expected the fields .*`url`; take it out"),
         (['{"answers": ["a"]}'], r"line 1: expected the field `prompt`, `messages`.*got \['answers'\]"),
         (['{"prompt": "a", "question": "b"}'], "line 1: expected `prompt` or `question`, got both; leave one out"),
@@ -187,17 +198,21 @@ def test_longbench_fields_in_any_file_get_their_wording(tmp_path: Path) -> None:
         (['{"run": {"model": "m"}}'], "line 1: expected a prompt, got the run with which a file of results begins"),
         (['{"prompt": "  "}'], "line 1: sample '0' has an empty prompt"),
         (['{"context": "", "input": ""}'], "line 1: the prompt is empty"),
-        (['{"prompt": null}'], "line 1: expected `prompt` to be text, got null"),
+        (['{"prompt": null}'], "line 1: expected the field `prompt`, .*; got none that is not null"),
+        (['{"context": "a", "input": "b", "dataset": "qaspr"}'], "line 1: unknown dataset of .*'qaspr'; .*: qasper, "),
+        (['{"context": "a", "input": "b", "dataset": 7}'], "line 1: expected `dataset` to be text, got a number"),
+        (['{"prompt": "a", "dataset": "qasper"}'], "line 1: `dataset` has no effect beside `prompt`; leave it out"),
+        (['{"messages": [], "_id": "a"}'], "line 1: `_id` has no effect beside `messages`; leave it out"),
+        (['{"prompt": "a", "all_classes": ["b"]}'], "line 1: `all_classes` has no effect beside `prompt`"),
+        (['{"context": "a", "all_classes": ["b"]}'], "line 1: `all_classes` has no effect without `dataset`"),
+        (['{"prompt": "a", "metric": "f1", "answers": []}'], "line 1: `metric` has no effect without `answers`"),
         (['{"prompt": 7}'], "line 1: expected `prompt` to be text, got a number"),
         (['{"prompt": "a"}', '{"prompt": ["b"]}'], "line 2: expected `prompt` to be text, got a list"),
         (['{"prompt": "\\ud800"}'], "line 1: expected `prompt` to be text, got half of a surrogate pair"),
         (['{"prompt": "a", "answer_prefix": {}}'], "line 1: expected `answer_prefix` to be text, got an object"),
-        (['{"prompt": "a", "id": null}'], "line 1: expected `id` to be text or a whole number, got null"),
         (['{"prompt": "a", "id": 0}', '{"prompt": "b", "id": "0"}'], "line 2: expected every id once, got '0' again"),
         (['{"prompt": "a", "answers": "b"}'], "line 1: expected `answers` to be a list of texts, got text"),
-        (['{"prompt": "a", "answers": null}'], "line 1: expected `answers` to be a list of texts, got null"),
         (['{"prompt": "a", "answers": ["b", 3]}'], "line 1: expected `answers` to be a list of texts, got a number"),
-        (['{"context": null, "input": "a"}'], "line 1: expected `context` to be text, got null"),
         (['{"context": "a", "input": true}'], "line 1: expected `input` to be text, got true or false"),
         (
             ['{"context": "a", "dataset": "qasper"}'],

@@ -22,7 +22,6 @@ BY_OTHERS = {
     ),
     "reference_pages.py",
     "report_pictures.py",
-    "second_figure.py",
     "specification.py",
     "specification_claims.py",
     "second_model.py",

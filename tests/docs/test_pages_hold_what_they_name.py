@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -97,6 +100,52 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 
 
+def test_no_link_of_the_readme_waits_for_a_build() -> None:
+    page = ROOT / "README.md"
+    links = {(page.parent / link.partition("#")[0]).resolve() for link in LINK.findall(page.read_text())}
+    assert len(links) > 8
+    assert links & BUILT == set()
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+TYPED = re.compile(r"[(=]|^(?:perturbkv |pk\.)")
+"""What a reader types: a call, an argument, a command or a public name; it need not be in the notebook."""
+
+
+def cells(notebook: str, kind: str) -> list[Any]:
+    return [cell for cell in json.loads(notebook)["cells"] if cell["cell_type"] == kind]
+
+
+def unshown(notebook: str) -> list[str]:
+    """Code words of a notebook's prose that neither its code nor its output has."""
+    code = cells(notebook, "code")
+    outputs = [output for cell in code for output in cell["outputs"]]
+    shown = [{"text": "", **output, **output.get("data", {})} for output in outputs]
+    texts = [one[kind] for one in shown for kind in ("text", "text/plain", "text/html") if kind in one]
+    seen = "".join("".join(text) for text in (*texts, *(cell["source"] for cell in code)))
+    prose = "".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
+    return [word for word in re.findall(r"`([^`\n]+)`", prose) if word not in seen and not TYPED.search(word)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_quotes_is_shown_in_it(path: Path) -> None:
+    assert unshown(path.read_text()) == []
+
+
+def test_a_quotation_that_no_output_shows_is_found() -> None:
+    text = (ROOT / "examples" / "first_look.ipynb").read_text()
+    assert "The `cache share` is 0.37" in text
+    assert unshown(text.replace("The `cache share` is 0.37", "`held 0.37`")) == ["held 0.37"]
+
+
+def test_the_cloud_notebook_asks_for_its_address_before_it_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = ["".join(cell["source"]) for cell in cells((ROOT / "examples" / "colab.ipynb").read_text(), "code")[:2]]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda *words, **more: pytest.fail("installed"))
+    with pytest.raises(AssertionError, match="put the address of this repository, or of your copy, into SOURCE above"):
+        exec("\n".join(code), {})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_dotted_name_is_there(page: Path) -> None:
     assert unresolved(page.read_text()) == []
@@ -142,6 +191,18 @@ def test_the_pages_on_commands_hold_every_visible_option() -> None:
         options = re.findall(r"^  (--[\w\[\]-]+)", (SNAPSHOTS / f"{row.name}_-h.txt").read_text(), re.MULTILINE)
         assert options or row.commands
         assert [option for option in options if f"`{option}" not in pages[f"reference/commands/{row.name}.md"]] == []
+
+
+def test_a_build_removes_pages_of_what_is_no_more(tmp_path: Path) -> None:
+    for name in ("reference/commands/former.md", "tutorial/former.ipynb", "tutorial/index.md", "reference/json.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("kept")
+    MADE["write"](tmp_path)
+    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert made == {page.relative_to(ROOT / "docs").as_posix() for page in BUILT} | {
+        "tutorial/index.md",
+        "reference/json.md",
+    }
 
 
 def test_every_picture_is_shown() -> None:

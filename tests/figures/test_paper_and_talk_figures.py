@@ -205,6 +205,9 @@ TEXTS = {
     "95 % of b_1 & c": r"95 \% of b\_1 \& c",
     "θ̂_relax ≤ θ": r"$\hat{\theta}_{\mathrm{relax}}$ $\le$ $\theta$",
     "a#b{c}~d^e\\f$": r"a\#b\{c\}\textasciitilde{}d\textasciicircum{}e\textbackslash{}f\$",
+    "--policy, --- why?` no!` ``a'' ,,b \"'": "-{}-policy, -{}-{}- why?{}` no!{}` `{}`a'{}' ,{},b ''{}'",
+    "1–2 “a”": "1--2 ``a''",
+    "a\x07\x1b[2Jb": r"a\textbackslash{}x07\textbackslash{}x1b[2Jb",
     "Σ L / Σ ‖o_h‖₁ → 10⁻³": r"$\Sigma$ L / $\Sigma$ $\Vert o_h\Vert_1$ $\to$ 10$^{-}$$^{3}$",
 }
 
@@ -219,6 +222,18 @@ def test_every_letter_of_a_caption_is_one_that_latex_has(name: str) -> None:
     latex = to_latex(laid_out(name, "paper", 84).caption)
     assert latex.isascii(), sorted({letter for letter in latex if not letter.isascii()})
     assert not re.search(r"(?<!\\)[%&#]", latex)
+
+
+def test_a_sentence_that_asks_or_calls_has_its_own_end() -> None:
+    figure = CaptionedFigure()
+    figure.headline, figure.subtitle, figure.notes = "Which head?", "All of them!", ["Means.", "n = 8"]
+    assert figure.caption == "Which head? All of them! Means. n = 8."
+
+
+@pytest.mark.parametrize("name", ["x.PDF", "x.eps", "x.svgz", "x"])
+def test_a_caption_is_named_as_its_picture_whatever_its_format(name: str, tmp_path: Path) -> None:
+    figure = CaptionedFigure()
+    assert {path.name for path in figure.save_caption(tmp_path / name)} == {"x.caption.txt", "x.caption.tex"}
 
 
 def test_a_caption_stands_beside_its_picture_as_text_and_as_latex(tmp_path: Path) -> None:

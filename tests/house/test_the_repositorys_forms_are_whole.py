@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def commands(job: dict[str, Any]) -> list[str]:
 def test_a_workflow_runs_targets_that_are_there_with_pinned_actions_and_few_rights(path: Path) -> None:
     workflow = read(path)
     assert workflow[True]  # YAML reads the key `on` so
-    assert workflow["permissions"]["contents"] == "read"
+    assert workflow["permissions"] == {"contents": "read"}
     for job in jobs(path):
         assert job["timeout-minutes"]
         assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
-        assert commands(job)
+        checkouts = [step for step in job["steps"] if "checkout" in step.get("uses", "")]
+        assert all(step["with"]["persist-credentials"] is False for step in checkouts)
         assert set(commands(job)) <= targets()
+        assert bool(commands(job)) is bool(checkouts) is not bool(job.get("permissions"))  # what builds may not publish
+    assert any(map(commands, jobs(path)))
 
 
 def test_the_tests_workflow_runs_what_the_whole_check_runs() -> None:
@@ -71,4 +75,23 @@ def test_a_form_asks_for_named_things(path: Path) -> None:
 
 
 def test_the_policy_on_security_is_short() -> None:
-    assert len((ROOT / "SECURITY.md").read_text().splitlines()) <= 10
+    text = (ROOT / "SECURITY.md").read_text()
+    assert len(text.splitlines()) <= 10
+    assert [
+        word for word in ("sweep", "entry points", "lm-eval", "chat templates", "pickles") if word not in text
+    ] == []
+
+
+def test_a_paper_is_cited_by_its_doi() -> None:
+    (paper,) = read(ROOT / "CITATION.cff")["references"]
+    assert [(one["type"], one["value"]) for one in paper["identifiers"]] == [("doi", "10.48550/arXiv.2502.03805")]
+
+
+def test_the_package_can_be_searched_for_by_the_pythons_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (tested,) = [
+        job["strategy"]["matrix"]["python"] for job in jobs(WORKFLOWS[-1]) if "python" in str(job.get("strategy"))
+    ]
+    named = [one.rpartition(" ")[2] for one in project["classifiers"] if re.search(r"Python :: \d\.\d+", one)]
+    assert named == tested
+    assert "kv-cache" in project["keywords"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from perturbkv.errors import ConfigError
-from perturbkv.reporting.data_card import Table, check_file_name, data_card
+from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.reporting.data_card import MARK, Table, check_file_name, data_card, is_card
 from perturbkv.schema import VARIABLES
 from perturbkv.trace import Trace
 from tests.support.payloads import small_trace
@@ -80,11 +80,12 @@ def test_no_name_breaks_yaml_or_markdown(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_sweep_in_the_card_is_the_runs_whatever_is_named(name: str) -> None:
     (block,) = re.findall(r"^(`{3,})yaml\n(.*?)^\1$", data_card([table(named(name))]), re.DOTALL | re.MULTILINE)
-    assert yaml.safe_load(block[1])["model"] == name
+    assert yaml.safe_load(block[1])["model"] == name.rpartition("/")[2]
 
 
-def test_a_card_names_no_folder() -> None:
-    made = small_trace(model="/home/ada/secret/m", dataset="/home/ada/secret/x.jsonl")
+@pytest.mark.parametrize("folder", ["/home/ada/secret", "ada/secret", "secret"])
+def test_a_card_names_no_folder(folder: str) -> None:
+    made = small_trace(model=f"{folder}/m", dataset=f"{folder}/x.jsonl")
     card = data_card([table(dataclasses.replace(made, source="/home/ada/secret/t.h5"))])
     assert front_matter(card)["pretty_name"] == "KV cache eviction: m on x.jsonl"
     assert "/home" not in card
@@ -132,10 +133,36 @@ def test_a_licence_nobody_stated_is_unknown_and_said_to_be() -> None:
     stated = data_card([table(small_trace())], "cc-by-4.0")
     assert front_matter(stated)["license"] == "cc-by-4.0"
     assert "The tables: cc-by-4.0." in stated
-    with pytest.raises(
-        ConfigError, match="expected a licence as hubs spell it, such as cc-by-4.0 or other, got 'MIT x'"
-    ):
-        data_card([table(small_trace())], "MIT x")
+    assert front_matter(data_card([table(small_trace())], "CC-BY-4.0"))["license"] == "cc-by-4.0"
+    with pytest.raises(UnknownNameError, match=r"unknown licence 'cc-by-40'; nearest of \d+ known: cc-by-4.0, .*other"):
+        data_card([table(small_trace())], "cc-by-40")
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"dataset": "prompts"}, "its prompts came from Python"),
+        ({"plugins": {"mine": "0" * 16}}, "mine came from Python or from an installed package"),
+    ],
+)
+def test_a_run_that_no_sweep_measures_again_says_so(run: dict[str, Any], said: str) -> None:
+    card = data_card([table(small_trace(**run))])
+    assert said in card
+    assert "yaml\n" not in card and "--config" not in card
+
+
+def test_a_sweep_that_takes_a_file_names_it() -> None:
+    card = data_card([table(small_trace(plugins={"my_score.py:Mine": "0" * 16}))])
+    assert "my_score.py, which the trace does not hold" in card.replace("\\", "")
+    assert "--config sweep.yaml" in card
+
+
+def test_a_card_of_ours_is_told_from_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(data_card([table(small_trace())]))
+    assert is_card(path)
+    path.write_text(path.read_text().replace(f"{MARK}\n", ""))
+    assert not is_card(path)
 
 
 @pytest.mark.parametrize("name", ["a[1].parquet", "a*.parquet", "a?.parquet", "{a}.parquet", "a\u202eb.parquet"])

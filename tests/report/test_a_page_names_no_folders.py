@@ -66,14 +66,34 @@ def test_a_trace_in_the_working_folder_has_that_before_it(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("org/model", "org/model"), ("needle", "needle"), ("/root/models/m/", "m"), ("~/m.gguf", "m.gguf"),
+        ("clients/acme/model", "model"), ("acme/secret.jsonl", "secret.jsonl"), (r"acme\m", "m"),
+        ("needle", "needle"), ("/root/models/m/", "m"), ("~/m.gguf", "m.gguf"),
         ("../up/m", "m"), (r"C:\Users\ada\m.gguf", "m.gguf"), (r"\\host\share\m", "m"), ("/", "/"),
-        ("</script>", "</script>"), ("__proto__", "__proto__"),
+        ("<script>", "<script>"), ("__proto__", "__proto__"), ("ruler:vt", "ruler:vt"),
     ],
 )  # fmt: skip
 def test_models_and_data_that_are_files_are_told_by_their_names(given: str, shown: str) -> None:
     found = without_folders(of(model=given, dataset=given)).run
     assert (found.model, found.dataset) == (shown, shown)
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "shown"),
+    [
+        ("org/model", "0123456789" * 4, "org/model"),
+        ("org/model:sub/m.gguf", "sha256:0123456789abcdef", "org/model:sub/m.gguf"),
+        ("acme/model", "sha256:0123456789abcdef", "model"),
+        ("acme/model", "", "model"),
+        ("/home/model", "0123456789" * 4, "model"),
+    ],
+)
+def test_a_model_of_the_hub_keeps_its_owner_and_a_folder_does_not(model: str, revision: str, shown: str) -> None:
+    assert without_folders(of(model=model, revision=revision)).run.model == shown
+
+
+def test_reasons_do_not_name_the_folders_of_the_runs_data() -> None:
+    made = of(reason="acme/secret.jsonl, line 3: no text", dataset="acme/secret.jsonl")
+    assert without_folders(made).failures == {"p1": "secret.jsonl, line 3: no text"}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from typing import Any
 from perturbkv.configs.task_kinds import RULER_PREFIX
 from perturbkv.datasets import wording
 from perturbkv.datasets.external_code import run_file
-from perturbkv.errors import DatasetError
+from perturbkv.errors import DatasetError, install_extra
 
-INSTALL = 'pip install "perturbkv[ruler]"'
+INSTALL = install_extra("ruler")
 CONTEXT = "{context}"
 _DOWNLOADING = ("lm_eval", "datasets", "requests", "tqdm")
 _FILE_ERRORS = (

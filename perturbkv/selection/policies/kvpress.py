@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from perturbkv.configs.choice import UNNAMED, Choice
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError, install_extra
 from perturbkv.selection.policies.external import ExternalPolicy
 
 PREFIX = "kvpress"
@@ -79,7 +79,7 @@ def is_press(choice: Choice) -> bool:
 def library() -> Any:
     """Return the kvpress module. Raises ConfigError if it is missing or transformers has an unsuitable version."""
     installed = importlib.metadata.version("transformers")
-    needs = "kvpress 0.5.5, which runs with transformers below 5.3 (pip install 'perturbkv[kvpress]', best apart)"
+    needs = f"kvpress 0.5.5, which runs with transformers below 5.3 ({install_extra('kvpress')}, best apart)"
     if not version():
         msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {installed}"
         raise ConfigError(msg)

@@ -78,6 +78,12 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(values_of, schema=schema(trace))
 
 
+def row_count(trace: Trace) -> int:
+    """Return the number of rows of a trace's table."""
+    configs, _, layers, heads = trace.arrays["perturbation_isolated"].shape[1:]
+    return int(trace.measured.sum() * configs * layers * heads)
+
+
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
     """Write the table of a trace to `path`, one sample in memory at a time, and return the number of rows.
 
@@ -122,6 +128,23 @@ def _escape_texts(texts: pa.StringArray) -> pa.StringArray:
 def tokens_path(path: Path) -> Path:
     """Return the path of the token table, beside the main table at `path`."""
     return path.with_name(f"{path.stem}.tokens{path.suffix}")
+
+
+def token_tables(path: Path) -> list[Path]:
+    """Return the token tables of any suffix that lie beside the main table at `path`; another's file is none."""
+    beside = [tokens_path(path.with_suffix(suffix)) for suffix in SUFFIXES]
+    return [one for one in beside if one.is_file() and _is_token_table(one)]
+
+
+def _is_token_table(path: Path) -> bool:
+    """Return whether a CSV or Parquet file has the columns of a token table."""
+    try:
+        if path.suffix == ".csv":
+            with path.open("rb") as stream:
+                return stream.readline(200).decode().rstrip() == ",".join(f'"{name}"' for name in _TOKENS.names)
+        return bool(pa.parquet.read_schema(path).names == _TOKENS.names)
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return False
 
 
 def write_tokens(trace: Trace, path: Path) -> int:
