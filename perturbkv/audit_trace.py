@@ -154,6 +154,7 @@ class AuditRun:
             are the full cache's, or no change is allowed.
         failed: the error that the eviction or the decoding raised, and where; empty without one.
         failed_layer: the layer that explains the error, as it was not evicted; −1 without one.
+        damage: what the eviction changed in the model, in words; empty where it is as before.
         refused: the message of an eviction that does not support this situation (NotImplementedError).
     """
 
@@ -169,6 +170,7 @@ class AuditRun:
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
+    damage: str = ""
 
 
 @dataclass(frozen=True)

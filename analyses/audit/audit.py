@@ -168,7 +168,7 @@ class Audit(Result):
         runs = self.trace.runs
         if self.trace.unreadable or not runs:
             return self.trace.unreadable
-        if any(run.entries is not None for run in runs):
+        if any(run.entries is not None or run.damage for run in runs):
             return ""
         return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
 

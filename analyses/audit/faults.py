@@ -14,6 +14,7 @@ from perturbkv.audit_trace import CHANGES, FLOORS, SITUATIONS, AuditRun, CacheEn
 
 _LARGE = 1e4
 KINDS: Mapping[str, str] = {
+    "model": "the eviction changed the model, so that nothing can be compared any more",
     "uneven": "a layer was not evicted, and the others were",
     "row": CHANGES["row"],
     "padding": "padding is attended to",
@@ -83,6 +84,8 @@ def fault_of_run(run: AuditRun, allowed: Collection[str] = ()) -> Fault | None:
 
     Changes of the kinds `allowed` are none; decoding is then compared with the plain model on the changed entries.
     """
+    if run.damage:
+        return Fault(run.sample, run.situation, run.row, "model", run.damage)
     entries = [] if run.entries is None else [*_entry_differences(run.entries)]
     refused = [difference for difference in entries if difference.kind not in allowed]
     decoded = run.decoded if len(refused) == len(entries) or run.on_own_entries is None else run.on_own_entries

@@ -13,7 +13,7 @@ import perturbkv
 from perturbkv import memory
 from perturbkv.audit_trace import ALLOWED, SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
-from perturbkv.auditing.evictions import Eviction
+from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import plain_use, run_eviction
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
@@ -98,6 +98,8 @@ def audit(
         for prompt in used:
             runs += _audit_prompt(adapter, prompt, eviction, settings)
             progress()
+            if runs[-1].damage:  # there is no reference any more
+                return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
         trace = dataclasses.replace(blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction))
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
@@ -159,6 +161,8 @@ def _audit_prompt(
         else:
             prompts = reference.prompt_entries(adapter, situation)
         results += run_eviction(adapter, eviction, situation, prompts, bool(settings.allow)).results(prompt.sample_id)
+        if results[-1].damage:
+            break
     return results
 
 
@@ -169,9 +173,7 @@ def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | Ke
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     try:
         return plain_use(adapter, eviction, situations.situation("single", ids, ids[-1:], 1))
-    except UnreadableCacheError:
-        raise
-    except Exception:  # the runs record what reading raises
+    except (FailedError, RefusedError):  # the runs record what reading raises
         return None
 
 

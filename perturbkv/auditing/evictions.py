@@ -22,8 +22,8 @@ from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
 from perturbkv.configs.choice import UNNAMED, Choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
-from perturbkv.configs.plugins import format_error, load_module
-from perturbkv.errors import ConfigError, UnknownNameError, UnreadableCacheError
+from perturbkv.configs.plugins import external_code, format_error, load_module
+from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
@@ -35,6 +35,14 @@ Evict = Callable[[Any, Tensor, Tensor], Any]
 """`(model, input_ids, attention_mask)`, both (batch, token), padding on the left → cache."""
 Decode = Callable[[Any, Any, Tensor, int], Tensor]
 """`(model, cache, token, step)`: token (batch, new), step tokens decoded before → logits (batch, new, vocab)."""
+
+
+class FailedError(PerturbkvError):
+    """An exception of an eviction under audit; its text says which, where, and what was being done."""
+
+
+class RefusedError(PerturbkvError):
+    """A situation that an eviction says it does not take."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,31 @@ class Eviction:
     masks: bool = False
 
     def read(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        """Return the evicted cache of prompts. Raises UnreadableCacheError unless it is a transformers cache."""
-        cache = self.evict(model, input_ids, attention_mask)
+        """Return the evicted cache of prompts, which are given as copies.
+
+        Raises UnreadableCacheError unless it is a transformers cache, RefusedError for a NotImplementedError, and
+        FailedError for whatever else the eviction raises.
+        """
+        with external_code("reading the prompt raises", FailedError):
+            try:
+                cache = self.evict(model, input_ids.clone(), attention_mask.clone())
+            except NotImplementedError as error:
+                raise RefusedError(format_error(error)) from error
         if not isinstance(cache, Cache):
             msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
             raise UnreadableCacheError(msg)
         return cache
+
+    def logits(self, model: Any, cache: Cache, token: Tensor, step: int, what: str) -> Tensor:
+        """Return the logits (batch, new, vocab) of its own decoding. Raises FailedError, which begins with `what`."""
+        assert self.decode is not None
+        with external_code(f"{what} raises", FailedError):
+            logits = self.decode(model, cache, token.clone(), step)
+        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            msg = f"{what} gives {shape}, expected logits (batch, new, vocab)"
+            raise FailedError(msg)
+        return logits if logits.ndim == 3 else logits.unsqueeze(1)
 
 
 def eviction(
@@ -134,11 +161,8 @@ def _option_type(parameter: inspect.Parameter) -> type | None:
 
 def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a cache class that cannot be instantiated with these options, before a model is loaded."""
-    try:
+    with external_code(f"{name} cannot be made:", ConfigError):
         cache_class(**options)
-    except Exception as error:
-        msg = f"{name} cannot be made: {format_error(error)}"
-        raise ConfigError(msg) from error
 
 
 def press_eviction(text: str, budget: Budget) -> Eviction:

@@ -18,8 +18,9 @@ from transformers import Cache
 
 from perturbkv.audit_trace import FLOORS, AuditRun, DecodeDistances, PlainUse
 from perturbkv.auditing import changes
-from perturbkv.auditing.evictions import Eviction
+from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
+from perturbkv.auditing.model_state import ModelState
 from perturbkv.auditing.reference import (
     Distance,
     Floors,
@@ -36,7 +37,8 @@ from perturbkv.auditing.reference import (
 )
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
-from perturbkv.errors import UnreadableCacheError
+from perturbkv.configs.plugins import external_code
+from perturbkv.errors import PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import restore_model
@@ -55,7 +57,7 @@ class ExternalRun:
         tracker: the kept entries of the cache.
         passes: the completed forward passes.
         own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
-        failed, failed_layer, refused: as in `AuditRun`.
+        failed, failed_layer, refused, damage: as in `AuditRun`; a damaged model has no reference.
     """
 
     adapter: Adapter
@@ -67,10 +69,11 @@ class ExternalRun:
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
+    damage: str = ""
 
     def results(self, sample: str) -> list[AuditRun]:
         """Return the audited run of each row of the situation's batch; `sample` is the prompt's id."""
-        masks = self.tracker.masks
+        masks = [] if self.damage else self.tracker.masks
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
         reference = list(decode(self.adapter, self.prompts.full, completed, masks)) if masks else []
         noise = floors(self.adapter, reference, self.prompts, completed, masks) if masks else None
@@ -83,6 +86,7 @@ class ExternalRun:
                 decoded=self._decode_distances(row, reference, noise) if noise else None,
                 on_own_entries=self._decode_distances(row, own, noise) if noise and own else None,
                 failed=self.failed, failed_layer=self.failed_layer, refused=self.refused,
+                damage=self.damage,
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
@@ -127,8 +131,12 @@ def run_eviction(
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
     external = ExternalRun(adapter, situation, prompts, tracker)
+    before = ModelState.of(adapter.model)
     with restore_model(adapter):
         _read_and_decode(external, eviction, own_entries)
+    if changed := before.restore():
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        external.damage = f"it changed the model ({changed[0]}{more})"
     return external
 
 
@@ -137,13 +145,11 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: boo
     situation = external.situation
     try:
         cache = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
-    except UnreadableCacheError:
-        raise
-    except NotImplementedError as error:
-        external.refused = _message(error)
+    except RefusedError as error:
+        external.refused = str(error)
         return
-    except Exception as error:
-        external.failed = f"reading the prompt raises {_message(error)}"
+    except FailedError as error:
+        external.failed = str(error)
         return
     _adopt_position_counting(external, cache)
     _decode(external, eviction, cache, own_entries)
@@ -182,10 +188,10 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries
         decoded = sum(map(len, external.situation.chunks[:chunk]))
         try:
             with record_pass(external.adapter, record):
-                record.logits = _logits(external, eviction, cache, chunk, ids, decoded)
-        except Exception as error:
-            what = "a block of tokens" if len(tokens) > 1 else f"decoding token {decoded}"
-            external.failed = f"{what} raises {_message(error)}"
+                what = "a block of tokens" if len(tokens) > 1 else f"decoding token {decoded}"
+                record.logits = _logits(external, eviction, cache, chunk, ids, decoded, what)
+        except FailedError as error:
+            external.failed = str(error)
             _explain_failure(external, lengths)
             return
         _add_pass(external, record, cache, chunk if own_entries else None)
@@ -227,14 +233,16 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int
     external.passes.append(record)
 
 
-def _logits(external: ExternalRun, eviction: Eviction, cache: Cache, chunk: int, ids: Tensor, decoded: int) -> Tensor:
+def _logits(
+    external: ExternalRun, eviction: Eviction, cache: Cache, chunk: int, ids: Tensor, decoded: int, what: str
+) -> Tensor:
     """Return the logits (row, new, vocab) of a forward pass, by the eviction's own decoding if it has any."""
     if eviction.decode is not None:
-        logits = eviction.decode(external.adapter.model, cache, ids, decoded)
-        return logits if logits.ndim == 3 else logits.unsqueeze(1)
-    output = external.adapter.model(
-        input_ids=ids, position_ids=external.situation.positions(chunk), past_key_values=cache, use_cache=True
-    )
+        return eviction.logits(external.adapter.model, cache, ids, decoded, what)
+    with external_code(f"{what} raises", FailedError):  # the cache is not ours
+        output = external.adapter.model(
+            input_ids=ids, position_ids=external.situation.positions(chunk), past_key_values=cache, use_cache=True
+        )
     return output.logits  # type: ignore[no-any-return]
 
 
@@ -250,12 +258,6 @@ def _check_keys(cache: Cache, external: ExternalRun) -> None:
     full = [repeat_heads(layer, keys.shape[1]) for layer, keys in zip(external.prompts.full, shown, strict=False)]
     for row in range(external.situation.rows):
         matching_rows(cache, full, row)
-
-
-def _message(error: Exception) -> str:
-    """Return an exception as text: its type and first line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _stack_field(distances: Sequence[Distance], name: str) -> np.ndarray:
@@ -294,8 +296,9 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
 def _next_position(cache: Cache) -> int | None:
     """Return the next token's position in the call `model(token, past_key_values=cache)`; None if the call fails."""
     try:
-        return int(cache.get_seq_length())
-    except Exception:
+        with external_code("", FailedError):
+            return int(cache.get_seq_length())
+    except FailedError:
         return None
 
 
@@ -315,7 +318,8 @@ def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -
 def _failure(call: Callable[[], object]) -> str:
     """Return the exception raised by a call as one line of text; empty if none is raised."""
     try:
-        call()
-    except Exception as error:
-        return _message(error)
+        with external_code("", FailedError):
+            call()
+    except PerturbkvError as error:
+        return str(error).strip()
     return ""

@@ -13,18 +13,22 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
+import random
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
-from perturbkv.errors import ConfigError, PluginError, UnknownNameError
+import numpy as np
+
+from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from perturbkv.user_files import MIB, FileKind
 
 PACKAGE_PREFIX = "perturbkv."
@@ -74,11 +78,8 @@ def class_digest(kind: type) -> str:
 def load_entry_point(entry: EntryPoint) -> object:
     """Return the object named by an entry point of an installed package. Raises PluginError if loading fails."""
     package = entry.dist.name if entry.dist else entry.value
-    try:
+    with external_code(f"'{entry.name}' of the package {package} cannot be loaded:"):
         return entry.load()
-    except Exception as error:
-        msg = f"'{entry.name}' of the package {package} cannot be loaded: {format_error(error)}"
-        raise PluginError(msg) from error
 
 
 def load_class(name: str) -> object:
@@ -114,15 +115,56 @@ def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
         raise PluginError(msg)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with external_code(f"{path} cannot be loaded:"):
             spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the file may also exit, or raise an exception of its own kind
+    except PluginError:
         del sys.modules[module_name]
-        msg = f"{path} cannot be loaded: {format_error(error)}"
-        raise PluginError(msg) from error
+        raise
     return module
+
+
+@contextlib.contextmanager
+def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Iterator[None]:
+    """Run code that is not ours inside the block: whatever it raises is one line, and what it set is set back.
+
+    Its output goes to stderr. An exception, `SystemExit` among them, becomes an `error` that begins with `what`; Ctrl-C
+    and errors of ours pass. Working directory, environment, random states, and torch's threads, default type and
+    default device are afterwards as before.
+    """
+    with _process_state(), contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        except (KeyboardInterrupt, PerturbkvError):
+            raise
+        except BaseException as raised:  # it may also exit, or raise an exception of its own kind
+            msg = f"{what} {format_error(raised)}"
+            raise error(msg) from raised
+
+
+@contextlib.contextmanager
+def _process_state() -> Iterator[None]:
+    """Restore after the block what external code can change in the process."""
+    folder, environment, draws, numbers = os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch: Any = sys.modules.get("torch")  # which code that reads traces does without
+    if torch is not None:
+        drawn, kind, threads = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
+        device = torch.get_default_device()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        random.setstate(draws)
+        np.random.set_state(numbers)  # noqa: NPY002
+        if torch is not None:
+            torch.set_rng_state(drawn)
+            torch.set_default_dtype(kind)
+            if torch.get_default_device() != device:
+                torch.set_default_device(device)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
 
 
 def format_error(error: BaseException) -> str:
@@ -148,7 +190,9 @@ def _error_text(error: BaseException) -> str:
     """Return the message of an external error; empty if creating the message fails."""
     try:
         return str(error)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return ""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.configs.plugins import commands_for_signed, format_error, is_builtin
-from perturbkv.errors import PerturbkvError, PluginError
+from perturbkv.configs.plugins import commands_for_signed, external_code, is_builtin
+from perturbkv.errors import PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.replay_view import ReplayView
 from perturbkv.scoring.score import Score
@@ -41,12 +39,8 @@ def compute_replay(score: Score, view: ReplayView) -> Float[Tensor, "rows chunk"
     """Return a score of the context entries repeated in a replay pass. Raises PluginError if a plugin's score fails."""
     if is_builtin(type(score)):
         return score.score_replay(view)
-    try:
+    with external_code(f"{_where(score, view)} raised"):
         scores = score.score_replay(view)
-    except PerturbkvError:
-        raise
-    except Exception as error:
-        raise _plugin_error(score, view, f"raised {format_error(error)}") from error
     _check_result(score, view, scores, [(len(rows), view.chunk) for rows in (view.queries, view.keys)])
     return scores.to(view.keys.device, WORK)
 
@@ -79,13 +73,8 @@ def _compute(score: Score, view: LayerView) -> Tensor:
     shown: Any = VisibleLayer(view, score)
     if is_builtin(type(score)):
         return score.score(shown).to(view.keys.device, non_blocking=True)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            scores = score.score(shown)
-    except PerturbkvError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise _plugin_error(score, view, f"raised {format_error(error)}") from error
+    with external_code(f"{_where(score, view)} raised"):
+        scores = score.score(shown)
     _check_result(score, view, scores, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])
     return scores.to(view.keys.device, WORK)
 
@@ -109,3 +98,8 @@ def _check_result(score: Score, view: LayerView | ReplayView, result: Any, shape
 def _plugin_error(score: Score, view: LayerView | ReplayView, what: str) -> PluginError:
     """Return an error for an external score, with layer, sample and the fault `what`, such as "gives NaN"."""
     return PluginError(f"score '{score.display_name}' {what} (layer {view.layer}, sample '{view.sample}')")
+
+
+def _where(score: Score, view: LayerView | ReplayView) -> str:
+    """Return a score's name with layer and sample."""
+    return f"score '{score.display_name}' (layer {view.layer}, sample '{view.sample}')"

@@ -19,6 +19,7 @@ from perturbkv.configs.selections import Blocks
 from perturbkv.devices import to_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import is_at_ends
+from perturbkv.selection.policies import checked
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
@@ -111,7 +112,7 @@ def _allocate_blocks(config: ResolvedConfig, scores: Scores, prompt_tokens: int)
         model_wide=statistics.model_wide and functools.partial(statistics.model_wide, config, ends),
         window=blocks.tail_blocks,
     )
-    return config.system.allocate(config, available) + ends.always
+    return checked.allocate(config.system, config, available) + ends.always
 
 
 def _alphas(configs: Sequence[ResolvedConfig], scores: Scores) -> Float[Tensor, "config kept_head"]:

@@ -11,6 +11,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS, TEXT_QUERIES
 from perturbkv.errors import BudgetError, ConfigError
+from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import build, info, known, names
 from perturbkv.selection.resolved_config import ResolvedConfig, resolve
 
@@ -94,7 +95,8 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     if kept >= prompt_tokens or config.is_external or config.selection.name == "position":
         return
     policy = config.system
-    first, recent = policy.first_entries(config, kept), max(config.window, policy.recent_entries(config, kept))
+    first = checked.count(policy, "first_entries", config, kept)
+    recent = max(config.window, checked.count(policy, "recent_entries", config, kept))
     if kept <= first + recent:
         msg = (
             f"budget {config.budget} keeps {kept} entries of {prompt_tokens}, no more than policy '{policy.name}' "

@@ -19,6 +19,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
 from perturbkv.selection.layer_budget import rows_by_score
 from perturbkv.selection.layer_statistics import LayerStatistics, Score, is_at_ends
+from perturbkv.selection.policies import checked
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig
 from perturbkv.theory import WORK
 
@@ -158,7 +159,7 @@ class Scores:
         competing = ends.competing_slice(score.shape[-1])
         return self.once(
             ("own stage 1", config.policy, self.kept_heads(config), ends),
-            lambda: policy.first_counts(config, score, competing).clamp(max=ends.free),
+            lambda: checked.first_counts(policy, config, score, competing).clamp(max=ends.free),
         )
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:

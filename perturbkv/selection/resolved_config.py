@@ -11,7 +11,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import GIVEN
 from perturbkv.errors import ConfigError
-from perturbkv.selection.policies import registry
+from perturbkv.selection.policies import checked, registry
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
@@ -118,8 +118,8 @@ class ResolvedConfig(EvictionConfig):
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
         affordable = blocks.affordable(allowed)
-        first = min(self.system.first_entries(self, allowed), allowed - window)
-        recent = min(self.system.recent_entries(self, allowed), allowed - first)
+        first = min(checked.count(self.system, "first_entries", self, allowed), allowed - window)
+        recent = min(checked.count(self.system, "recent_entries", self, allowed), allowed - first)
         first_blocks = min(blocks.first_blocks(first), affordable)
         recent_blocks = min(blocks.recent_blocks(recent), affordable - first_blocks)
         return Ends(first_blocks, recent_blocks, affordable - first_blocks - recent_blocks)
@@ -127,7 +127,8 @@ class ResolvedConfig(EvictionConfig):
     def least_stage1_blocks(self, prompt_tokens: int) -> int:
         """Return the minimum number of blocks in stage 1, without the always-kept blocks."""
         tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
-        return self.system.least_stage1(self, tail + ends.always + ends.free, tail + ends.always)
+        always = tail + ends.always
+        return checked.count(self.system, "least_stage1", self, always + ends.free, always)
 
 
 def resolve(config: EvictionConfig) -> ResolvedConfig:

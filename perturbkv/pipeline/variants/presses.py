@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, recover
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
@@ -105,11 +106,9 @@ def _run_press(adapter: Adapter, press: Any, token_ids: Sequence[int], name: str
     cache = DynamicCache()
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     with restore_model(adapter), _isolate_random_numbers(token_ids, adapter.device):
-        try:
+        with external_code(f"press '{name}' cannot be run:", ConfigError):
             with torch.inference_mode(False), torch.no_grad(), press(adapter.model):
                 adapter.model.model(input_ids=ids.clone(), past_key_values=cache)
-        except Exception as error:
-            raise ConfigError(kvpress.failure_message(name, "run", error)) from None
         masked = [getattr(attention, _MASKED, None) for attention in adapter.attentions]
     return [(layer.keys, layer.values) for layer in cache.layers], masked
 

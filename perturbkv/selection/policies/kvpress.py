@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from perturbkv.configs.choice import UNNAMED, Choice
+from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnknownNameError, install_extra
 from perturbkv.selection.policies.external import ExternalPolicy
 
@@ -172,11 +173,8 @@ def build(choice: Choice) -> Any:
     kind = _press_class(name)
     hints = {key: str(parameter.annotation).lower() for key, parameter in inspect.signature(kind).parameters.items()}
     options = {key: _parse_numbers(value) if "list[float]" in hints[key] else value for key, value in options.items()}
-    try:
-        with quiet():
-            return kind(**options)
-    except Exception as error:
-        raise ConfigError(failure_message(name, "made", error)) from None
+    with external_code(f"press '{name}' cannot be made:", ConfigError), quiet():
+        return kind(**options)
 
 
 def _parse_numbers(value: Any) -> Any:
@@ -194,9 +192,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-def failure_message(name: str, what: str, error: Exception) -> str:
-    """Return a one-line message that a press cannot be `what`, such as "run", with the shortened `error`."""
-    reason = " ".join(str(error).split())
-    return f"press '{name}' cannot be {what}: {type(error).__name__}: {reason[:240]}{'…' if len(reason) > 240 else ''}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from perturbkv.configs.choice import UNNAMED, Choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import complete_choice
-from perturbkv.configs.plugins import Catalogue, class_digest, is_builtin, load_class, refers_to_file
+from perturbkv.configs.plugins import Catalogue, class_digest, external_code, is_builtin, load_class, refers_to_file
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores
@@ -38,7 +38,7 @@ _POLICIES: Catalogue[Policy] = Catalogue(
     "policy",
     "perturbkv.selection.policies",
     _base,
-    excluded=("base", "external", "kvpress", "registry"),
+    excluded=("base", "checked", "external", "kvpress", "registry"),
     reserved=lambda: SELECTIONS,
 )
 
@@ -129,7 +129,15 @@ def build(choice: Choice) -> Policy:
     if _is_external(choice.name):
         return _external_class(choice.name)()  # its options matter only to the code that runs it
     complete = choice if choice.defaults is not None else _complete(choice)
-    return info(choice.name)(**complete.options)
+    kind = info(choice.name)
+    if is_builtin(kind):
+        return kind(**complete.options)
+    from perturbkv.selection.policies.checked import check_policy
+
+    with external_code(f"policy '{choice.name}' cannot be made:"):
+        policy = kind(**complete.options)
+    check_policy(policy)
+    return policy
 
 
 def name_first_argument(choice: Choice) -> Choice:

@@ -1,0 +1,156 @@
+"""What an audited eviction does to the model, the process and its arguments is undone or told, whatever it raises."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.audit import planted
+from tests.audit.test_planted_faults_are_told_apart import audited, model
+
+Evict = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+
+
+def after(damage: Callable[[Any], object]) -> Evict:
+    """A right eviction that damages something afterwards."""
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        damage(loaded)
+        return cache
+
+    return evict
+
+
+def scale_weights(loaded: Any) -> None:
+    loaded.lm_head.weight.data.mul_(2)
+
+
+def nan_weights(loaded: Any) -> None:
+    loaded.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+
+
+def swap_rows(loaded: Any) -> None:
+    weight = loaded.model.layers[0].self_attn.q_proj.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def other_frequencies(loaded: Any) -> None:
+    loaded.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def exchange_layers(loaded: Any) -> None:
+    loaded.model.layers[0], loaded.model.layers[1] = loaded.model.layers[1], loaded.model.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (scale_weights, "weights of lm_head.weight"),
+        (nan_weights, "weights of model.layers.1.mlp.down_proj.weight"),
+        (swap_rows, "weights of model.layers.0.self_attn.q_proj.weight"),
+        (other_frequencies, "weights of model.rotary_emb.inv_freq"),
+        (exchange_layers, "replaced: parts of model.layers"),
+    ],
+)
+def test_a_changed_model_is_a_fault_that_is_named(damage: Callable[[Any], None], words: str) -> None:
+    model.cache_clear()
+    result = audited("llama", after(damage))
+    assert (result.verdict, result.faults[0].kind) == ("differs", "model")
+    assert f"it changed the model ({words}" in result.conclusion()
+    assert len(result.trace.runs) == 1  # there is no reference any more
+    model.cache_clear()
+
+
+def test_replaced_parts_are_put_back() -> None:
+    model.cache_clear()
+    layers = list(model("llama").model.model.layers)
+    audited("llama", after(exchange_layers))
+    assert list(model("llama").model.model.layers) == layers
+    assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
+
+
+class OwnError(BaseException):
+    """What no `except Exception` catches, with a text that cannot be made."""
+
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+def exits(loaded: Any) -> None:
+    raise SystemExit(0)
+
+
+def raises_its_own(loaded: Any) -> None:
+    raise OwnError
+
+
+def long_text(loaded: Any) -> None:
+    raise ValueError("x\n" * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [(exits, "SystemExit: 0"), (raises_its_own, "OwnError"), (long_text, "ValueError: x x x")]
+)
+def test_whatever_it_raises_is_one_line_with_its_place(damage: Callable[[Any], None], words: str) -> None:
+    result = audited("llama", after(damage))
+    assert (result.verdict, result.exit_code) == ("unreadable", 2)
+    assert f"reading the prompt raises {words}" in result.conclusion()
+    assert "(test_an_eviction_may_not_touch_what_is_not_its_own.py, line " in result.conclusion()
+    assert len(result.conclusion()) < 400
+
+
+def test_ctrl_c_is_not_caught() -> None:
+    def interrupt(loaded: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        audited("llama", after(interrupt), situations=["single"])
+
+
+def test_the_process_is_as_before(tmp_path: Any) -> None:
+    def disturb(loaded: Any) -> None:
+        os.chdir(tmp_path)
+        os.environ["PERTURBKV_TEST"] = "1"
+        random.random()
+        np.random.seed(7)  # noqa: NPY002
+        torch.manual_seed(7)
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_default_device("meta")
+
+    def state() -> tuple[Any, ...]:
+        return (
+            os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(),  # noqa: NPY002
+            torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads(),
+            torch.get_default_device(),
+        )  # fmt: skip
+
+    audited("llama", planted.right, situations=["single"])  # what libraries draw when they are first used is drawn
+    before = state()
+    assert audited("llama", after(disturb), situations=["single"]).verdict == "exact"
+    assert state() == before
+
+
+def test_prompt_and_mask_are_copies() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        input_ids.zero_()
+        attention_mask.zero_()
+        return cache
+
+    assert audited("llama", evict).verdict == "exact"
+
+
+def test_logits_of_another_kind_are_a_failure() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return planted.right(loaded, input_ids, attention_mask)
+
+    evict.decode = lambda loaded, cache, token, step: [1, 2]  # type: ignore[attr-defined]
+    assert "decoding token 0 gives list, expected logits (batch, new, vocab)" in audited("llama", evict).conclusion()
