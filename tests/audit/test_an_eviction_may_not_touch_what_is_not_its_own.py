@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from perturbkv.configs.plugins import external_code
+from perturbkv.errors import PluginError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 
@@ -114,28 +118,37 @@ def test_ctrl_c_is_not_caught() -> None:
         audited("llama", after(interrupt), situations=["single"])
 
 
-def test_the_process_is_as_before(tmp_path: Any) -> None:
-    def disturb(loaded: Any) -> None:
+def process_state() -> tuple[Any, ...]:
+    return (
+        os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(),  # noqa: NPY002
+        torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads(), torch.get_default_device(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", [None, ValueError])
+def test_the_process_is_as_before(tmp_path: Path, ending: type[Exception] | None) -> None:
+    before = process_state()
+    with contextlib.suppress(PluginError), external_code("it raised"):
         os.chdir(tmp_path)
         os.environ["PERTURBKV_TEST"] = "1"
-        random.random()
+        random.seed(7)
         np.random.seed(7)  # noqa: NPY002
         torch.manual_seed(7)
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_device("meta")
+        if ending is not None:
+            raise ending
+    assert process_state() == before
 
-    def state() -> tuple[Any, ...]:
-        return (
-            os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(),  # noqa: NPY002
-            torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads(),
-            torch.get_default_device(),
-        )  # fmt: skip
 
-    audited("llama", planted.right, situations=["single"])  # what libraries draw when they are first used is drawn
-    before = state()
+def test_an_audit_is_not_disturbed_by_what_an_eviction_sets() -> None:
+    def disturb(loaded: Any) -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        print("to nobody")  # noqa: T201
+
     assert audited("llama", after(disturb), situations=["single"]).verdict == "exact"
-    assert state() == before
 
 
 def test_prompt_and_mask_are_copies() -> None:

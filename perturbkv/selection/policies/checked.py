@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from perturbkv.configs.plugins import external_code, is_builtin
 from perturbkv.errors import PluginError
-from perturbkv.scoring.score import Score
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from perturbkv.configs.eviction import EvictionConfig
     from perturbkv.selection.layer_budget import LayerBudget
     from perturbkv.selection.policies.base import Policy
 
-_PROPERTIES: dict[str, tuple[type, ...]] = {
-    "score": (Score,),
-    "first_stage": (Score, type(None)),
-    "in_cache": (bool,),
-    "mixes": (bool,),
-    "ranks_by_another": (bool,),
-}
-"""Property of a policy -> the types that it may have."""
+_FLAGS = ("in_cache", "mixes", "ranks_by_another")
+"""Properties of a policy that are true or false."""
 
 
 def check_policy(policy: Policy) -> None:
     """Raise PluginError for a policy whose properties fail or are of another type."""
-    for name, kinds in _PROPERTIES.items():
+    from perturbkv.scoring.score import Score
+
+    kinds_of: dict[str, tuple[type, ...]] = {
+        "score": (Score,), "first_stage": (Score, type(None)), **dict.fromkeys(_FLAGS, (bool,))
+    }  # fmt: skip
+    for name, kinds in kinds_of.items():
         with external_code(f"policy '{policy.name}': {name} raised"):
             value = getattr(policy, name)
         if not isinstance(value, kinds):
@@ -73,8 +70,10 @@ def first_counts(policy: Policy, config: EvictionConfig, scores: Tensor, competi
 
 def _check_counts(policy: Policy, name: str, counts: Any, sets: int, most: int) -> Tensor:
     """Return counts per kept set. Raises PluginError for anything but `sets` whole numbers from 0 to `most`."""
+    import torch
+
     expected = f"a tensor of {sets} whole numbers from 0 to {most}, one per kept set"
-    if not isinstance(counts, Tensor):
+    if not isinstance(counts, torch.Tensor):
         raise _refusal(policy, name, expected, counts)
     whole = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
     if not whole or tuple(counts.shape) != (sets,) or bool(((counts < 0) | (counts > most)).any()):
@@ -84,7 +83,11 @@ def _check_counts(policy: Policy, name: str, counts: Any, sets: int, most: int) 
 
 def _refusal(policy: Policy, name: str, expected: str, value: Any) -> PluginError:
     """Return the error for a policy's value of another kind."""
-    got = f"a method; write @property above {name}" if callable(value) and name in _PROPERTIES else _text(value)
+    got = (
+        f"a method; write @property above {name}"
+        if callable(value) and name in ("score", "first_stage", *_FLAGS)
+        else _text(value)
+    )
     return PluginError(f"policy '{policy.name}': expected {name} to give {expected}, got {got}")
 
 
