@@ -148,6 +148,7 @@ class AuditRun:
         tokens: n of this row, without padding.
         padding: padding entries before the prompt.
         forwards: number of tokens of each forward pass after the eviction.
+        positions: `original`, or `in-cache` where keys stand at 0, 1, … and new tokens after them.
         entries: the cache's entries; None where they could not be read.
         decoded: the distances of decoding; None where nothing was decoded.
         on_own_entries: the distances of decoding from the plain model with the cache's own entries; None where those
@@ -164,6 +165,7 @@ class AuditRun:
     tokens: int
     padding: int
     forwards: tuple[int, ...]
+    positions: str = "original"
     entries: CacheEntries | None = None
     decoded: DecodeDistances | None = None
     on_own_entries: DecodeDistances | None = None

@@ -287,8 +287,14 @@ class Audit(Result):
         most = floors_text(max(worst_floors(one) for one in decoded if one is not None))
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{plural(len(decoded), 'run')}{self._allowed_clause()}{self._evicted_ends_clauses()}"
+            f"{plural(len(decoded), 'run')}{self._positions_clause()}{self._allowed_clause()}"
+            f"{self._evicted_ends_clauses()}"
         )
+
+    def _positions_clause(self) -> str:
+        """Return a clause that keys stand at their places in the cache; empty where they do not."""
+        moved = any(run.positions == "in-cache" for run in self.trace.runs)
+        return "; keys stand at their places in the cache, new tokens after them" if moved else ""
 
     def _idle_clause(self) -> str:
         """Return a clause that nothing was evicted."""

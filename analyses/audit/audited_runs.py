@@ -145,6 +145,7 @@ class AuditedRun(Record):
     row: int = column("of the batch")
     tokens: int = column("tokens of the prompt (n), padding not counted", heading="#tokens")
     padding: int = column("entries of padding before the prompt")
+    positions: str = column("original, or in-cache: keys at 0, 1, … and new tokens after them")
     failed: str = column("what the eviction or its decoding raised, and where")
     refused: str = column("what an eviction that does not take this situation said")
     entries: AuditedEntries | None = column("what the cache keeps")
@@ -250,6 +251,7 @@ def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> Audite
         row=run.row,
         tokens=run.tokens,
         padding=run.padding,
+        positions=run.positions,
         failed=run.failed,
         refused=run.refused,
         entries=None if run.entries is None else _audited_entries(trace, run, run.entries),

@@ -56,6 +56,9 @@ class AuditOptions(DataOptions):
     allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Accept changed entries: {', '.join(ALLOWED)}")] = (
         None
     )
+    positions: Annotated[
+        str, Option(metavar="NAME", help="Of keys and new tokens: original, in-cache (0, 1, …), auto")
+    ] = "auto"
     junit: Annotated[Path | None, Option(metavar="FILE", help="Write a JUnit report for a CI")] = None
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"
@@ -78,7 +81,9 @@ class AuditOptions(DataOptions):
         from perturbkv.auditing.audit import Settings
 
         losses = not self.quick if self.loss is None else self.loss
-        return Settings(self.steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])))
+        return Settings(
+            self.steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])), self.positions
+        )
 
 
 @with_options

@@ -32,6 +32,7 @@ def audit(
     situations: Sequence[str] = tuple(SITUATIONS),
     losses: bool = True,
     allow: Sequence[str] = (),
+    positions: str = "auto",
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:
@@ -51,6 +52,7 @@ def audit(
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
         allow: kinds of changed entries that are no fault: `rounded` (a coarser type), `quantised`.
+        positions: `original`, `in-cache` (keys rotated to 0, 1, …, new tokens after them), or `auto`: whichever fits.
         resources: as in `measure`.
         progress: whether a bar is shown.
 
@@ -71,7 +73,7 @@ def audit(
     """
     from perturbkv.analyses.audit.audit import conclude
 
-    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow))
+    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow), positions)
     external = load_eviction(eviction, _as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)

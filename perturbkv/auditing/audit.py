@@ -15,6 +15,7 @@ from perturbkv.audit_trace import ALLOWED, SITUATIONS, AuditRun, AuditTrace, Pla
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import plain_use, run_eviction
+from perturbkv.auditing.positions import AUTO, IN_CACHE, POSITIONS
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -22,7 +23,7 @@ from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, Unre
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
 
-POSITIONS = "positions file"
+POSITIONS_FILE = "positions file"
 _READINGS, _LOSS_READINGS = 5, 6
 """Prefills of a prompt that its reading in several ways costs, decoding included, and those of its losses."""
 _DEFAULT = Resources()
@@ -37,6 +38,7 @@ class Settings:
         situations: keys of `SITUATIONS`.
         losses: whether the loss is measured, and that of controls.
         allow: kinds of changed entries, of `ALLOWED`, that are no fault.
+        positions: a key of `POSITIONS`.
 
     Raises ConfigError or UnknownNameError for invalid values.
     """
@@ -45,6 +47,7 @@ class Settings:
     situations: tuple[str, ...] = tuple(SITUATIONS)
     losses: bool = True
     allow: tuple[str, ...] = ()
+    positions: str = AUTO
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -56,6 +59,8 @@ class Settings:
         for name in self.situations:
             if name not in SITUATIONS:
                 raise UnknownNameError(name, "situation", SITUATIONS)
+        if self.positions not in POSITIONS:
+            raise UnknownNameError(self.positions, "convention of positions", POSITIONS)
         for name in self.allow:
             if name not in ALLOWED:
                 raise UnknownNameError(name, "kind of change that can be allowed", ALLOWED)
@@ -83,7 +88,7 @@ def audit(
         check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
     for prompt in used:
         _check_length(adapter, prompt, situations.token_count(settings.steps, settings.situations))
-    kind = POSITIONS if isinstance(eviction, KeptFile) else eviction.kind
+    kind = POSITIONS_FILE if isinstance(eviction, KeptFile) else eviction.kind
     blank = AuditTrace(
         eviction.name,
         kind,
@@ -100,7 +105,9 @@ def audit(
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
-        trace = dataclasses.replace(blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction))
+        trace = dataclasses.replace(
+            blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction, runs[0])
+        )
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
     return _with_losses(trace, adapter, used, resources) if settings.losses else trace
@@ -160,19 +167,28 @@ def _audit_prompt(
             alone = prompts = alone or reference.prompt_entries(adapter, situation)
         else:
             prompts = reference.prompt_entries(adapter, situation)
-        results += run_eviction(adapter, eviction, situation, prompts, bool(settings.allow)).results(prompt.sample_id)
+        run = run_eviction(adapter, eviction, situation, prompts, bool(settings.allow), settings.positions)
+        results += run.results(prompt.sample_id)
         if results[-1].damage:
             break
     return results
 
 
-def _measure_plain_use(adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile) -> PlainUse | None:
-    """Return how plain model calls use the evicted cache; None for a failing eviction or one with its own decoding."""
+def _measure_plain_use(
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, run: AuditRun
+) -> PlainUse | None:
+    """Return how plain model calls use the evicted cache; None for a failing eviction or one with its own decoding.
+
+    `run` is the prompt's first run, which shows at which position the next token belongs.
+    """
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
         return None
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     try:
-        return plain_use(adapter, eviction, situations.situation("single", ids, ids[-1:], 1))
+        single = situations.situation("single", ids, ids[-1:], 1)
+        if run.positions == IN_CACHE and run.entries is not None:
+            single = dataclasses.replace(single, cached=max(len(kept) for kept in run.entries.kept[0]))
+        return plain_use(adapter, eviction, single)
     except (FailedError, RefusedError):  # the runs record what reading raises
         return None
 

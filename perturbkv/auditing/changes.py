@@ -16,7 +16,7 @@ from perturbkv.cache.external_cache import recover
 
 _MOST_TESTED = 32
 """Most entries of a head that are tested for a rotation."""
-_NEAR = 0.02
+NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _BITS = (8, 4, 2)
 _COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -44,7 +44,7 @@ def excess_rotations(
     length = torch.linalg.vector_norm(full.double(), dim=-1)
     rest = torch.linalg.vector_norm(keys[:, 2 * half :].double() - full[:, 2 * half :].double(), dim=-1)
     distance = torch.hypot(torch.linalg.vector_norm(pairs - rotated, dim=-1), rest)
-    return shifts[best] if bool((distance <= _NEAR * length).all()) else None
+    return shifts[best] if bool((distance <= NEAR * length).all()) else None
 
 
 def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:

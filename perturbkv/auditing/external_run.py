@@ -21,6 +21,7 @@ from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState
+from perturbkv.auditing.positions import AUTO, IN_CACHE, ORIGINAL, move, stands_in_cache
 from perturbkv.auditing.reference import (
     Distance,
     Floors,
@@ -81,6 +82,7 @@ class ExternalRun:
         return [
             AuditRun(
                 sample=sample, situation=self.situation.name, row=row, padding=padding,
+                positions=ORIGINAL if self.situation.cached is None else IN_CACHE,
                 tokens=self.situation.entries - padding, forwards=lengths[: len(self.passes)],
                 entries=EntryComparison(self.tracker, row, self.prompts.floors).entries() if noise else None,
                 decoded=self._decode_distances(row, reference, noise) if noise else None,
@@ -122,25 +124,31 @@ class ExternalRun:
 
 
 def run_eviction(
-    adapter: Adapter, eviction: Eviction, situation: Situation, prompts: PromptEntries, own_entries: bool = False
+    adapter: Adapter,
+    eviction: Eviction,
+    situation: Situation,
+    prompts: PromptEntries,
+    own_entries: bool = False,
+    positions: str = AUTO,
 ) -> ExternalRun:
     """Return the measurements of an eviction in a situation, including any exception that it raises.
 
     `prompts` are the entries of the plain model; with `own_entries` the plain model decodes from the cache's own
-    entries, too. Raises UnreadableCacheError where the cache does not show its entries.
+    entries, too; `positions` is a key of `POSITIONS`. Raises UnreadableCacheError where the cache does not show its
+    entries.
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
     external = ExternalRun(adapter, situation, prompts, tracker)
     before = ModelState.of(adapter.model)
     with restore_model(adapter):
-        _read_and_decode(external, eviction, own_entries)
+        _read_and_decode(external, eviction, own_entries, positions)
     if changed := before.restore():
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         external.damage = f"it changed the model ({changed[0]}{more})"
     return external
 
 
-def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: bool) -> None:
+def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: bool, positions: str) -> None:
     """Run the eviction's reading of the prompts and the decoding; record an exception of either in `external`."""
     situation = external.situation
     try:
@@ -152,6 +160,7 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: boo
         external.failed = str(error)
         return
     _adopt_position_counting(external, cache)
+    _adopt_positions_in_cache(external, cache, positions)
     _decode(external, eviction, cache, own_entries)
 
 
@@ -167,6 +176,27 @@ def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
     if _key_distance(cache, prompts.full) < distance:
         external.situation, external.prompts = counted, prompts
         external.tracker = replace(external.tracker, situation=counted, full=prompts.full)
+
+
+def _adopt_positions_in_cache(external: ExternalRun, cache: Cache, positions: str) -> None:
+    """Expect keys at 0, 1, … and new tokens after them where the user says so, or where the first layer shows it."""
+    try:
+        layers = layer_tensors(cache)
+    except UnreadableCacheError:
+        return
+    full, situation = external.prompts.full, external.situation
+    readable = len(layers) == len(full) and all(
+        keys.ndim == 4 and keys.shape[1] == known.shape[1] and 0 < keys.shape[2] <= known.shape[2]
+        for (keys, _), (known, _) in zip(layers, full, strict=True)
+    )
+    if positions == ORIGINAL or not readable:
+        return
+    if positions == IN_CACHE or stands_in_cache(layers, full, situation, external.adapter.frequencies):
+        external.situation = replace(situation, cached=layers[0][0].shape[2])
+        external.prompts = move(external.adapter, layers, external.prompts, situation)
+        external.tracker = replace(
+            external.tracker, situation=external.situation, full=external.prompts.full, unmoved=full
+        )
 
 
 def _key_distance(cache: Cache, full: Layers) -> float:
@@ -286,7 +316,7 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
     with restore_model(adapter):
         return PlainUse(
             position=_next_position(new_cache()),
-            expected=situation.entries,
+            expected=situation.entries if situation.cached is None else situation.cached,
             failed=_failure(lambda: _generate(adapter, new_cache(), prompt_and_token, lengths)),
             fed=lengths[0] if lengths else 0,
             continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),

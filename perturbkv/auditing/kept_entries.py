@@ -18,6 +18,7 @@ from torch import Tensor
 
 from perturbkv.audit_trace import FLOORS, CacheEntries, Change, Integers
 from perturbkv.auditing import changes
+from perturbkv.auditing.positions import describe_wrong_rotation
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
@@ -38,6 +39,7 @@ class EntryTracker:
         cached: per layer the keys and values of the cache at the first pass.
         changed: per row, passes at which entries went or changed.
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
+        unmoved: `full` with keys at the prompt's own positions, where those of `full` are moved to places in the cache.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
     """
 
@@ -50,6 +52,7 @@ class EntryTracker:
     cached: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    unmoved: Layers | None = None
     masks_itself: bool = False
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -370,6 +373,14 @@ class EntryComparison:
             ("quantised", lambda: changes.describe_quantisation(entries, own, head_entries)),
         ]
         if kind == _KEYS:
+            index = known.nonzero().squeeze(-1)
+            before = self._full_entries((self.tracker.unmoved or self.tracker.full)[layer][kind], layer, head)[
+                positions
+            ]
+            other = lambda: describe_wrong_rotation(  # noqa: E731
+                entries, before, positions - self.padding, index, frequencies, changes.NEAR
+            )
+            tests.insert(1, ("rotation", other))
             shift = lambda: changes.describe_rotation(entries, own, positions - self.padding, frequencies, most)  # noqa: E731
             tests.insert(1, ("rotation", shift))
         return next(

@@ -378,9 +378,13 @@ def prompt_entries(adapter: Adapter, situation: Situation) -> PromptEntries:
     tokens, full = situation.entries, read(adapter, situation)
     halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
     others = (halves, read(adapter, situation, _doubling_parts(tokens), "eager"))
-    least = torch.finfo(adapter.dtype).eps
+    return PromptEntries(full, others, entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
+
+
+def entry_floors(full: Layers, others: Sequence[Layers], situation: Situation, least: float) -> EntryFloors:
+    """Return the noise floors of entries: the largest distances between `full` and `others`, and at least `least`."""
     distances = torch.stack([_entry_distances(full, other, situation) for other in others]).amax(dim=0).clamp(min=least)
-    return PromptEntries(full, others, EntryFloors(*distances.cummax(dim=-1).values))
+    return EntryFloors(*distances.cummax(dim=-1).values)
 
 
 def _entry_distances(full: Layers, other: Layers, situation: Situation) -> Float[Tensor, "kind layer"]:

@@ -25,6 +25,8 @@ class Situation:
         attention_mask: 0 at padding.
         chunks: tokens of each forward pass after the eviction, the same in every row.
         counts_padding: whether the first entry has position 0 even where it is padding.
+        cached: number of entries after which new tokens stand, where positions are those in the cache; None: the
+            prompt's own positions.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Situation:
     attention_mask: Int[Tensor, "row token"]
     chunks: tuple[Int[Tensor, " new"], ...]
     counts_padding: bool = False
+    cached: int | None = None
 
     @property
     def rows(self) -> int:
@@ -55,10 +58,11 @@ class Situation:
         return (self.attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
-        """Return the positions of the tokens in the chunk of index `chunk`: n, n + 1, … in each row."""
+        """Return the positions of a chunk's tokens: n, n + 1, … in each row, or as many as are cached, and so on."""
         previous = sum(len(tokens) for tokens in self.chunks[:chunk])
         new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
-        return self.prompt_positions()[:, -1:] + 1 + previous + new
+        first = self.prompt_positions()[:, -1:] + 1
+        return (first if self.cached is None else torch.full_like(first, self.cached)) + previous + new
 
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
         """Return the tokens of the chunk of index `chunk`, the same in every row."""

@@ -260,18 +260,45 @@ def per_query_head(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cac
     return gathered(cache, attention_mask)
 
 
-def moved(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-    """Keys rotated to 0, 1, … as StreamingLLM's are; later tokens still stand at n."""
-    cache, rotary = right(model, input_ids, attention_mask), model.model.rotary_emb
-    tokens = input_ids.shape[1]
+def moved(model: Any, input_ids: Tensor, attention_mask: Tensor, base: float = 1e4) -> Cache:
+    """Keys rotated to 0, 1, … as StreamingLLM's are."""
+    cache = right(model, input_ids, attention_mask)
+    half = len(model.model.rotary_emb.inv_freq)
+    frequencies = base ** (-torch.arange(half) / half)
     for layer in cache.layers:
-        for head in range(layer.keys.shape[1]):
-            back = torch.arange(KEPT) - positions(tokens, head)
-            cosine, sine = rotary(layer.values, back.unsqueeze(0))
-            first, second = layer.keys[0, head].chunk(2, dim=-1)
-            turned = torch.cat([-second, first], dim=-1)
-            layer.keys[0, head] = layer.keys[0, head] * cosine[0] + turned * sine[0]
+        layer.keys = layer.keys.clone()
+        for row, mask in enumerate(attention_mask):
+            for head in range(layer.keys.shape[1]):
+                back = torch.arange(KEPT) - positions(int(mask.sum()), head)
+                angle = back.unsqueeze(-1) * frequencies
+                cosine, sine = (one.to(layer.keys.dtype) for one in (angle.cos(), angle.sin()))
+                first, second, rest = layer.keys[row, head].split([half, half, layer.keys.shape[-1] - 2 * half], dim=-1)
+                turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
+                layer.keys[row, head] = torch.cat(turned, dim=-1)
     return cache
+
+
+def moved_and_rounded(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The same, and a round trip through bfloat16."""
+    cache = moved(model, input_ids, attention_mask)
+    for layer in cache.layers:
+        layer.keys = layer.keys.bfloat16().to(layer.keys.dtype)
+    return cache
+
+
+def moved_with_another_base(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys rotated to 0, 1, … by a base that is not the model's."""
+    return moved(model, input_ids, attention_mask, 5e5)
+
+
+def moved_but_decoded_at_n(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Keys rotated to 0, 1, …; new tokens still stand at n."""
+    cache = moved(model, input_ids, attention_mask)
+    cache.tokens = attention_mask.sum(dim=-1) + 1  # type: ignore[attr-defined]
+    return cache
+
+
+moved_but_decoded_at_n.decode = _decode_early  # type: ignore[attr-defined]
 
 
 def nothing(model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:

@@ -157,6 +157,6 @@ def test_kept_sets_of_their_own_per_query_head_are_no_repetition() -> None:
 
 
 def test_keys_at_their_places_inside_the_cache_are_named() -> None:
-    result = audited("llama", planted.moved, situations=["single"])
+    result = audited("llama", planted.moved, situations=["single"], positions="original")
     assert (result.verdict, result.faults[0].layer) == ("differs", 0)
     assert result.faults[0].what == "keys moved to their places inside the cache"

@@ -1,0 +1,136 @@
+"""Positions inside an evicted cache: keys rotated to 0, 1, …, and new tokens after them (METHOD: Audit, 2).
+
+StreamingLLM, token dropping in LMCache, TensorRT-LLM and some presses of kvpress close the gaps that eviction leaves.
+Such a cache is right where the plain model agrees that holds the same entries at those positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from perturbkv.auditing.reference import EntryFloors, PromptEntries, entry_floors
+from perturbkv.auditing.situations import Situation
+from perturbkv.cache.entries import rotate_keys
+from perturbkv.cache.external_cache import Layers, recover
+from perturbkv.models.adapter import Adapter
+from perturbkv.theory import WORK
+
+AUTO, ORIGINAL, IN_CACHE = "auto", "original", "in-cache"
+POSITIONS = {
+    AUTO: "whichever of both fits the keys better",
+    ORIGINAL: "keys as they were cached, new tokens at n, n + 1, …",
+    IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
+}
+"""Convention of positions -> its meaning."""
+Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
+
+
+def stands_in_cache(cache: Layers, full: Layers, situation: Situation, frequencies: Tensor) -> bool:
+    """Return whether the first layer's keys are nearer to the full cache's at 0, 1, … than at their own positions."""
+    if cache[0][0].shape[1] != full[0][0].shape[1] or cache[0][0].shape[2] > full[0][0].shape[2]:
+        return False
+    distances = torch.zeros(2, dtype=torch.float64)
+    for row, own in enumerate(situation.prompt_positions()):
+        (kept,) = recover([cache[0]], [full[0]], row, situation.padding[row], count_padding=True)
+        for head, positions in enumerate(kept.positions):
+            known = positions >= situation.padding[row]
+            index = known.nonzero().squeeze(-1)
+            keys, before = cache[0][0][row, head, known], full[0][0][row, head, positions[known]]
+            moved = _rotate(before, own[positions[known]], index, frequencies)
+            for place, expected in enumerate((before, moved)):
+                distances[place] += torch.linalg.vector_norm(keys.double() - expected.double(), dim=-1).sum().cpu()
+    return bool(distances[1] < distances[0])
+
+
+def move(adapter: Adapter, cache: Layers, prompts: PromptEntries, situation: Situation) -> PromptEntries:
+    """Return the entries of the prompts with the keys of the entries that a cache holds at their places in it.
+
+    They are rotated in float64 by the model's own angles; one of the other readings in the type of the keys, by the
+    difference of positions, so that the floors hold what that rounds.
+    """
+    rotations: Sequence[Rotate] = (_rotate, _rotate, _rotate_by_difference)
+    full, *others = (
+        _moved_layers(layers, cache, prompts.full, situation, adapter.frequencies, rotate)
+        for layers, rotate in zip((prompts.full, *prompts.others), rotations, strict=True)
+    )
+    floors: EntryFloors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
+    return PromptEntries(full, tuple(others), floors)
+
+
+def _moved_layers(
+    layers: Layers, cache: Layers, full: Layers, situation: Situation, frequencies: Tensor, rotate: Rotate
+) -> Layers:
+    """Return layers of entries with the keys of those that the cache holds rotated to their places in it."""
+    moved = []
+    for (keys, values), own, known in zip(layers, cache, full, strict=True):
+        keys = keys.clone()
+        for row, before in enumerate(situation.prompt_positions()):
+            (kept,) = recover([own], [known], row, situation.padding[row], count_padding=True)
+            for head, positions in enumerate(kept.positions):
+                index = (positions >= max(0, situation.padding[row])).nonzero().squeeze(-1)
+                place = positions[index]
+                keys[row, head, place] = rotate(keys[row, head, place], before[place], index, frequencies)
+        moved.append((keys, values))
+    return moved
+
+
+def _rotate(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Float[Tensor, "entry d_head"]:
+    """Return keys rotated from one position to another, by angles rounded as in the model."""
+    exact = frequencies.to(keys.device, torch.float32)
+    angles = [(position.float().unsqueeze(-1) * exact).to(WORK) for position in (before, after)]
+    return rotate_keys(keys, angles[1] - angles[0])
+
+
+def _rotate_by_difference(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Tensor:
+    """Return keys rotated by the difference of positions, with sines, cosines and products in the keys' type."""
+    angle = (after - before).float().unsqueeze(-1) * frequencies.to(keys.device, torch.float32)
+    half, cosine, sine = angle.shape[-1], angle.cos().to(keys.dtype), angle.sin().to(keys.dtype)
+    first, second, rest = torch.split(keys, [half, half, keys.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
+
+
+_SAME_BASE = 0.01
+"""Largest relative difference of two bases that are one."""
+_BASES = (1e4, 1e5, 5e5, 1e6)
+"""Rotary bases that models have, 10,000 the one that code falls back to."""
+
+
+def describe_wrong_rotation(
+    keys: Float[Tensor, "entry d_head"],
+    before: Float[Tensor, "entry d_head"],
+    positions: Int[Tensor, " entry"],
+    index: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+    near: float,
+) -> str:
+    """Return how keys were moved to their places in a cache by other frequencies than the model's; empty if not so.
+
+    `before` are the full cache's keys at `positions`, `index` the places in the cache, `near` the largest relative
+    distance at which a rotation explains a key.
+    """
+    half, d_head = len(frequencies), keys.shape[-1]
+    length = torch.linalg.vector_norm(before.double(), dim=-1)
+    base = float(frequencies[1].double() ** -half) if half > 1 else _BASES[0]
+    candidates = {
+        **{
+            f"with base {other:,.0f}, the model's is {base:,.0f}": (other, half)
+            for other in _BASES
+            if abs(other / base - 1) > _SAME_BASE
+        },  # fmt: skip
+        "without the model's scaling of long contexts": (base, half),
+        "in all components, the model rotates a part of them": (base, d_head // 2),
+    }
+    for words, (other, pairs) in candidates.items():
+        angles = other ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        if pairs == half and torch.allclose(angles, frequencies.cpu().double(), rtol=1e-3):
+            continue
+        moved = _rotate(before, positions, index, angles)
+        distance = torch.linalg.vector_norm(keys.double() - moved.double(), dim=-1)
+        if bool((distance <= near * length).all()) and bool((index != positions).any()):
+            return f"moved to their places inside the cache {words}"
+    return ""
