@@ -377,7 +377,10 @@ def prompt_entries(adapter: Adapter, situation: Situation) -> PromptEntries:
     """Return the entries of a situation's prompts, with their noise floors."""
     tokens, full = situation.entries, read(adapter, situation)
     halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
-    others = (halves, read(adapter, situation, _doubling_parts(tokens), "eager"))
+    kernel = (
+        "eager" if adapter.dtype.itemsize <= 4 else None
+    )  # its softmax is of float32, where a mask of float64 is NaN
+    others = (halves, read(adapter, situation, _doubling_parts(tokens), kernel))
     return PromptEntries(full, others, entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
 

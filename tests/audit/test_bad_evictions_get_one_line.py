@@ -49,7 +49,8 @@ def test_a_decoding_that_shows_no_keys_is_unreadable() -> None:
 def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
     refusing = audited("llama", planted.alone_only)
     assert refusing.verdict == "exact"
-    assert [run.refused for run in refusing.trace.runs if run.situation == "batch"][0].endswith("one prompt at a time")
+    said = [run.refused for run in refusing.trace.runs if run.situation == "batch"]
+    assert said[0].startswith("NotImplementedError: one prompt at a time (planted.py, line ")
     failing = audited("llama", planted.breaks_in_a_batch)
     assert failing.verdict == "differs"
     assert failing.faults[0].situation == "batch"

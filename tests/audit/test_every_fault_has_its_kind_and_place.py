@@ -69,7 +69,8 @@ def test_kind_and_place_are_right(fault: str, name: str) -> None:
 
 
 def test_every_kind_is_planted() -> None:
-    assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == {"decoding"}
+    elsewhere = {"decoding", "model"}
+    assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == elsewhere
 
 
 def test_an_eviction_that_says_that_it_masks_may() -> None:

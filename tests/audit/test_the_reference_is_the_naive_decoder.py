@@ -79,7 +79,7 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
 
 
 def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -> None:
-    adapter = exact_adapter("llama", 4, 2, layers=3)
+    adapter = tiny_adapter(layers=3)
     batch = situations.situation("batch", torch.tensor(token_ids(40)), torch.tensor([1]), 1)
     assert reference._doubling_parts(40) == [1, 2, 4, 8, 16, 9]
     assert sum(reference._doubling_parts(2000)) == 2000
@@ -91,7 +91,7 @@ def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -
     for layer, changed in zip(full, other, strict=True):
         for kind in range(2):
             for row, padding in enumerate(batch.padding):
-                np.testing.assert_allclose(changed[kind][row, :, padding:], layer[kind][row, :, padding:], atol=1e-5)
+                np.testing.assert_allclose(changed[kind][row, :, padding:], layer[kind][row, :, padding:], atol=1e-4)
 
 
 def test_the_shorter_row_of_a_batch_is_the_prompt_without_its_beginning() -> None:

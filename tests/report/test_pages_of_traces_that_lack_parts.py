@@ -206,7 +206,7 @@ def test_text_from_outside_is_written_out() -> None:
     trace = dataclasses.replace(
         trace,
         sample_ids=(f"p0{hostile}", *trace.sample_ids[1:]),
-        run=dataclasses.replace(trace.run, model=f"m{hostile}", dataset=f"d{hostile}"),
+        run=dataclasses.replace(trace.run, model=f"m{hostile}", dataset=f"d{hostile.replace('/', '')}"),
         source=f"/tmp/{hostile.replace('/', '')}.h5",
     )
     made = payload([trace])

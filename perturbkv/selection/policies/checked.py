@@ -38,7 +38,7 @@ def count(policy: Policy, name: str, config: EvictionConfig, *numbers: int) -> i
 
     Raises PluginError where an external policy fails, or gives something other than a whole number from 0 on.
     """
-    if is_builtin(type(policy)):
+    if _is_ours(policy):
         return int(getattr(policy, name)(config, *numbers))
     with external_code(f"policy '{policy.name}': {name} raised"):
         value = getattr(policy, name)(config, *numbers)
@@ -52,7 +52,7 @@ def allocate(policy: Policy, config: EvictionConfig, available: LayerBudget) -> 
 
     Raises PluginError where an external policy fails, or gives something other than numbers of entries that exist.
     """
-    if is_builtin(type(policy)):
+    if _is_ours(policy):
         return policy.allocate(config, available)
     with external_code(f"policy '{policy.name}': allocate raised"):
         counts = policy.allocate(config, available)
@@ -61,11 +61,16 @@ def allocate(policy: Policy, config: EvictionConfig, available: LayerBudget) -> 
 
 def first_counts(policy: Policy, config: EvictionConfig, scores: Tensor, competing: slice) -> Tensor:
     """Return the number of entries (kept_head,) of a policy's own stage 1. Raises PluginError as `allocate`."""
-    if is_builtin(type(policy)):
+    if _is_ours(policy):
         return policy.first_counts(config, scores, competing)
     with external_code(f"policy '{policy.name}': first_counts raised"):
         counts = policy.first_counts(config, scores.clone(), competing)
     return _check_counts(policy, "first_counts", counts, len(scores), scores.shape[-1])
+
+
+def _is_ours(policy: Policy) -> bool:
+    """Return whether a policy's methods are of this package: built in, or the policy of a score."""
+    return is_builtin(type(policy)) or hasattr(type(policy), "scored")
 
 
 def _check_counts(policy: Policy, name: str, counts: Any, sets: int, most: int) -> Tensor:
