@@ -284,7 +284,12 @@ def usage_message(message: str, error: Any) -> str:
     option = getattr(error, "option_name", "")
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    if advice := _owner_advice(option) or (_command_advice(option, context) if context and option else ""):
+    misspelt = line.endswith("?") and option.lstrip("-").replace("-", "_") not in grid.ORDER
+    if not option or misspelt:  # a spelling is known already, and policies need not be asked for their options
+        advice = ""
+    else:
+        advice = _owner_advice(option) or (_command_advice(option, context) if context else "")
+    if advice:
         return f"No such option: {option}; {advice}"
     separator = "" if line.endswith("?") else ";"
     return f"{line}{separator} {context.command_path} --help lists what there is" if context else line

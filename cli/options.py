@@ -324,8 +324,10 @@ class RunOptions(DataOptions):
         """Return the configurations of all combinations: preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect.
+        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect, and first of
+        all as `check_names`.
         """
+        self.check_names()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)
