@@ -284,11 +284,11 @@ def usage_message(message: str, error: Any) -> str:
     option = getattr(error, "option_name", "")
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    misspelt = line.endswith("?") and option.lstrip("-").replace("-", "_") not in grid.ORDER
-    if not option or misspelt:  # a spelling is known already, and policies need not be asked for their options
-        advice = ""
-    else:
-        advice = _owner_advice(option) or (_command_advice(option, context) if context else "")
+    is_misspelt = bool(getattr(error, "possibilities", None)) and option.lstrip("-").replace("-", "_") not in grid.ORDER
+    # of a misspelt option the policies, which import torch, are not asked
+    advice = _owner_advice(option) if option and not is_misspelt else ""
+    if option and context:
+        advice = advice or _command_advice(option, context)
     if advice:
         return f"No such option: {option}; {advice}"
     separator = "" if line.endswith("?") else ";"

@@ -64,8 +64,8 @@ REFUSALS = {
     "heads --compare adakv:nope,attention": "unknown selection 'nope'",
     "generate --selection nope": "unknown selection 'nope'",
     "heads --budget 0": "a budget must be positive, got 0",
-    "heads --samples many": "'many' is not a valid int",
-    "heads --ploicy snapkv": "No such option: --ploicy Did you mean --policy?",
+    "heads --samples many": "Invalid value for '--samples'",
+    "heads --ploicy snapkv": "No such option: --ploicy",
     "heads one.h5 two.h5": "expected no argument but TRACE, got 'two.h5' too",
     "heads --budget 64,256": "expected one budget, got '64,256'",
     "heads -o other": "expected a trace of this run at other/trace.h5, got one that differs in dataset, model",
@@ -77,14 +77,15 @@ REFUSALS = {
     "audit nope.py:f(a=1)": "expected a Python file at nope.py, got nothing",
     "heads nope.h5": "expected a trace file at nope.h5, got nothing",
     "report nope.h5": "expected a trace file at nope.h5, got nothing",
+    "trace --config nope.yaml": "expected a sweep file (YAML) at nope.yaml, got nothing",
     "quality nope.jsonl --divergence": "nope.jsonl",
 }
 """Command line -> a part of its one line."""
 
 
-def answers(folder: Path, lines: list[list[str]]) -> list[tuple[int, str, str, list[str]]]:
+def answers(folder: Path, lines: list[list[str]], **variables: str) -> list[tuple[int, str, str, list[str]]]:
     """Exit code, stdout, stderr and imported heavy packages after each command line, all in one process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     command, given = [sys.executable, "-c", CODE], json.dumps(lines)
     done = subprocess.run(command, input=given, env=environment, cwd=folder, capture_output=True, text=True, check=True)
     return [(code, out, err, heavy) for code, out, err, heavy in json.loads(done.stdout)]
@@ -118,6 +119,12 @@ def test_a_refusal_is_one_line_without_torch(refused: dict[str, Any], line: str)
     code, out, err, heavy = refused[line]
     assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
     assert err.startswith("error: ") and REFUSALS[line] in err
+
+
+def test_a_backend_that_matplotlib_lacks_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    ((code, out, err, heavy),) = answers(tmp_path, [["heads"]], MPLBACKEND="nope")
+    assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
+    assert err.startswith("error: expected MPLBACKEND to name a backend of matplotlib, such as agg, got 'nope'")
 
 
 def test_the_check_of_imports_can_fail(tmp_path: Path) -> None:
