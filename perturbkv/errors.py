@@ -34,7 +34,7 @@ class PerturbkvError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        text = escape_line(" ".join(line.strip() for line in super().__str__().split("\n")))
+        text = escape_line(" ".join(super().__str__().split("\n")))
         half = MOST_CHARACTERS // 2
         return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
