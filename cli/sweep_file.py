@@ -124,6 +124,8 @@ _FILE = FileKind("a sweep file (YAML)", ConfigError, MIB)
 _GRIDS = Key("grids", None)
 _TAG = "tag:yaml.org,2002:"
 _NULL = _TAG + "null"
+_MERGE = _TAG + "merge"
+"""The tag of the key `<<`, which is an unknown one."""
 _PLAIN = tuple(_TAG + name for name in ("str", "int", "float", "bool", "timestamp"))
 _EXAMPLE = "such as 'budget: [128, 256]'"
 
@@ -253,7 +255,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
     """Return the key named by a syntax tree, and its location. Raises ConfigError for an unknown key."""
-    if name.id != "scalar" or name.tag not in _PLAIN:
+    if name.id != "scalar" or name.tag not in (*_PLAIN, _MERGE):
         msg = f"expected the name of an option as key, got {_describe(name)}"
         raise location.error(msg)
     here, spelling = Location(location.path, location.line, name.value), name.value.replace("_", "-")
