@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from perturbkv.cli.choices import parse_numbers
+from perturbkv.cli.choices import parse_numbers, split_names
 from perturbkv.configs.selections import PRESETS
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import ALIASES, DEFAULT
@@ -121,6 +121,30 @@ class DataOptions:
         if self.max_tokens is not None and self.max_tokens < 2:
             msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
             raise ConfigError(msg)
+
+    def check_names(self) -> None:
+        """Raise the errors of a model or data that are not there, and of a file's first row, without importing torch.
+
+        --dataset may list several data sets, as for `split_datasets`.
+        """
+        from perturbkv.datasets import dataset_registry, jsonl, prompts
+        from perturbkv.models import sources
+
+        sources.check_name(self.model, self.revision or "")
+        for name in [self.dataset] if Path(self.dataset).is_file() else split_names(self.dataset):
+            prompts.check_request(name, **self.data_request())
+            if dataset_registry.is_file(name):
+                jsonl.check_first_row(name)
+
+    def data_request(self, metric: str = "") -> dict[str, Any]:
+        """Return the loader's arguments for the data set.
+
+        Raises ConfigError for a --length or --depth that is no number.
+        """
+        return {
+            "samples": self.samples, "seed": self.seed, "data_dir": self.data_dir, "lengths": self.lengths,
+            "depths": self.depths, "haystack": self.haystack, "metric": metric,
+        }  # fmt: skip
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import perturbkv
 from perturbkv.cli import console
 from perturbkv.cli.command_line import JsonRequest, group_class
 from perturbkv.cli.commands import COMMANDS
-from perturbkv.errors import InterruptedRunError, MissingPackageError, PerturbkvError
+from perturbkv.errors import MOST_CHARACTERS, InterruptedRunError, MissingPackageError, PerturbkvError
 
 INTERRUPTED = InterruptedRunError.exit_code
 _INTERRUPTED_MESSAGE = "interrupted; no unfinished file was written"
@@ -111,8 +111,6 @@ app: typer.Typer = typer.Typer(
 )
 _UsageError: Any = typer.BadParameter.__base__
 """The error for a command line that cannot be parsed: Click's own, or that of the Click inside newer Typers."""
-_MOST_CHARACTERS = 2000
-"""Most characters of an error on the screen; a longer one is shortened in the middle."""
 _TASKS = {
     "See what eviction does to each attention head": "perturbkv heads --policy snapkv --budget 128",
     "Find a budget that is safe for a model": "perturbkv budget --max-kl 0.1",
@@ -194,8 +192,8 @@ def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
 def _print_error(error: BaseException, message: str, code: int, request: JsonRequest) -> int:
     """Print an error on stderr, with --json as JSON on stdout too; return its exit code."""
     short = message
-    if len(message) > _MOST_CHARACTERS:
-        short = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
+    if len(message) > MOST_CHARACTERS:
+        short = f"{message[: MOST_CHARACTERS // 2]} … {message[-MOST_CHARACTERS // 2 :]}"
     console.note(f"error: {short}")
     if request.as_json:
         console.print_json({"error": {"type": type(error).__name__, "message": message, "exit_code": code}})

@@ -284,7 +284,12 @@ def usage_message(message: str, error: Any) -> str:
     option = getattr(error, "option_name", "")
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
-    if advice := _owner_advice(option) or (_command_advice(option, context) if context and option else ""):
+    is_misspelt = bool(getattr(error, "possibilities", None)) and option.lstrip("-").replace("-", "_") not in grid.ORDER
+    # of a misspelt option the policies, which import torch, are not asked
+    advice = _owner_advice(option) if option and not is_misspelt else ""
+    if option and context:
+        advice = advice or _command_advice(option, context)
+    if advice:
         return f"No such option: {option}; {advice}"
     separator = "" if line.endswith("?") else ";"
     return f"{line}{separator} {context.command_path} --help lists what there is" if context else line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from perturbkv.configs.run import BY, CACHES, SCENARIOS, Shard
 from perturbkv.configs.selections import PRESETS
 from perturbkv.datasets.metrics import CHOICES, DEFAULT
 from perturbkv.errors import ConfigError
-from perturbkv.figures import STYLE_NAMES
+from perturbkv.figures import STYLE_NAMES, check_backend
 from perturbkv.selection.grid import FIELDS, expand_grid, names_policy
 
 LOOK = "Analysis and figures"
@@ -58,6 +59,8 @@ class FigureOptions:
         if self.style == "talk" and self.columns == 1:
             msg = "--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns"
             raise ConfigError(msg)
+        if "MPLBACKEND" in os.environ:  # before anything is measured; matplotlib takes a moment to import
+            check_backend()
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -324,8 +327,10 @@ class RunOptions(DataOptions):
         """Return the configurations of all combinations: preset × budget × alpha × granularity × policy × selection.
 
         A selection may name its policy: `streaming-llm:position`. A policy alone stands for its first selection;
-        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect.
+        `random` alone is the selection. Raises ConfigError for a --policy or --selection without effect, and first of
+        all as `check_names`.
         """
+        self.check_names()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
             msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
             raise ConfigError(msg)

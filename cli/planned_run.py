@@ -121,6 +121,26 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
     return [folder / name / "trace.h5" for name in names]
 
 
+def check_other_run(run: RunOptions, path: Path) -> None:
+    """Raise TraceError where `path`, or its journal, is of a run of another model, data set, scenario, cache or length.
+
+    What only the opened model and prompts tell is compared when the run begins; this needs no torch.
+    """
+    from perturbkv.storage.run.journal import Journal, journal_path
+    from perturbkv.storage.run.shards import check_extends
+    from perturbkv.storage.trace.trace_file import read_run
+
+    if run.overwrite:
+        return
+    journal = journal_path(path)
+    stored = {path: read_run(path) if path.exists() else None, journal: Journal(journal).run()}
+    same = ("model", "dataset", "scenario", "cache", "max_tokens")
+    chosen: dict[str, Any] = {name: getattr(run, name) for name in same}
+    for place, old in stored.items():
+        if old is not None:
+            check_extends(dataclasses.replace(old, **chosen, steps=run.step_count), old, place)
+
+
 def warn_of_missing_budgets(plans: Sequence[Plan], name: str) -> None:
     """Print a note on every budget omitted from the analysis `name`, with the data sets too short for it."""
     budgets_of = [dict.fromkeys(str(config.budget) for config in plan.run.configs) for plan in plans]
@@ -197,16 +217,8 @@ def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None =
 
     return load(
         options.dataset, tokenizer, max_tokens=options.max_tokens, chat_template=options.chat_template,
-        positions=positions, **_data_request(options, metric),
+        positions=positions, **options.data_request(metric),
     )  # fmt: skip
-
-
-def _data_request(options: DataOptions, metric: str) -> dict[str, Any]:
-    """Return the loader's arguments for a data set. Raises ConfigError for a --length or --depth that is no number."""
-    return {
-        "samples": options.samples, "seed": options.seed, "data_dir": options.data_dir, "lengths": options.lengths,
-        "depths": options.depths, "haystack": options.haystack, "metric": metric,
-    }  # fmt: skip
 
 
 def plan_all(
@@ -224,7 +236,7 @@ def plan_all(
     from perturbkv.datasets.prompts import check_request
 
     for run in runs:
-        check_request(run.dataset, **_data_request(run, metric))
+        check_request(run.dataset, **run.data_request(metric))
     plans: list[Plan] = []
     for run in runs:
         opened = plans[0].files if plans else files
@@ -267,7 +279,7 @@ def plan(
     from perturbkv.selection.policies import registry as policies
     from perturbkv.selection.resolved_config import resolve
 
-    check_request(options.dataset, **_data_request(options, metric))
+    check_request(options.dataset, **options.data_request(metric))
     resources, device = options.resources, engine_choice.pick_run_device(options.engine_config, options.device)
     placement = Placement(pick_dtype(options.dtype, device), device, options.device_map)
     value_norms.check_kernel(resources.norm_kernel, device)

@@ -19,6 +19,7 @@ from perturbkv.cli import console, dry_run, option_refusals, saving
 from perturbkv.cli.command_line import copy_signature, fill_groups, split_parameters, typed_options, with_options
 from perturbkv.cli.options import FigureOptions, RunOptions
 from perturbkv.cli.planned_run import (
+    check_other_run,
     dataset_paths,
     make_traces,
     plan_all,
@@ -265,18 +266,20 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
         sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
         _claim(analysis, session, sources if session.joint else sources[:1])
         return session
-    configs = tuple(analysis.configs())
+    run.check_names()
     runs = split_datasets(run) if analysis.by_dataset else [run]
-    option_refusals.check(analysis.command_name, configs, *runs)
     folder = run_folder(run, run.output, [one.dataset for one in runs])
     paths = dataset_paths(folder, runs) if analysis.by_dataset else [folder / "trace.h5"]
     session = Session(
         analysis.name, OutputFolder(folder, run.overwrite), look, run.as_json, (), analysis.by_dataset, options
     )
     if not run.dry_run:
-        for path in paths:
+        for each, path in zip(runs, paths, strict=True):
             OutputFolder(folder, wait=run.wait).claim(writer=path)
+            check_other_run(each, path)
         _claim(analysis, session, [saving.Source(str(path)) for path in paths])
+    configs = tuple(analysis.configs())
+    option_refusals.check(analysis.command_name, configs, *runs)
     planned = plan_all(
         runs, configs, analysis.leave_out_unfit, analysis.generate, analysis.metric, files=analysis.files
     )

@@ -124,6 +124,8 @@ _FILE = FileKind("a sweep file (YAML)", ConfigError, MIB)
 _GRIDS = Key("grids", None)
 _TAG = "tag:yaml.org,2002:"
 _NULL = _TAG + "null"
+_MERGE = _TAG + "merge"
+"""The tag of the key `<<`, which is an unknown one."""
 _PLAIN = tuple(_TAG + name for name in ("str", "int", "float", "bool", "timestamp"))
 _EXAMPLE = "such as 'budget: [128, 256]'"
 
@@ -193,11 +195,11 @@ class SweepFile:
 
 def read(path: Path) -> SweepFile:
     """Return the content of a sweep file. Raises ConfigError, with line and key, for an invalid file."""
-    keys = known_keys()
     root = _parse_yaml(path)
     if root is None:
         msg = f"{path}: expected a mapping of options, {_EXAMPLE}, got an empty file"
         raise ConfigError(msg)
+    keys = known_keys()
     pairs = _parse_mapping(root, Location(path, _line(root)), {**keys, _GRIDS.field: _GRIDS})
     grids = [(location, node) for key, location, node in pairs if key is _GRIDS]
     options = _parse_entries([one for one in pairs if one[0] is not _GRIDS])
@@ -224,8 +226,8 @@ def _parse_yaml(path: Path) -> Any:
 
 def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
     """Return the entries of every grid, parsed from the value of the key `grids` at a location."""
-    if node.id != "sequence" or not node.value:
-        got = "an empty list" if node.id == "sequence" else _describe(node)
+    if node.id != "sequence" or not node.value or _is_tagged(node):
+        got = "an empty list" if node.id == "sequence" and not node.value else _describe(node)
         msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
         raise location.error(msg)
     with location.locate_errors():
@@ -237,8 +239,9 @@ def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tupl
 
 def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> list[tuple[Key, Location, Any]]:
     """Return (key, location, syntax tree of the value) per item of a mapping, after checks of the keys."""
-    if node.id != "mapping":
-        msg = f"expected a mapping of options, {_EXAMPLE}, got {_describe(node)}"
+    if node.id != "mapping" or not node.value or _is_tagged(node):
+        got = "an empty mapping" if node.id == "mapping" and not node.value else _describe(node)
+        msg = f"expected a mapping of options, {_EXAMPLE}, got {got}"
         raise location.error(msg)
     pairs: dict[str, tuple[Key, Location, Any]] = {}
     for name, value in node.value:
@@ -252,7 +255,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
     """Return the key named by a syntax tree, and its location. Raises ConfigError for an unknown key."""
-    if name.id != "scalar":
+    if name.id != "scalar" or name.tag not in (*_PLAIN, _MERGE):
         msg = f"expected the name of an option as key, got {_describe(name)}"
         raise location.error(msg)
     here, spelling = Location(location.path, location.line, name.value), name.value.replace("_", "-")
@@ -270,6 +273,9 @@ def _parse_entries(pairs: list[tuple[Key, Location, Any]], in_grid: bool = False
 def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> Entry:
     """Return a key's entry from the syntax tree of its value or list. Raises ConfigError for an invalid tree."""
     nodes = node.value if node.id == "sequence" else [node]
+    if node.id == "sequence" and _is_tagged(node):
+        msg = f"expected {key.expected}, or a list of such, got {_describe(node)}"
+        raise location.error(msg)
     if not nodes:
         msg = f"expected {key.expected}, or a list of such, got an empty list"
         raise location.error(msg)
@@ -304,10 +310,16 @@ def _line(node: Any) -> int:
     return int(node.start_mark.line) + 1
 
 
+def _is_tagged(node: Any) -> bool:
+    """Return whether a mapping or list has a tag, which would make another object of it."""
+    return str(node.tag) != {"mapping": f"{_TAG}map", "sequence": f"{_TAG}seq"}.get(node.id)
+
+
 def _describe(node: Any) -> str:
     """Return a description of a syntax tree for error messages."""
     if node.id != "scalar":
-        return {"mapping": "a mapping", "sequence": "a list"}[node.id]
+        kind = {"mapping": "a mapping", "sequence": "a list"}[node.id]
+        return f"{kind} with the tag '{node.tag}'" if _is_tagged(node) else kind
     if node.tag == _NULL:
         return "nothing (null)"
     return f"'{node.value}'" if node.tag in _PLAIN else f"'{node.value}' with the tag '{node.tag}'"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
-from perturbkv.errors import UnknownNameError
+from perturbkv.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from perturbkv.analyses.result import Result
@@ -54,6 +55,16 @@ STYLE_NAMES = ("screen", "paper", "talk")
 """Styles of figures; `perturbkv.figures.style.STYLES` has them."""
 
 
+def check_backend() -> None:
+    """Raise ConfigError where the environment's MPLBACKEND names no backend of matplotlib, which is imported here."""
+    try:
+        importlib.import_module("matplotlib")
+    except ValueError:
+        backend = os.environ.get("MPLBACKEND", "")
+        msg = f"expected MPLBACKEND to name a backend of matplotlib, such as agg, got '{backend}'; unset it"
+        raise ConfigError(msg) from None
+
+
 def draw(name: str, result: Result, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
     """Return a result's figure; its module, and matplotlib with it, is imported here.
 
@@ -69,6 +80,7 @@ def draw(name: str, result: Result, width_mm: float | None = None, style: str = 
     """
     if name not in FIGURES:
         raise UnknownNameError(name, "figure of a result", FIGURES)
+    check_backend()
     place, headline = FIGURES[name]
     module, _, function = place.partition(":")
     looks = importlib.import_module(f"{__name__}.style")

@@ -1,7 +1,7 @@
 """The exceptions that users see: one line each, with what was expected, what was found and what to do.
 
 Every error that a user can cause is a `PerturbkvError`; the command line prints its message as one line and exits with
-its `exit_code`. This module imports nothing of the package.
+its `exit_code`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,31 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from perturbkv.escaping import escape_line
+
+MOST_CHARACTERS = 2000
+"""Most characters of an error's text; of a longer one the middle is left out."""
 _COMPARED = 100
 """Most characters of a name that are compared with the known names."""
 
 
 class PerturbkvError(Exception):
-    """An error that a user can cause; `exit_code` is the process's exit status."""
+    r"""An error that a user can cause; `exit_code` is the process's exit status.
+
+    Its text is one line, also where a name or a file in it is not: control characters are escaped, and of a long text
+    the middle is left out.
+
+    Example:
+        >>> print(PerturbkvError("unknown model 'a\x1b[2Jb'"))
+        unknown model 'a\x1b[2Jb'
+    """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        text = escape_line(" ".join(super().__str__().split("\n")))
+        half = MOST_CHARACTERS // 2
+        return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
 class ConfigError(PerturbkvError):

@@ -55,6 +55,8 @@ class FileKind:
             raise self.refusal(
                 path, "nothing" if isinstance(error, FileNotFoundError) else _error_reason(error)
             ) from None
+        except ValueError as error:  # a NUL, which no path holds
+            raise self.refusal(path, f"'{error}'") from None
         kind = _KINDS.get(stat.S_IFMT(status.st_mode))
         if kind and not (piped and stat.S_ISFIFO(status.st_mode) and _is_shell_pipe(path)):
             raise self.refusal(path, f"{kind}, not a regular file")
@@ -93,6 +95,17 @@ class FileKind:
     def refusal(self, path: Path, got: str) -> PerturbkvError:
         """Return, not raise, the error for a file that is not of this kind; `got` describes the file."""
         return self.error(f"expected {self.description} at {path}, got {got}{self.hint and f'; {self.hint}'}")
+
+
+def is_path(path: Path) -> bool:
+    """Return whether a file system takes the path: it holds no NUL and is not too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_shell_pipe(path: Path) -> bool:

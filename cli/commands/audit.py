@@ -19,8 +19,10 @@ from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
 from perturbkv.cli.run_time import WORTH_A_NOTE_S, duration
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
+from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.plugins import check_file, refers_to_file
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
 
@@ -101,6 +103,9 @@ def audit(
     (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1:
     differs, the first difference named, or did nothing; 2: unreadable, or not compared.
     """
+    if refers_to_file(eviction):
+        check_file(parse(eviction).name)
+    run.check_names()
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]

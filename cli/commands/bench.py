@@ -57,6 +57,9 @@ def bench(
     if context.invoked_subcommand is not None:
         _check_nothing_typed(context)
         return
+    from perturbkv.models import sources
+
+    sources.check_name(model)
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import find_targets
 
@@ -83,6 +86,9 @@ def scale(
     of them. Each value is a ratio within one run, or milliseconds; start-up is not in it, but in the JSON. A row whose
     process fails says why, and the command exits with 1 when the others are done.
     """
+    from perturbkv.models import sources
+
+    sources.check_name(model)
     from perturbkv.benchmark import many_samples
     from perturbkv.benchmark.rows import SCALE, find_targets
 

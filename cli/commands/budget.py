@@ -188,11 +188,10 @@ def _with_window(run: RunOptions) -> tuple[RunOptions, ModelFiles | None]:
     """
     if run.window is not None:
         return run, None
+    run.check_names()
     from perturbkv.cli.planned_run import encode_prompts
-    from perturbkv.datasets.dataset_registry import check_name
     from perturbkv.models.loading import open_model
 
-    check_name(run.dataset)
     files = open_model(run.model, run.seed, run.revision or "")
     prompts = encode_prompts(run, files.tokenizer, int(files.config.max_position_embeddings))
     window, reason = widest_window([Budget.parse(text) for text in run.budget or ()], prompts, run.scenario)
@@ -269,6 +268,7 @@ def _bytes(
     names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
     files = None
     if look.trace is None:  # the size of the model's heads decides how many entries a budget of bytes holds
+        wanted.check_names()
         from perturbkv.models.loading import open_model
 
         files = open_model(run.model, run.seed, run.revision or "")

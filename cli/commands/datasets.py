@@ -225,14 +225,13 @@ def _wording_rows(wording: Wording | Task) -> list[tuple[str, str]]:
 
 def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> None:
     """Print the prompts from index `first` on as the model sees them, with their first and last `tokens` tokens."""
-    from perturbkv.datasets import dataset_registry
-    from perturbkv.models.loading import open_model
-
     if tokens < 1 or first < 0:
         option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
         msg = f"{option} must be at least {least}, got {got}"
         raise ConfigError(msg)
-    dataset_registry.check_name(run.dataset)
+    run.check_names()
+    from perturbkv.models.loading import open_model
+
     tokenizer = open_model(run.model, run.seed, run.revision or "").tokenizer
     encoded = encode_prompts(run, tokenizer)
     documents = [describe_prompt(prompt, tokenizer.decode, tokens) for prompt in encoded[first:]]

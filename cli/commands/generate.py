@@ -113,11 +113,11 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
     """
+    configs = run.configs(selection or DEFAULT_SELECTIONS)
+    option_refusals.check("generate", configs, run)
     from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
-    configs = run.configs(selection or DEFAULT_SELECTIONS)
-    option_refusals.check("generate", configs, run)
     check_answer_options(configs, max_new_tokens, compress_every)
     path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)

@@ -29,6 +29,7 @@ def measure_head_scores(run: RunOptions) -> None:
     from perturbkv.scoring.head_scores import as_json
 
     output = _output_path(run)
+    run.check_names()
     samples = _SAMPLES if run.samples is None else run.samples
     with new_file(output, run.overwrite) as temporary:
         layers, scores, right = _measure(run, samples)

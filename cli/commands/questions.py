@@ -80,6 +80,7 @@ def regret(
     Per head, by isolated perturbation: against the best known set of the same size on the prompt, and against the
     proven best set on a short prefix.
     """
+    run.check_names()
     from perturbkv.api.questions import run_search
     from perturbkv.optimum.chain import with_references
     from perturbkv.pipeline.run import searching

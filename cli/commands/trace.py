@@ -23,7 +23,7 @@ from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.command_line import show_options, with_options
 from perturbkv.cli.commands.head_scores import measure_head_scores
 from perturbkv.cli.options import DEFAULT_SELECTIONS, RARE, RunOptions, SelectionOption
-from perturbkv.cli.planned_run import make_trace, plan, run_folder
+from perturbkv.cli.planned_run import check_other_run, make_trace, plan, run_folder
 from perturbkv.cli.session import print_failures
 from perturbkv.cli.sweep_file import Entries, Entry, Key, SweepFile, read
 from perturbkv.configs.choice import as_choice, parse
@@ -241,6 +241,9 @@ def trace(
         return
     selections = selection or DEFAULT_SELECTIONS
     if config is None:
+        run.check_names()
+        if run.output is not None and not run.dry_run:
+            check_other_run(run, _trace_path(run))
         configs = run.configs(selections)
         option_refusals.check("trace", configs, run)
         make_plan: Callable[[], Plan] = partial(plan, run, configs)
@@ -251,14 +254,19 @@ def trace(
     if run.dry_run:
         dry_run.show([make_plan()], run.as_json, run_folder(run, run.output), run.parsed_shard)
         return
-    target = run_folder(run, run.output)
-    path = target if target.suffix in HDF5 else target / "trace.h5"
+    path = _trace_path(run)
     OutputFolder(path.parent, wait=run.wait).claim(writer=path)
     path = make_trace(run, make_plan(), path)
     if run.as_json:
         console.print_json(trace_document(path))
     if print_trace(path, run.as_json):
         raise typer.Exit(1)
+
+
+def _trace_path(run: RunOptions) -> Path:
+    """Return the path of the run's trace: --output itself, or trace.h5 in it or in a new folder."""
+    target = run_folder(run, run.output)
+    return target if target.suffix in HDF5 else target / "trace.h5"
 
 
 def _needs_head_scores(run: RunOptions) -> bool:

@@ -14,7 +14,7 @@ from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, entry_count, parse_entries
-from perturbkv.configs.option import LARGEST, Option, check_number, complete_choice
+from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
 from perturbkv.configs.selections import (
     GIVEN,
@@ -159,6 +159,7 @@ class EvictionConfig:
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        check_whole("window (--window)", self.window)
         check_number("window (--window)", self.window)
         if self.window < (not self.is_external):
             msg = f"the window must hold at least 1 query, got {self.window}"

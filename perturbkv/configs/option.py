@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice
@@ -28,6 +29,16 @@ def check_number(what: str, value: float, most: float = LARGEST) -> None:
         raise ConfigError(msg)
     if not -most <= value <= most:
         msg = f"{what} must be at most {most:,}, got {_format_number(value)}"
+        raise ConfigError(msg)
+
+
+def check_whole(what: str, value: object) -> None:
+    """Raise ConfigError, which names `what`, for a value that is no whole number, such as 2.5 or True.
+
+    NumPy's whole numbers are accepted.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        msg = f"{what} must be a whole number, got {value!r:.80}"
         raise ConfigError(msg)
 
 

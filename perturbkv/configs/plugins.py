@@ -45,6 +45,11 @@ def refers_to_file(name: str) -> bool:
     return _FILE in name
 
 
+def check_file(name: str) -> None:
+    """Raise PluginError where the file of a name such as `my_file.py:MyScore` is not there."""
+    _KIND.check(Path(name.rpartition(":")[0]))
+
+
 def is_builtin(kind: type) -> bool:
     """Return whether a class is defined in this package."""
     return kind.__module__.startswith(PACKAGE_PREFIX)

@@ -55,6 +55,8 @@ class DatasetOptions:
     metric: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("samples", "seed"):
+            numbers.check_whole(f"{name} (--{name})", getattr(self, name))
         if self.samples < 1:
             msg = f"a run needs at least 1 sample, got {self.samples}"
             raise ConfigError(msg)

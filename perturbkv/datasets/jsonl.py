@@ -138,6 +138,27 @@ def _lines(text: str, where: str) -> Iterator[tuple[str, str]]:
             yield f"{where}, line {line}", content
 
 
+def check_first_row(name: str) -> None:
+    """Raise DatasetError for a file that is not there, and for a first row that is no JSON object with known fields.
+
+    The other rows are not read, nor is a pipe, which can be read only once.
+    """
+    path = Path(name)
+    FILE.check(path, piped=True)
+    if not path.is_file():
+        return
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            numbered = enumerate(stream, start=1)
+            line, content = next(((line, text) for line, text in numbered if text.strip()), (0, ""))
+    except (OSError, UnicodeDecodeError):
+        FILE.read_text(path)  # says in which line
+        return
+    if not line:
+        raise _no_rows(str(path))
+    _check_fields(_parse_row(content.rstrip("\n"), 0, f"{path}, line {line}"))
+
+
 def _no_rows(where: str) -> DatasetError:
     """Return, not raise, the DatasetError for a file without rows."""
     return DatasetError(f"expected at least one sample in {where}, got none")

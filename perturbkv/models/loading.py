@@ -32,7 +32,7 @@ from perturbkv.models.aliases import ALIASES, EMBEDDED
 from perturbkv.models.families import FAMILIES
 from perturbkv.models.hub import HubError
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
-from perturbkv.models.sources import READ_SUFFIXES, Source, explain_errors, resolve
+from perturbkv.models.sources import RANDOM, READ_SUFFIXES, Source, check_random, explain_errors, resolve
 from perturbkv.models.stored_weights import WeightStorage
 
 _WEIGHTS = "model.safetensors"
@@ -169,7 +169,6 @@ _DEVICES: Mapping[str, Callable[[], int]] = {
     "mps": lambda: int(torch.backends.mps.is_available()),
 }
 """Device types that can compute -> number of such devices."""
-_RANDOM = "random:"
 _CONFIG = "the configuration (config.json)"
 _log = logging.getLogger(__name__)
 
@@ -261,7 +260,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
 
     Raises ModelError or UnknownNameError, whose message says what is missing and what to do.
     """
-    if name.startswith(_RANDOM):
+    if name.startswith(RANDOM):
         if revision:
             msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
             raise ModelError(msg)
@@ -430,9 +429,7 @@ def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
 
 def _random_config(name: str) -> Any:
     """Return transformers' configuration of `random:<alias>`. Raises UnknownNameError for an unknown alias."""
-    alias = name.removeprefix(_RANDOM)
-    if alias not in ALIASES:
-        raise UnknownNameError(name, "model", [_RANDOM + known for known in ALIASES])
+    alias = check_random(name)
     return AutoConfig.for_model(ALIASES[alias].family, **ALIASES[alias].shapes)
 
 

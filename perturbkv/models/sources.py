@@ -36,6 +36,8 @@ _NO_FILES = {
     stat.S_IFSOCK: "a socket",
 }
 """Types of paths that block or never end when they are read as a file."""
+RANDOM = "random:"
+"""The beginning of the name of a model with random weights, before the alias whose shapes it has."""
 READ_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".gguf"}
 """Suffixes of the files that transformers looks for in a model's folder."""
 
@@ -97,6 +99,25 @@ def resolve(name: str, revision: str = "") -> Source:
         msg = f"a revision pins a model of the hub, and '{name}' is {kind} here; leave out --revision"
         raise ModelError(msg)
     return replace(source, revision=revision)
+
+
+def check_name(name: str, revision: str = "") -> None:
+    """Raise the errors of `resolve` for a model that no alias, hub id or path names, without a download.
+
+    A model of the hub is not asked for; `random:<alias>` is known by its alias.
+    """
+    if name.startswith(RANDOM):
+        check_random(name)
+    elif name not in ALIASES or ALIASES[name].parts is None or _as_path(name).exists():
+        resolve(name, revision)
+
+
+def check_random(name: str) -> str:
+    """Return the alias of `random:<alias>`. Raises UnknownNameError for an unknown one."""
+    alias = name.removeprefix(RANDOM)
+    if alias not in ALIASES:
+        raise UnknownNameError(name, "model", [RANDOM + known for known in ALIASES])
+    return alias
 
 
 def _resolve(name: str) -> Source:

@@ -214,8 +214,9 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises UnknownNameError for a name that is no choice, ConfigError for an empty list and for too many combinations.
     """
     series = {name: _as_tuple(value) for name, value in choices.items()}
+    _check_names(series.get("policy", ()), series.get("selection", ()))
     for name, values in series.items():
-        if name not in FIELDS and name not in known_options():
+        if name not in ORDER and name not in known_options():
             raise UnknownNameError(name, "choice", [*FIELDS, *known_options()])
         if not values:
             msg = f"expected a value for {name} or a list of them, got an empty list"
@@ -223,6 +224,22 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     check_configurations(math.prod(map(len, series.values())))
     names = sorted(series, key=_sort_key)
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(series[name] for name in names))]
+
+
+def _check_names(policies: Iterable[Any], selections: Iterable[Any]) -> None:
+    """Raise UnknownNameError for an unknown policy, score or selection, before a policy's module is imported."""
+    for policy in policies:
+        registry.check_name(as_choice(policy))
+    for text in selections:
+        parts = split_policy_and_selection(text) if isinstance(text, str) else [text]
+        chosen = as_choice(parts[-1])
+        if len(parts) > 1:
+            registry.check_name(parse(parts[0]))
+        elif ":" in chosen.name or (chosen.name not in SELECTIONS and chosen.name in registry.names()):
+            registry.check_name(chosen)
+            continue
+        if chosen.name not in SELECTIONS:
+            raise UnknownNameError(chosen.name, "selection", SELECTABLE)
 
 
 def configuration(

@@ -56,8 +56,26 @@ def test_a_mistake_is_its_line(prepared: Path, refusal: Refusal, monkeypatch: py
         ("budget: 64\n\twindow: 3", "sweep.yaml:2: expected YAML"),
         ("samples: 1\nmodel: \x01", "sweep.yaml:2: expected "),
         ("[" * 3000, "sweep.yaml:1: expected YAML"),
+        ("{}", "sweep.yaml:1: expected a mapping of options, such as 'budget: [128, 256]', got an empty mapping"),
+        ("grids: [{}]", "sweep.yaml:1: grids: expected a mapping of options"),
+        ("!!python/object:os.x {}", "sweep.yaml:1: expected a mapping of options"),
+        ("!!python/object:os.x {budget: 64}", "sweep.yaml:1: expected a mapping of options"),
+        ("budget: !!python/object:os.x [64]", "sweep.yaml:1: budget: expected tokens (128) or a fraction"),
+        ("grids: !!python/tuple [{policy: adakv}]", "sweep.yaml:1: grids: expected a list of mappings"),
+        ("!!python/name:os.x budget: 64", "sweep.yaml:1: expected the name of an option as key"),
     ],
-    ids=["a tab", "a control character", "a bottomless list"],
+    ids=[
+        "a tab",
+        "a control character",
+        "a bottomless list",
+        "an empty mapping",
+        "an empty grid",
+        "an empty object",
+        "an object",
+        "a list with a tag",
+        "a tuple",
+        "a key with a tag",
+    ],  # fmt: skip
 )
 def test_a_sweep_file_that_is_no_text_to_print(perturbkv: Run, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "sweep.yaml").write_text(text)

@@ -74,7 +74,7 @@ assert trace.to_xarray().sizes["sample"] == len(trace.to_frame()["sample"].uniqu
 assert pk.report(trace).html.startswith("<!")
 """
 NEEDS_TORCH = {
-    "trace": [], "generate": [], "audit": ["my_cache.py:evict"], "question regret": [], "question patching": [],
+    "trace": [], "generate": [], "audit": [f"{__file__}:evict"], "question regret": [], "question patching": [],
     "list policies": [], "doctor": [], "doctor selfcheck": [], "doctor bench": [], "doctor bench scale": [],
     "doctor bench report": [],
 }  # fmt: skip

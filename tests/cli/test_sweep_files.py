@@ -108,12 +108,6 @@ def test_the_grids_that_the_example_comments_on_are_grids(tmp_path: Path) -> Non
     ]
 
 
-def test_an_empty_mapping_is_the_command_without_options(tmp_path: Path) -> None:
-    sweep = resolved(tmp_path, "{}")
-    assert sweep.configs == RunOptions().configs(BOTH)
-    assert sweep.run == RunOptions()
-
-
 def test_lists_make_the_product(tmp_path: Path) -> None:
     sweep = resolved(
         tmp_path,

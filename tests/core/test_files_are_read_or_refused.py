@@ -6,12 +6,14 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from perturbkv.errors import ConfigError
+import perturbkv as pk
+from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.user_files import FileKind, parse_json
 
 KIND = FileKind("a list", ConfigError, max_bytes=2**20, hint="choose another")
@@ -32,6 +34,13 @@ def test_a_pipe_a_device_and_a_folder_are_refused_without_reading(tmp_path: Path
     refused(tmp_path / "itself", "Too many levels of symbolic links")
     refused(tmp_path / "gone", "got nothing")
     refused(tmp_path, "a folder")
+
+
+@pytest.mark.parametrize("read", [pk.read_trace, pk.read_answers])
+@pytest.mark.parametrize(("name", "got"), [("\0", "embedded null byte"), ("x" * 300, "File name too long")])
+def test_a_name_that_no_file_can_have_is_one_line(read: Callable[[str], object], name: str, got: str) -> None:
+    with pytest.raises(PerturbkvError, match=f"^expected a .* at .*, got '{got}'"):
+        read(name)
 
 
 def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

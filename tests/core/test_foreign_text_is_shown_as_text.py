@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import pickle
 
 import pytest
 from rich.console import Console
 
 from perturbkv.configs.choice import Choice, parse
 from perturbkv.display import Table, as_html, as_text, print_part
-from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.errors import MOST_CHARACTERS, ConfigError, MissingPackageError, PerturbkvError, UnknownNameError
 from perturbkv.escaping import escape_control_characters, escape_line
 
 
@@ -28,6 +29,15 @@ from perturbkv.escaping import escape_control_characters, escape_line
 )
 def test_what_would_be_obeyed_or_unseen_is_written_out(text: str, shown: str) -> None:
     assert escape_control_characters(text) == escape_line(text) == shown
+    assert str(PerturbkvError(text)) == str(UnknownNameError(text, "model", ()))[15 : 15 + len(shown)] == shown
+
+
+def test_an_error_is_one_line_of_bounded_length() -> None:
+    assert str(PerturbkvError("two\nlines")) == "two lines"
+    assert str(MissingPackageError("psutil\x1b[2J")).startswith(r"expected the package psutil\x1b[2J, got none")
+    text = str(UnknownNameError("x" * 5000, "model", ["snapkv"]))
+    assert (len(text), text[:20], text[-13:]) == (MOST_CHARACTERS + 3, "unknown model 'xxxxx", "known: snapkv")
+    assert pickle.loads(pickle.dumps(PerturbkvError("a\x1b"))).args == ("a\x1b",)
 
 
 def test_letters_of_all_scripts_stay_as_they_are() -> None:

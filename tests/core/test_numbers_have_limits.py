@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from perturbkv.configs import option as numbers
@@ -43,6 +44,24 @@ def test_what_cannot_be_counted_is_refused_wherever_it_is_given(value: Any) -> N
     for make in makers:
         with pytest.raises(ConfigError):
             make()
+
+
+@pytest.mark.parametrize("value", [2.5, 8.0, True, "8", None])
+def test_what_is_counted_is_a_whole_number(value: Any) -> None:
+    makers: list[Any] = [
+        lambda: DatasetOptions(value),
+        lambda: DatasetOptions(1, seed=value),
+        lambda: EvictionConfig(128, window=value),
+        lambda: grid(128, window=value or False),
+    ]
+    for make in makers:
+        with pytest.raises(ConfigError, match=r"(samples|seed|window) \(--\w+\) must be a whole number, got "):
+            make()
+
+
+def test_a_whole_number_of_numpy_is_one() -> None:
+    assert EvictionConfig(128, window=np.int64(8)) == EvictionConfig(128, window=8)
+    assert DatasetOptions(np.int32(3)).samples == 3
 
 
 @pytest.mark.parametrize("name", registry.names())

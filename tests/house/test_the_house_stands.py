@@ -33,7 +33,7 @@ FLOORS = (
 )
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
-    "errors", "escaping", "captions", "display", "user_files", "configs", "kept_codec", "optimum", "schema", "trace",
+    "escaping", "errors", "captions", "display", "user_files", "configs", "kept_codec", "optimum", "schema", "trace",
     "audit_trace", "storage", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""

@@ -11,10 +11,18 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
-from perturbkv.configs.choice import UNNAMED, Choice
+from perturbkv.configs.choice import UNNAMED, Choice, as_choice
 from perturbkv.configs.eviction import CHOICES, EvictionConfig
 from perturbkv.configs.option import complete_choice
-from perturbkv.configs.plugins import Catalogue, class_digest, external_code, is_builtin, load_class, refers_to_file
+from perturbkv.configs.plugins import (
+    Catalogue,
+    check_file,
+    class_digest,
+    external_code,
+    is_builtin,
+    load_class,
+    refers_to_file,
+)
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError, PluginError, UnknownNameError
 from perturbkv.scoring import score_registry as scores
@@ -84,6 +92,25 @@ def info(name: str) -> type[Policy]:
     if name not in SCORES.names() and not refers_to_file(name):
         raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
     return _score_policy(cast("Any", SCORES.load(name)), name)  # classes are hashed as such
+
+
+def check_name(choice: Choice) -> None:
+    """Raise UnknownNameError for an unknown policy or score of a choice, PluginError for a file that is not there.
+
+    No module of a policy is imported; of kvpress' presses nothing is known then.
+    """
+    name = choice.name
+    if _is_external(name):
+        return
+    if refers_to_file(name):
+        check_file(name)
+    elif name not in names():
+        raise UnknownNameError(name, "policy", names(), "see `perturbkv list policies`")
+    by = choice.options.get("by", choice.options.get(UNNAMED) if name in _POLICIES.names() else None)
+    if isinstance(by, str | Choice) and (score := as_choice(by).name) not in (scores.OWN, *SCORES.names()):
+        if not refers_to_file(score):
+            raise UnknownNameError(score, "score", SCORES.names())
+        check_file(score)
 
 
 def _is_score(name: str) -> bool:

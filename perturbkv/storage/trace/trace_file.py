@@ -45,7 +45,7 @@ from perturbkv.storage.trace.validation import (
     parse_run,
 )
 from perturbkv.trace import Trace, sample_arrays
-from perturbkv.user_files import FileKind
+from perturbkv.user_files import FileKind, is_path
 
 
 def read_sample(file: StoredFile, names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
@@ -243,7 +243,7 @@ def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
 
     Raises TraceError for a missing or damaged file, and for one that was written after `stamp` (st_mtime_ns).
     """
-    if not path.exists():
+    if is_path(path) and not path.exists():
         raise TraceError(_missing_message(path))
     _FILE.check(path)
     with open_file(path) as file:
