@@ -254,7 +254,7 @@ def test_heads_of_one_pair_says_the_same_of_both_panels_and_explains_what_is_dra
     )
     assert figure.caption.startswith("Whether two-stage perturbs less than attention is undecided: ")
     assert "Points: heads (colour: layer), better below the line; " in figure.caption
-    assert "budget 128, α 0.25, window 32, max-pooling of 7, per query head" in figure.caption
+    assert "budget 64, α 0.25, window 32, max-pooling of 7, per query head" in figure.caption
     for unseen in ("bars", "bands", "tied", "a=0.25", "▼"):
         assert unseen not in figure.caption
 
