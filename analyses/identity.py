@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
+from perturbkv.analyses.pairing import SIDE, common, common_choices, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -101,19 +101,85 @@ class RunIdentity:
             *filter(None, [self.no_eviction_note()]),
         ]
 
+    def caption_lines(self, sides: bool = True) -> list[str]:
+        """Return the sentences of a figure's caption: configurations in words, model and data, `no_eviction_note`.
+
+        Args:
+            sides: whether policies and selections that differ are named, as where nothing else names them.
+        """
+        run = [
+            f"model {self.model}{f' (weights {self.weights})' if self.weights else ''}",
+            "RANDOM WEIGHTS" if self.random_weights else "",
+            f"layers {self.measured_layers} measured" if self.measured_layers else "",
+            self.dataset,
+            self.scenario if self.scenario != "regular" else "",
+            plural(self.samples, "sample") if self.samples < 2 else "",
+            f"{self.ended} samples ended before" if self.ended else "",
+            f"{self.failed} samples failed" if self.failed else "",
+        ]
+        note = self.no_eviction_note()
+        return [
+            self._configurations_in_words(sides),
+            escape_line(", ".join(filter(None, run))),
+            *([note] if note else []),
+        ]
+
+    def provenance(self) -> str:
+        """Return the digest of what was drawn, and the version: 'trace 0123456789ab, perturbkv 0.1.0'."""
+        return f"{self.source} {self.trace or 'in memory'}, {self.made_with}"
+
+    def _configurations_in_words(self, sides: bool) -> str:
+        """Return the configurations in words: 'policy snapkv, window 32; h2o and snapkv; budgets 64 and 128'."""
+        shared = [_in_words(choice, word) for choice, word in common_choices(self.configs).items()]
+        parts = self._distinct_parts(_in_words)
+        if len(parts) > 1 and not sides:
+            parts = parts[1:]
+        names = [part for part in (list(filter(None, part)) for part in parts) if part]
+        told = [text.join_names(part) if all(" " not in name for name in part) else ", ".join(part) for part in names]
+        budgets = [_in_words("budget", f"b={config.budget}") for config in self.configs]
+        if names and names[-1] == list(dict.fromkeys(budgets)) and len(names[-1]) > 1:
+            told[-1] = "budgets " + text.join_names([name.removeprefix("budget ") for name in names[-1]])
+        return "; ".join(filter(None, (", ".join(shared), *told)))
+
     def _configurations_text(self) -> str:
         """Return the configurations in one line: shared choices, then distinct sides and settings.
 
         Sides and settings stand apart where each side has every setting: 'snapkv | h2o · b=64 | b=128'.
         """
-        distinct = distinct_choices(self.configs)
+        parts = self._distinct_parts(lambda _, word: word)
+        return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
+
+    def _distinct_parts(self, write: Callable[[str, str], str]) -> list[list[str]]:
+        """Return the distinct sides and the distinct settings, or whole names where not each side has every setting.
+
+        `write` makes text of a choice and its word in a label.
+        """
+        distinct = [
+            {choice: word if choice in SIDE else write(choice, word) for choice, word in words.items()}
+            for words in distinct_choices(self.configs)
+        ]
         sides, settings = ([_choices_text(words, of_side) for words in distinct] for of_side in (True, False))
         parts = [list(dict.fromkeys(part)) for part in (sides, settings)]
         if len(parts[0]) * len(parts[1]) != len(self.configs):
             parts = [[" ".join(words.values()) for words in distinct]]
         if sum(bool(name) for part in parts for name in part) > MOST_NAMED:
             parts = [[f"{len(self.configs)} configurations"]]
-        return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
+        return parts
+
+
+_WORDS = {"policy": "policy ", "selection": "selection ", "budget": "budget ", "alpha": "α ", "window": "window "}
+_SETS = {"query": "query head", "kv": "key-value head", "layer": "layer"}
+
+
+def _in_words(choice: str, word: str) -> str:
+    """Return a choice's word of a label in words: 'budget 128', 'max-pooling of 7', 'per query head'."""
+    value = word.partition("=")[2] or word
+    if choice == "granularity":
+        return f"per {_SETS.get(word, word)}"
+    if choice == "pool":
+        pool = word.rstrip("0123456789")
+        return "no pooling" if word == "unpooled" else f"{pool}-pooling of {word[len(pool) :]}"
+    return f"{_WORDS[choice]}{value}" if choice in _WORDS else word.replace("=", " ")
 
 
 def _choices_text(words: dict[str, str], of_side: bool) -> str:

@@ -302,9 +302,13 @@ def setting_name(config: EvictionConfig, *without: str) -> str:
 
 def common(configs: Sequence[EvictionConfig], *without: str) -> str:
     """Return the choices that all configurations share, as text; choices in `without` are left out."""
+    return " ".join(common_choices(configs, *without).values())
+
+
+def common_choices(configs: Sequence[EvictionConfig], *without: str) -> dict[str, str]:
+    """Return choice -> word for the choices that all configurations share; those in `without` left out."""
     shared = _shared_choices(configs) - set(without)
-    words = {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
-    return " ".join(words.values())
+    return {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
 
 
 def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:

@@ -48,7 +48,8 @@ FIGURES = {
     "Tokens": ("tokens", "Which tokens of a prompt are kept"),
 }
 """Class of a result, or "Class.method" for its further figures -> module that draws it, ":" and function (default:
-`draw`); and the figure's headline, a slide's title and the beginning of its caption."""
+`draw`); and the figure's headline, a slide's title, and the beginning of its caption where
+the result has no short conclusion."""
 
 
 STYLE_NAMES = ("screen", "paper", "talk")
@@ -89,5 +90,7 @@ def draw(name: str, result: Result, width_mm: float | None = None, style: str = 
         drawing = getattr(importlib.import_module(f"{__name__}.{module}"), function or "draw")
         figure: CaptionedFigure = drawing(result, looks.WIDE_MM if look.magnified else width_mm)
         figure.headline = headline
+        if "." not in name:
+            figure.conclusion = result.conclusion()
         importlib.import_module(f"{__name__}.finishing").finish(figure, width_mm)
     return figure

@@ -5,7 +5,6 @@ What a figure's module drew is measured and moved here; its numbers stay as they
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,12 +22,13 @@ from matplotlib.patches import Patch
 from matplotlib.text import Annotation, Text
 
 from perturbkv.analyses.pairing import fold
-from perturbkv.captions import CaptionedFigure
+from perturbkv.captions import CaptionedFigure, keep_together
 from perturbkv.errors import NarrowFigureError
 from perturbkv.figures import style
 
-MOST_ROW_MM = 80
-"""Most height of a figure per row of panels, unless more names than that stand at one of them."""
+MOST_ROW_MM, MOST_FIGURE_MM, _LEAST_ROW_MM = 80, 150, 22.0
+"""Most height of a figure per row of panels, and of a figure, which leaves room for its caption on a page, unless more
+names than that stand at its panels; least height to which a row is made lower for that."""
 _INCH_MM = 25.4
 _PANEL_MM, _SQUARE_MM, _MAP_MM = 36.0, 44.0, (18.0, 32.0)
 """Heights of panels: of curves, of squares, and least and most of a map."""
@@ -41,9 +41,6 @@ _NAMES_SHARE, _SAFE, _GAP_MM, _LETTER_MM = 0.36, 0.97, 1.0, 2.6
 room of a letter before a title."""
 _SLIDE, _TRIES, _LEAST_LETTERS, _HANDLE = 9 / 16, 5, 6, 4.8
 """Height of a slide over its width; rounds of folding, fewest letters of a line; width of a legend's handle, in em."""
-_NO_BREAK = "\u00a0"
-_INSEPARABLE = re.compile(r"\[[^\]]*\]|\d %|\S+ [=×≤] \S+")
-"""An interval, a per cent, or an equation, which stays on one line."""
 
 
 def finish(figure: CaptionedFigure, width_mm: float) -> None:
@@ -166,11 +163,12 @@ def _write_title(figure: CaptionedFigure) -> None:
 
 
 def _fold_title(figure: CaptionedFigure, axes: Axes, others: Sequence[Axes]) -> None:
-    """Fold a panel's title to its room, at most two lines; the caption has the rest, or all where a line is cut."""
+    """Fold a panel's title to its room, at most two lines; the caption has it whole where it has more."""
     for title in (axes.title, axes._left_title):  # type: ignore[attr-defined]
         if not title.get_text():
             continue
         whole, left = title.get_text(), axes.get_window_extent().x0
+        figure.titles[axes] = whole
         ends = [other.get_window_extent().x0 for other in others if _same_row(axes, other)]
         end = min((x for x in ends if x > left + 1), default=figure.bbox.width)
         centred = title is axes.title
@@ -179,17 +177,15 @@ def _fold_title(figure: CaptionedFigure, axes: Axes, others: Sequence[Axes]) -> 
         if sum(map(len, folded)) <= _TITLE_LINES:
             title.set_text("\n".join(line for lines in folded for line in lines))
             continue
-        shown, rest = folded[0], whole.split("\n")[1:]
+        shown = folded[0]
         for lines in folded[1:]:
             if len(shown) + len(lines) > _TITLE_LINES:
                 break
-            shown, rest = [*shown, *lines], rest[1:]
+            shown = [*shown, *lines]
         if len(shown) > _TITLE_LINES:
             shown = [*shown[: _TITLE_LINES - 1], f"{shown[_TITLE_LINES - 1]} …"]
-        cut = [_cut(title, line, _SAFE * room) for line in shown]
-        title.set_text("\n".join(cut))
-        said = rest if not cut[-1].endswith("…") else whole.split("\n")
-        figure.remarks.append((axes, ", ".join(said).replace(" /, ", " / ")))
+        title.set_text("\n".join([_cut(title, line, _SAFE * room) for line in shown]))
+        figure.remarks.append((axes, ""))
 
 
 def _cut(text: Text, line: str, room: float) -> str:
@@ -204,7 +200,7 @@ def _trim_title(figure: CaptionedFigure, axes: Axes) -> None:
     box, whole = title.get_window_extent(), title.get_text()
     if whole and box.x1 > figure.bbox.width:
         title.set_text("\n".join([_cut(title, line, figure.bbox.width - box.x0) for line in whole.split("\n")]))
-        figure.remarks.append((axes, " ".join(whole.split("\n"))))
+        figure.remarks.append((axes, ""))
 
 
 def _letter_titles(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
@@ -215,6 +211,7 @@ def _letter_titles(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
         return
     for letter, axes in zip(ascii_lowercase, dict.fromkeys(shortened), strict=False):
         axes.set_title(f"{letter}  {axes.get_title(loc='left')}", loc="left", fontsize=axes._left_title.get_fontsize())  # type: ignore[attr-defined]
+        figure.titles[axes] = f"({letter}) {figure.titles[axes]}"
 
 
 def _same_row(one: Axes, other: Axes) -> bool:
@@ -227,7 +224,7 @@ def _fold(text: Text, words: str, room: float) -> str:
     """Return words folded to a room in pixels, by the width of the text's own letters."""
     if (text.get_parse_math() and "$" in words) or not words.strip() or _width(text, words) <= room:
         return words
-    words = _INSEPARABLE.sub(lambda found: found[0].replace(" ", _NO_BREAK), words)
+    words = keep_together(words)
     letters = int(len(words) * room / _width(text, words))
     for fewer in range(_TRIES):
         folded = fold(words, max(_LEAST_LETTERS, letters - fewer))
@@ -367,6 +364,7 @@ def _set_height(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
         figure.set_figheight(share * figure.get_figwidth())
         return
     wanted = [max(_wanted_mm(axes, figure) for axes in row) for row in rows]
+    wanted = _lower_rows(wanted, rows, figure)
     got = [float(np.mean([axes.get_position(original=True).height for axes in row])) * figure.bbox.height / pixels
            for row in rows]  # fmt: skip
     grids = {id(axes.get_gridspec()): axes.get_gridspec() for axes in panels if axes.get_subplotspec() is not None}
@@ -382,6 +380,19 @@ def _set_height(figure: CaptionedFigure, panels: Sequence[Axes]) -> None:
     elif not any(_names(axes) for axes in panels):
         height = min(height, MOST_ROW_MM * len(rows))
     figure.set_figheight(height * style.scale() / _INCH_MM)
+
+
+def _lower_rows(heights: Sequence[float], rows: Sequence[Sequence[Axes]], figure: CaptionedFigure) -> list[float]:
+    """Return the rows' heights so that the figure leaves room for its caption; rows with names keep theirs."""
+    taken = sum(float(np.mean([axes.get_position(original=True).height for axes in row])) for row in rows)
+    around = (1 - taken) * figure.bbox.height / _pixels(figure)
+    free = [not any(_names(axes) for axes in row) for row in rows]
+    room = MOST_FIGURE_MM - around - sum(height for height, is_free in zip(heights, free, strict=True) if not is_free)
+    total = sum(height for height, is_free in zip(heights, free, strict=True) if is_free)
+    if style.in_use().magnified or total <= room or not total:
+        return list(heights)
+    return [max(_LEAST_ROW_MM, height * room / total) if is_free else height
+            for height, is_free in zip(heights, free, strict=True)]  # fmt: skip
 
 
 def _thin_ticks(axes: Axes, thinned: set[int]) -> None:

@@ -33,11 +33,12 @@ _MARGIN = 0.04
 
 
 def draw_scatter(
-    axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], ends: tuple[float, float], scale: float = 1.0
-) -> None:
+    axes: Axes, kind: HeadKind, flagged: NDArray[np.bool_], ends: tuple[float, float], scale: float = 1.0,
+    square: bool = True,
+) -> None:  # fmt: skip
     """Draw a point per head: ties as crosses, flagged heads ringed, heads outside the axes as triangles on their edge.
 
-    `scale` multiplies the points' areas, for small panels.
+    `scale` multiplies the points' areas, for small panels; a panel that is not `square` fills its place.
     """
     layers = np.broadcast_to(np.arange(flagged.shape[0])[:, None], flagged.shape)
     colours: dict[str, Any] = {
@@ -56,7 +57,7 @@ def draw_scatter(
     for marker, there in _edge_markers(kind, ends).items():
         axes.scatter(x[there], y[there], s=size + 10 * scale, c=layers[there], marker=marker, linewidths=0, zorder=5,
                      clip_on=False, gid="outside", **colours)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal" if square else "auto")
     style.log_axes(axes, x=True, y=True)
     axes.grid(visible=True, which="major")
 
@@ -113,19 +114,45 @@ _LETTERS, _TITLE_LINES = 40, 4
 
 
 def draw_pair(result: HeadComparison, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw one pair of configurations, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed."""
+    """Draw one pair of configurations, isolated and propagated; points coloured by layer, heads with σ ≤ 0.5 ringed.
+
+    Without notes in the picture, panels are low and as wide as there is room.
+    """
     with style.use():
+        notes = style.in_use().notes
         narrow, extra_mm = width_mm < style.WIDE_MM, _LINE_MM * _extra_lines(result)
         figure = style.figure(width_mm, (_NARROW_MM + extra_mm) * 2 if narrow else _HEIGHT_MM + extra_mm)
         axes = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
         for panel, name in zip(axes, ("isolated", "propagated"), strict=True):
             _draw_kind(panel, result, name)
-        style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow else "right",
+        style.draw_layer_bar(figure, list(axes), result.flagged.shape[0], "bottom" if narrow and notes else "right",
                         result.identity.layer)  # fmt: skip
         axes[1].legend(handles=pair_legend(result), loc="upper left", handletextpad=0.3, borderaxespad=0.2)
         shares = f"cache share {cache_shares_text(result.cache_shares)}"
-        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}")
+        beyond = [int(outside_axes(kind, axis_limits([kind])).sum()) for kind in (result.isolated, result.propagated)]
+        style.draw_foot(figure, result.identity, f"{shares} · {foot_text(result)}", [_key([result], beyond), shares],
+                        sides=False)  # fmt: skip
     return figure
+
+
+def _key(results: Sequence[HeadComparison], outside: Sequence[int]) -> str:
+    """Return the caption's sentence on points, and on rings, crosses, triangles and intervals where there are any.
+
+    `outside`: number of heads outside the axes of each panel.
+    """
+    flagged = any(result.flagged.any() for result in results)
+    tied = any(kind.tied for result in results for kind in (result.isolated, result.propagated))
+    alike = len(outside) > 1 == len(set(outside))
+    count = str(outside[0]) if alike else text.join_names([str(number) for number in outside])
+    heads = f"{count} {'head' if max(outside) == 1 else 'heads'} outside" + (" in each panel" if alike else "")
+    parts = [
+        "points: heads (colour: layer), better below the line",
+        "rings: σ ≤ 0.5, where Theorem 3 is silent" if flagged else "",
+        "crosses: tied, within 2 noise floors or the same entries kept" if tied else "",
+        f"triangles: {heads}" if any(outside) else "",
+        style.interval_legend(results[0].identity.samples),
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def foot_text(result: HeadComparison) -> str:
@@ -144,22 +171,24 @@ def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
     unit = DISTANCES[result.distance].unit
     baseline, treatment = side_names(result.baseline, result.treatment)
     ends = axis_limits([kind])
-    draw_scatter(axes, kind, result.flagged, ends)
+    draw_scatter(axes, kind, result.flagged, ends, square=style.in_use().notes)
     axes.set_xlabel(_axis_label(baseline, name, unit))
     axes.set_ylabel(_axis_label(treatment, name, unit))
     axes.set_title(_kind_title(kind, name, f"Σ {unit} over {baseline}'s"), loc="left", fontsize=style.points(7.5))
     beyond = int(outside_axes(kind, ends).sum())
-    if beyond:
-        style.draw_note(axes, f"{plural(beyond, 'head')} outside (▼)")
+    if beyond and style.in_use().notes:
+        style.draw_note(axes, f"{plural(beyond, 'head')} outside (triangle)")
 
 
 def _kind_title(kind: HeadKind, name: str, ratio_name: str) -> str:
-    """Return a panel's title: share of better heads, ratio of sums, counts, and heads beyond chance."""
+    """Return a panel's title: share of better heads, ratio of sums, and with notes counts, and heads beyond chance."""
     share = text.percent(kind.better_share, kind.better_share_interval)
     counts = f"{kind.improved} better, {kind.worsened} worse, {kind.tied} tied"
     beyond = f"beyond chance: {kind.sign_flips.above} better, {kind.sign_flips.below} worse"
     ratio = text.decimal(kind.sum_ratio, kind.sum_ratio_interval)
     lines = [f"{name}: {share} of heads better", f"{ratio_name}: {ratio}", counts, beyond]
+    if not style.in_use().notes:
+        return "\n".join(lines[:2])
     return "\n".join(fold(line, _LETTERS) for line in lines)
 
 
@@ -194,7 +223,7 @@ _MANY, _WIDE_MANY = 6, 9
 """Most pairs with large panels, in one column and in two; of more, panels are smaller, so that the figure fits its
 page."""
 
-_NOTE = "two numbers: isolated / propagated · ▼: heads outside the axes"
+_NOTE = "two numbers: isolated / propagated"
 
 
 @dataclass(frozen=True)
@@ -240,12 +269,14 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
         titles = _panel_titles(ordered, grid)
         rows = -(-len(ordered) // grid.columns)
         height = grid.panel_mm + _HEAD_PANELS_LINE_MM * max(title.count("\n") + 1 for title in titles)
-        title_text, note = _figure_title(ordered), f"{_NOTE} · {foot_text(ordered[0])}"
+        ends = axis_limits([one.propagated for one in ordered])
+        outside = [int(outside_axes(one.propagated, ends).sum()) for one in ordered]
+        triangles = " · triangles: heads outside the axes" if any(outside) else ""
+        title_text, note = _figure_title(ordered), f"{_NOTE}{triangles} · {foot_text(ordered[0])}"
         extra_mm = style.long_foot_mm(result.identity, note, width_mm) + style.long_title_mm(title_text, width_mm)
         extra_mm += _AXIS_MM if rows > 1 and len(ordered) % grid.columns else 0
         figure = style.figure(width_mm, rows * height + _AROUND_MM + extra_mm + (_BAR_MM if narrow else 0))
         axes = figure.subplots(rows, grid.columns, squeeze=False, sharex=True, sharey=True)
-        ends = axis_limits([one.propagated for one in ordered])
         for panel, one, title in zip(axes.flat, ordered, titles, strict=False):
             _draw_small_panel(panel, one, ends, grid.scale)
             panel.set_title(title, loc="left", fontsize=style.points(grid.font))
@@ -256,8 +287,9 @@ def draw_panels(result: HeadComparisons, width_mm: float = style.WIDE_MM) -> Fig
                           handletextpad=0.3, handlelength=1.2, borderaxespad=0.1, labelspacing=0.2)  # fmt: skip
         style.draw_layer_bar(figure, list(axes.flat), ordered[0].flagged.shape[0], "bottom" if narrow else "right",
                         result.identity.layer)  # fmt: skip
-        style.set_title(figure, title_text)
-        style.draw_foot(figure, result.identity, note)
+        style.set_title(figure, title_text, title_text.partition(":")[0])
+        key = f"{_NOTE}; Σ ×: sum over heads and samples over the first named's"
+        style.draw_foot(figure, result.identity, note, [key, _key(ordered, outside)])
     return figure
 
 
@@ -272,8 +304,8 @@ def _draw_small_panel(axes: Axes, result: HeadComparison, ends: tuple[float, flo
     """Draw the propagated perturbation of one pair's heads, noting how many are outside the axes."""
     draw_scatter(axes, result.propagated, result.flagged, ends, scale)
     beyond = int(outside_axes(result.propagated, ends).sum())
-    if beyond:
-        style.draw_note(axes, f"{beyond} ▼")
+    if beyond and style.in_use().notes:
+        style.draw_note(axes, f"{beyond} outside")
 
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns: int) -> None:

@@ -56,8 +56,8 @@ def _draw_maps(result: Needle, width_mm: float, outcome: str) -> Figure:
         bar = figure.colorbar(axes[0, 0].collections[0], ax=list(axes.flat), label=TITLES[outcome], location=side,
                               fraction=0.03, pad=0.02, aspect=25)  # fmt: skip
         bar.outline.set_visible(False)
-        settings = common(result.identity.configs)
-        style.set_title(figure, f"Needle in {result.haystack}, {result.scenario}: {settings}")
+        where = f"Needle in {result.haystack}, {result.scenario}"
+        style.set_title(figure, f"{where}: {common(result.identity.configs)}", where)
         shares = ", ".join(dict.fromkeys(text.decimal(method.cache_share) for method in result.methods))
         style.draw_foot(
             figure, result.identity, f"{style.interval_legend(result.identity.samples)} · cache share {shares}"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
-from perturbkv.captions import SYMBOLS, CaptionedFigure
+from perturbkv.captions import INTERVAL_MARKS, SYMBOLS, CaptionedFigure
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.escaping import escape_line
 
@@ -252,7 +252,7 @@ def interval_legend(samples: int, medians: bool = False) -> str:
         return "1 sample: no intervals"
     median = f" (medians: {100 * median_level(samples):.0f} %)" if medians and samples >= MIN_SAMPLES else ""
     kind = f"95 % intervals{median}" if samples >= MIN_SAMPLES else "ranges of single samples"
-    return f"bars, bands and brackets: {kind} over n = {samples} samples"
+    return f"{INTERVAL_MARKS}: {kind} over n = {samples} samples"
 
 
 def error_bars(value: float, interval: OptionalInterval) -> list[list[float]] | None:
@@ -287,10 +287,10 @@ def draw_layer_bar(
     bar.ax.minorticks_off()
 
 
-def set_title(figure: Figure, text: str) -> None:
-    """Set the figure's title at its upper left, broken into as many lines as needed, or begin its caption with it."""
+def set_title(figure: Figure, text: str, caption: str | None = None) -> None:
+    """Set the figure's title at its upper left, broken into as many lines as needed; in the caption `caption` or it."""
     assert isinstance(figure, CaptionedFigure)
-    figure.subtitle = text
+    figure.subtitle = text if caption is None else caption
     if not in_use().notes:
         return
     figure.suptitle(
@@ -354,18 +354,24 @@ def draw_legend_right(axes: Axes, handles: Sequence[Any], columns: int) -> None:
         typeset(legend.get_texts())
 
 
-def draw_foot(figure: Figure, identity: RunIdentity, note: str = "") -> None:
+def draw_foot(
+    figure: Figure, identity: RunIdentity, note: str = "", caption: Sequence[str] = (), sides: bool = True
+) -> None:
     """Write a note and the run's identity at the figure's foot, or into its caption; warn at the top of random weights.
 
     Args:
         figure: the figure with its panels.
         identity: of the run.
         note: n, the kind of intervals, the definition of a tie.
+        caption: sentences that the caption has in place of the note.
+        sides: whether the caption names policies and selections that differ.
     """
     if identity.random_weights:
         _warn_random_weights(figure)
     assert isinstance(figure, CaptionedFigure)
-    figure.notes = [note[:1].upper() + note[1:], *identity.lines()]
+    figure.notes = [*(caption or [note]), *identity.caption_lines(sides)]
+    figure.names = [name for config in identity.configs for name in (config.policy.name, config.selection.name)]
+    figure.provenance = identity.provenance()
     if not in_use().notes:
         return
     lines = _foot_lines(identity, note, figure.get_figwidth() * _INCH_MM)

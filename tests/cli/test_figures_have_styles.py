@@ -29,7 +29,7 @@ def test_a_papers_caption_stands_beside_its_figure_and_replaces_itself_alone(per
     names = [Path(figure).name for figure in told["figures"]]
     assert names == ["budget-cliff.pdf", "budget-cliff.caption.txt", "budget-cliff.caption.tex"]
     caption = tmp_path / "budget-cliff.caption.tex"
-    assert caption.read_text().startswith("% Caption by perturbkv\nNext token's KL over budgets.")
+    assert caption.read_text().startswith("% Caption by perturbkv: trace ")
     assert perturbkv(*CLIFF, "--style", "paper").code == 0
     caption.write_text("my own words")
     refused(perturbkv(*CLIFF, "--style", "paper"), "budget-cliff.caption", "--overwrite")

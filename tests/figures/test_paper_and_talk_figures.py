@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import perturbkv as pk
-from perturbkv.captions import CaptionedFigure, to_latex
+from perturbkv.captions import CaptionedFigure, panel_sentence, to_latex
 from perturbkv.errors import ConfigError, NarrowFigureError, UnknownNameError
 from perturbkv.figures import FIGURES, STYLE_NAMES, style
-from perturbkv.figures.finishing import MOST_ROW_MM
+from perturbkv.figures.finishing import MOST_FIGURE_MM, MOST_ROW_MM
 from tests.support.artists import words
-from tests.support.every_figure import NAMES, plot, result_of
+from tests.support.every_figure import NAMES, plain, plot, result_of
 
 MM = 25.4
 LONG = ("Audit", "BudgetCurves", "Correlation", "EqualBytes", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
@@ -95,7 +95,7 @@ def check(figure: CaptionedFigure, least: float, most: float) -> None:
     assert on_one_another(figure) == []
     written = words(figure)
     assert not any(note in written for note in FOOT), written
-    assert "perturbkv" in figure.caption
+    assert all("perturbkv" in text for text in figure.caption_texts().values())
     assert "\n" not in figure.caption and figure.caption.endswith(".")
 
 
@@ -106,7 +106,9 @@ def test_a_paper_figure_is_84_mm_wide_low_and_legible(name: str) -> None:
     assert figure.get_figheight() * MM <= MOST_ROW_MM * rows(figure)
     assert figure.get_suptitle() in ("", "random weights")
     assert all(axes.get_title(loc="left").count("\n") <= 1 for axes in figure.axes)
-    assert figure.caption.startswith(FIGURES[name][1])
+    assert figure.caption.startswith((FIGURES[name][1], " ".join(figure.conclusion.split())[:40] or FIGURES[name][1]))
+    if rows(figure) <= 3:
+        assert figure.get_figheight() * MM <= MOST_FIGURE_MM + 0.1
     check(figure, 7, 8)
 
 
@@ -202,10 +204,11 @@ def result_trace() -> pk.Trace:
 
 
 TEXTS = {
-    "95 % of b_1 & c": r"95 \% of b\_1 \& c",
-    "θ̂_relax ≤ θ": r"$\hat{\theta}_{\mathrm{relax}}$ $\le$ $\theta$",
+    "95 % of b_1 & c": r"95~\% of b\_1 \& c",
+    "θ̂_relax ≤ θ": r"$\hat{\theta}_{\mathrm{relax}}$~$\le$~$\theta$",
     "a#b{c}~d^e\\f$": r"a\#b\{c\}\textasciitilde{}d\textasciicircum{}e\textbackslash{}f\$",
     "--policy, --- why?` no!` ``a'' ,,b \"'": "-{}-policy, -{}-{}- why?{}` no!{}` `{}`a'{}' ,{},b ''{}'",
+    "9 % [−4, 14] of n = 8": r"9~\% [$-$4,~14] of n~=~8",
     "1–2 “a”": "1--2 ``a''",
     "a\x07\x1b[2Jb": r"a\textbackslash{}x07\textbackslash{}x1b[2Jb",
     "Σ L / Σ ‖o_h‖₁ → 10⁻³": r"$\Sigma$ L / $\Sigma$ $\Vert o_h\Vert_1$ $\to$ 10$^{-}$$^{3}$",
@@ -224,6 +227,67 @@ def test_every_letter_of_a_caption_is_one_that_latex_has(name: str) -> None:
     assert not re.search(r"(?<!\\)[%&#]", latex)
 
 
+def heads_of_one_pair() -> CaptionedFigure:
+    """The paper's figure of `heads` with a panel per kind."""
+    figure: CaptionedFigure = pk.compare_heads(plain(), "attention", "two-stage")[:1].plot(84, "paper")
+    figure.draw_without_rendering()
+    return figure
+
+
+def test_heads_of_one_pair_and_its_caption_fit_a_column_of_a_plain_article() -> None:
+    figure = heads_of_one_pair()
+    millimetres, column, lines = figure.get_figheight() * MM, 229.5, len(figure.caption) / 42 + 1
+    assert millimetres <= 120
+    assert len(figure.caption) <= 480
+    assert millimetres * column / 84 + 12 * lines + 20 <= 550  # points: columnwidth, baselineskip, textheight
+    panels = [axes for axes in figure.axes if not hasattr(axes, "_colorbar")]
+    assert len(panels) == 2
+    assert all(axes.get_position().width > 0.6 for axes in panels)
+    check(figure, 7, 8)
+
+
+def test_heads_of_one_pair_says_the_same_of_both_panels_and_explains_what_is_drawn() -> None:
+    figure = heads_of_one_pair()
+    titles = [axes.get_title(loc="left") for axes in figure.axes[:2]]
+    assert all(
+        re.search(r"% \[\d+, \d+\] of heads better\nΣ L1 over attention's: [\d.]+ \[", title) for title in titles
+    )
+    assert figure.caption.startswith("Whether two-stage perturbs less than attention is undecided: ")
+    assert "Points: heads (colour: layer), better below the line; " in figure.caption
+    assert "budget 64, α 0.25, window 32, max-pooling of 7, per query head" in figure.caption
+    for unseen in ("bars", "bands", "tied", "a=0.25", "▼"):
+        assert unseen not in figure.caption
+
+
+@pytest.mark.parametrize(
+    ("title", "remarks", "said"),
+    [
+        (
+            "isolated: 87 % better\nΣ over: 0.81",
+            ["1 head outside"],
+            "Isolated: 87 % better, Σ over 0.81, 1 head outside",
+        ),
+        ("drift", ["all kept: 0.1"], "Drift, all kept: 0.1"),
+        ("attention, b=64: 3", [""], "For attention, b=64: 3"),
+        ("KL", ["a · b"], "KL: a; b"),
+    ],
+)
+def test_a_panel_is_a_sentence_with_one_colon_and_a_capital(title: str, remarks: list[str], said: str) -> None:
+    assert panel_sentence(title, remarks, ("attention",)) == said
+
+
+def test_a_caption_explains_the_marks_that_are_drawn_and_says_n_once() -> None:
+    figure = CaptionedFigure()
+    axes = figure.subplots()
+    figure.notes = [style.interval_legend(8)]
+    assert figure.caption == "n = 8 samples."
+    axes.errorbar([1], [1], yerr=[1])
+    assert figure.caption == "Bars: 95 % intervals over n = 8 samples."
+    axes.fill_between([0, 1], [0, 1], [1, 2])
+    figure.conclusion = "Less (n = 8 samples)."
+    assert figure.caption == "Less (n = 8 samples). Bars and bands: 95 % intervals."
+
+
 def test_a_sentence_that_asks_or_calls_has_its_own_end() -> None:
     figure = CaptionedFigure()
     figure.headline, figure.subtitle, figure.notes = "Which head?", "All of them!", ["Means.", "n = 8"]
@@ -238,9 +302,9 @@ def test_a_caption_is_named_as_its_picture_whatever_its_format(name: str, tmp_pa
 
 def test_a_caption_stands_beside_its_picture_as_text_and_as_latex(tmp_path: Path) -> None:
     figure = laid_out("Cliffs", "paper", 84)
-    plain, latex = figure.save_caption(tmp_path / "cliff.v2.pdf")
-    assert (plain.name, latex.name) == ("cliff.v2.caption.txt", "cliff.v2.caption.tex")
-    assert plain.read_text() == f"{figure.caption}\n"
+    text, latex = figure.save_caption(tmp_path / "cliff.v2.pdf")
+    assert (text.name, latex.name) == ("cliff.v2.caption.txt", "cliff.v2.caption.tex")
+    assert text.read_text() == f"{figure.caption}\n\nTrace 0123456789ab, perturbkv.\n"
     comment, line = latex.read_text().splitlines()
-    assert comment.startswith("%")
+    assert comment == "% Caption by perturbkv: trace 0123456789ab, perturbkv"
     assert line == f"{to_latex(figure.caption)}%"

@@ -104,7 +104,7 @@ def test_heads_at_zero_are_drawn_on_the_edge_and_counted() -> None:
     values = np.full((2, 1, 3, 4), 2.0)
     values[0, 0, 1, 1] = 0
     figure = draw_pair(comparison(perturbation_isolated=values))
-    assert "1 head outside (▼)" in words(figure)
+    assert "1 head outside (triangle)" in words(figure)
     (edge,) = artist(figure, 0, "outside").get_offsets()
     assert edge[0] == figure.axes[0].get_xlim()[0]
 
