@@ -85,7 +85,7 @@ def test_a_long_error_shows_its_two_ends(perturbkv: Run) -> None:
     assert asked.code == 2
     assert len(asked.err) < 2_100
     assert asked.err.startswith("error: unknown policy 'xxx")
-    assert len(asked.json()["error"]["message"]) > 9_000
+    assert len(asked.json()["error"]["message"]) < 2_100
 
 
 @pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "a\nerror: b", "[INST] :smile:", "\udcff"])

@@ -95,3 +95,18 @@ def test_the_package_can_be_searched_for_by_the_pythons_that_are_tested() -> Non
     named = [one.rpartition(" ")[2] for one in project["classifiers"] if re.search(r"Python :: \d\.\d+", one)]
     assert named == tested
     assert "kv-cache" in project["keywords"]
+
+
+def test_the_example_workflow_runs_an_audit_that_the_command_takes() -> None:
+    workflow = read(ROOT / "examples" / "ci" / "audit.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert job["timeout-minutes"]
+    lines = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+    (audit,) = [line for line in lines if line.startswith("perturbkv audit")]
+    help_screen = (ROOT / "tests" / "cli" / "snapshots" / "audit_-h.txt").read_text()
+    options = [word for word in audit.split() if word.startswith("--")]
+    assert options == ["--quick", "--junit"]
+    assert all(option in help_screen for option in options)
+    (kept,) = [step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert kept in audit.split()
