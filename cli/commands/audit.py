@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perturbkv.auditing.audit import Settings
 
 _FILE, _STEM = "audit.json", "audit"
-_QUICK = ["block", "batch"]
+_QUICK, _QUICK_LENGTH = ["block", "batch"], ["300"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,14 @@ class AuditOptions(DataOptions):
         list[str] | None,
         Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all; block and batch with --quick"),
     ] = None
-    steps: Annotated[int, Option(metavar="N", help="Forward passes after the eviction")] = 4
+    steps: Annotated[
+        int | None, Option(metavar="N", help="Forward passes after the eviction", show_default="4; 2 with --quick")
+    ] = None
     loss: Annotated[
         bool | None,
         Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes; no with --quick"),
     ] = None
-    quick: Annotated[bool, Option("--quick", help="One prompt, two situations, no loss, for a CI")] = False
+    quick: Annotated[bool, Option("--quick", help="One short prompt, two situations, no loss, for a CI")] = False
     allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Accept changed entries: {', '.join(ALLOWED)}")] = (
         None
     )
@@ -83,8 +85,9 @@ class AuditOptions(DataOptions):
         from perturbkv.auditing.audit import Settings
 
         losses = not self.quick if self.loss is None else self.loss
+        steps = (2 if self.quick else 4) if self.steps is None else self.steps
         return Settings(
-            self.steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])), self.positions
+            steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])), self.positions
         )
 
 
@@ -140,9 +143,10 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     datasets.check_name(run.dataset)
     device = pick_device(run.device)
     files = open_model(run.model, run.seed, run.revision or "")
-    default = 1 if run.quick or isinstance(external, KeptFile) else 2
+    samples = run.samples or (1 if run.quick or isinstance(external, KeptFile) else 2)
+    length = _QUICK_LENGTH if run.quick and not run.length and run.dataset == "needle" else run.length
     prompts = encode_prompts(
-        replace(run, samples=run.samples or default), files.tokenizer, int(files.config.max_position_embeddings)
+        replace(run, samples=samples, length=length), files.tokenizer, int(files.config.max_position_embeddings)
     )
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
