@@ -48,7 +48,7 @@ GOES_ON = dict.fromkeys(("light_reading.md", "paper_figures.md", "report.md", "t
 TASK = "SLURM_ARRAY_TASK_ID=1\n"
 """What SLURM sets for a batch file, which stands in a ```bash block."""
 LANGUAGES = {"sh", "tex", "bash", "python", "console", "json", "text", "toml", "yaml", "{toctree}"}
-CODES = {"audit examples/my_cache.py:evict_wrongly": (1,), "budget": (0, 1)}
+CODES = {"audit examples/my_cache.py:evict_wrongly": (1,), "audit kept.npz": (2,), "budget": (0, 1)}
 """Command, by how it begins -> exit codes that its page tells of."""
 UNABLE = "there is nothing that eviction can lose"
 """What `budget --max-drop` says of random weights, which answer nothing; exit code 2."""
