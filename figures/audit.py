@@ -30,7 +30,7 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         _draw_distance(far, result)
         style.set_title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
         style.draw_foot(
-            figure, result.identity, "floors: of runs of the plain model that keep everything, the worst head"
+            figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
         )
     return figure
 

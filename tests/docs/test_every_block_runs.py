@@ -182,7 +182,7 @@ def test_every_block_runs(page: Path, folder: Path) -> None:
     [
         ("compare.md", "-o runs/compare", "-o runs/compare --budgget 3", "No such option: --budgget"),
         ("compare.md", "--methods adakv,", "--methods adak,", "adak"),
-        ("compare.md", "perturbkv ablation", "perturbkv restriction", "ablation --restrictions"),
+        ("compare.md", "perturbkv ablation", "perturbkv restriction", "No such command"),
         ("report.md", "runs/noise/trace.h5", "runs/nowhere/trace.h5", "runs/nowhere/trace.h5"),
         ("answers.md", "chats/generation.jsonl --divergence", "chats/generated.jsonl --divergence", "generated.jsonl"),
         ("cluster.md", "pk.load_model", "pk.open_model", "open_model"),

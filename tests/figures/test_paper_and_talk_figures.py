@@ -106,7 +106,8 @@ def test_a_paper_figure_is_84_mm_wide_low_and_legible(name: str) -> None:
     assert figure.get_figheight() * MM <= MOST_ROW_MM * rows(figure)
     assert figure.get_suptitle() in ("", "random weights")
     assert all(axes.get_title(loc="left").count("\n") <= 1 for axes in figure.axes)
-    assert figure.caption.startswith((FIGURES[name][1], " ".join(figure.conclusion.split())[:40] or FIGURES[name][1]))
+    begun = (FIGURES[name][1], " ".join(figure.conclusion.split())[:40] or FIGURES[name][1])
+    assert figure.caption.lower().startswith(tuple(text.lower() for text in begun))
     if rows(figure) <= 3:
         assert figure.get_figheight() * MM <= MOST_FIGURE_MM + 0.1
     check(figure, 7, 8)
