@@ -25,6 +25,14 @@ SITUATIONS: Mapping[str, str] = {
 """Situation -> its description, in the order in which they are tested."""
 
 
+AUTO, ORIGINAL, IN_CACHE = "auto", "original", "in-cache"
+POSITIONS: Mapping[str, str] = {
+    AUTO: "whichever of both fits the keys better",
+    ORIGINAL: "keys as they were cached, new tokens at n, n + 1, …",
+    IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
+}
+"""Convention of positions -> its meaning."""
+
 FLOORS = 6
 """Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""
 
@@ -165,7 +173,7 @@ class AuditRun:
     tokens: int
     padding: int
     forwards: tuple[int, ...]
-    positions: str = "original"
+    positions: str = ORIGINAL
     entries: CacheEntries | None = None
     decoded: DecodeDistances | None = None
     on_own_entries: DecodeDistances | None = None

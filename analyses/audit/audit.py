@@ -24,7 +24,7 @@ from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import FLOORS, SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
+from perturbkv.audit_trace import FLOORS, IN_CACHE, SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
@@ -293,7 +293,7 @@ class Audit(Result):
 
     def _positions_clause(self) -> str:
         """Return a clause that keys stand at their places in the cache; empty where they do not."""
-        moved = any(run.positions == "in-cache" for run in self.trace.runs)
+        moved = any(run.positions == IN_CACHE for run in self.trace.runs)
         return "; keys stand at their places in the cache, new tokens after them" if moved else ""
 
     def _idle_clause(self) -> str:

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
-from perturbkv.audit_trace import ALLOWED, SITUATIONS
+from perturbkv.audit_trace import ALLOWED, AUTO, SITUATIONS
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -62,7 +62,7 @@ class AuditOptions(DataOptions):
     )
     positions: Annotated[
         str, Option(metavar="NAME", help="Of keys and new tokens: original, in-cache (0, 1, …), auto")
-    ] = "auto"
+    ] = AUTO
     junit: Annotated[Path | None, Option(metavar="FILE", help="Write a JUnit report for a CI")] = None
     dtype: Annotated[str, Option(metavar="NAME", help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, …")] = "auto"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.api.inputs import check_model, collect_prompts
-from perturbkv.audit_trace import SITUATIONS
+from perturbkv.audit_trace import AUTO, SITUATIONS
 from perturbkv.auditing import audit as audits
 from perturbkv.auditing.evictions import load as load_eviction
 from perturbkv.configs.entry_counts import Budget
@@ -32,7 +32,7 @@ def audit(
     situations: Sequence[str] = tuple(SITUATIONS),
     losses: bool = True,
     allow: Sequence[str] = (),
-    positions: str = "auto",
+    positions: str = AUTO,
     resources: Resources = _DEFAULT,
     progress: bool = True,
 ) -> Audit:

@@ -11,11 +11,10 @@ import transformers
 
 import perturbkv
 from perturbkv import memory
-from perturbkv.audit_trace import ALLOWED, SITUATIONS, AuditRun, AuditTrace, PlainUse
+from perturbkv.audit_trace import ALLOWED, AUTO, IN_CACHE, POSITIONS, SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import plain_use, run_eviction
-from perturbkv.auditing.positions import AUTO, IN_CACHE, POSITIONS
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary

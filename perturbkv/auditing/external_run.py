@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import FLOORS, AuditRun, DecodeDistances, PlainUse
+from perturbkv.audit_trace import AUTO, FLOORS, IN_CACHE, ORIGINAL, AuditRun, DecodeDistances, PlainUse
 from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState
-from perturbkv.auditing.positions import AUTO, IN_CACHE, ORIGINAL, move, stands_in_cache
+from perturbkv.auditing.positions import move_to_cache_positions, uses_cache_positions
 from perturbkv.auditing.reference import (
     Distance,
     Floors,
@@ -159,8 +159,14 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: boo
     except FailedError as error:
         external.failed = str(error)
         return
-    _adopt_position_counting(external, cache)
-    _adopt_positions_in_cache(external, cache, positions)
+    try:
+        with external_code("looking at its cache raises", FailedError):  # its methods are not ours
+            _adopt_position_counting(external, cache)
+            _adopt_positions_in_cache(external, cache, positions)
+            _check_keys(cache, external)
+    except FailedError as error:
+        external.failed = str(error)
+        return
     _decode(external, eviction, cache, own_entries)
 
 
@@ -191,9 +197,9 @@ def _adopt_positions_in_cache(external: ExternalRun, cache: Cache, positions: st
     )
     if positions == ORIGINAL or not readable:
         return
-    if positions == IN_CACHE or stands_in_cache(layers, full, situation, external.adapter.frequencies):
+    if positions == IN_CACHE or uses_cache_positions(layers, full, situation, external.adapter.frequencies):
         external.situation = replace(situation, cached=layers[0][0].shape[2])
-        external.prompts = move(external.adapter, layers, external.prompts, situation)
+        external.prompts = move_to_cache_positions(external.adapter, layers, external.prompts, situation)
         external.tracker = replace(
             external.tracker, situation=external.situation, full=external.prompts.full, unmoved=full
         )
@@ -211,7 +217,6 @@ def _key_distance(cache: Cache, full: Layers) -> float:
 
 def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries: bool) -> None:
     """Run the situation's forward passes up to the first exception, which is recorded."""
-    _check_keys(cache, external)
     lengths = _layer_lengths(cache)
     for chunk, tokens in enumerate(external.situation.chunks):
         record, ids = ForwardPass(), external.situation.new_tokens(chunk)

@@ -19,29 +19,22 @@ from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
 from perturbkv.models.adapter import Adapter
 from perturbkv.theory import WORK
 
-AUTO, ORIGINAL, IN_CACHE = "auto", "original", "in-cache"
-POSITIONS = {
-    AUTO: "whichever of both fits the keys better",
-    ORIGINAL: "keys as they were cached, new tokens at n, n + 1, …",
-    IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
-}
-"""Convention of positions -> its meaning."""
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
 
 
-def stands_in_cache(cache: Layers, full: Layers, situation: Situation, frequencies: Tensor) -> bool:
+def uses_cache_positions(cache: Layers, full: Layers, situation: Situation, frequencies: Tensor) -> bool:
     """Return whether the first layer's keys are nearer to the full cache's at 0, 1, … than at their own positions."""
     original, moved = 0.0, 0.0
     for row, padding in enumerate(situation.padding):
         (kept,) = recover(cache[:1], full[:1], row, padding)
-        in_cache = _matched(cache[0], full[0], row, situation, frequencies)
+        in_cache = _match_at_zero(cache[0], full[0], row, situation, frequencies)
         original += sum(float(distance.sum()) for distance in kept.key_distance)
         moved += sum(float(distance.sum()) for distance in in_cache.key_distance)
     return moved < original
 
 
-def _matched(
+def _match_at_zero(
     own: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], row: int, situation: Situation, frequencies: Tensor
 ) -> LayerKept:
     """Return the prompt's entries that a layer's cache holds, found by keys that are rotated back to position 0.
@@ -51,7 +44,7 @@ def _matched(
     index, padding = torch.arange(own[0].shape[2], device=own[0].device), situation.padding[row]
     before = situation.prompt_positions()[row, padding:]
     at_zero = [
-        (_rotated_back(keys, positions, frequencies).unsqueeze(0), values.unsqueeze(0))
+        (_rotate_to_zero(keys, positions, frequencies).unsqueeze(0), values.unsqueeze(0))
         for keys, values, positions in (
             (own[0][row], own[1][row], index), (known[0][row, :, padding:], known[1][row, :, padding:], before)
         )
@@ -60,7 +53,7 @@ def _matched(
     return kept
 
 
-def _rotated_back(
+def _rotate_to_zero(
     keys: Float[Tensor, "kv_head entry d_head"], positions: Int[Tensor, " entry"], frequencies: Tensor
 ) -> Tensor:
     """Return the keys of all heads rotated from their positions to 0."""
@@ -68,7 +61,9 @@ def _rotated_back(
     return torch.stack([_rotate(head, positions, zero, frequencies) for head in keys])
 
 
-def move(adapter: Adapter, cache: Layers, prompts: PromptEntries, situation: Situation) -> PromptEntries:
+def move_to_cache_positions(
+    adapter: Adapter, cache: Layers, prompts: PromptEntries, situation: Situation
+) -> PromptEntries:
     """Return the entries of the prompts with the keys of the entries that a cache holds at their places in it.
 
     They are rotated in float64 by the model's own angles; one of the other readings in the type of the keys, by the
@@ -76,14 +71,14 @@ def move(adapter: Adapter, cache: Layers, prompts: PromptEntries, situation: Sit
     """
     rotations: Sequence[Rotate] = (_rotate, _rotate, _rotate_by_difference)
     full, *others = (
-        _moved_layers(layers, cache, prompts.full, situation, adapter.frequencies, rotate)
+        _move_layers(layers, cache, prompts.full, situation, adapter.frequencies, rotate)
         for layers, rotate in zip((prompts.full, *prompts.others), rotations, strict=True)
     )
     floors: EntryFloors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
     return PromptEntries(full, tuple(others), floors)
 
 
-def _moved_layers(
+def _move_layers(
     layers: Layers, cache: Layers, full: Layers, situation: Situation, frequencies: Tensor, rotate: Rotate
 ) -> Layers:
     """Return layers of entries with the keys of those that the cache holds rotated to their places in it."""
@@ -91,7 +86,7 @@ def _moved_layers(
     for (keys, values), own, known in zip(layers, cache, full, strict=True):
         keys = keys.clone()
         for row, (before, padding) in enumerate(zip(situation.prompt_positions(), situation.padding, strict=True)):
-            kept = _matched(own, known, row, situation, frequencies)
+            kept = _match_at_zero(own, known, row, situation, frequencies)
             for head, positions in enumerate(kept.positions):
                 index = (positions != NOWHERE).nonzero().squeeze(-1)
                 place = positions[index] + padding

@@ -119,7 +119,7 @@ NOWHERE = -1
 """The position of an entry without a position in the prompt."""
 STRANGE = 0.5
 """Relative distance of both key and value from the nearest entry's above which an entry has no position."""
-_OTHER = 0.1
+_OTHER = 0.01
 """Weight of the larger of the distances of key and value in the search for the nearest entry."""
 _TIE = 1e-3
 """Difference of distances below which two entries are equally near."""

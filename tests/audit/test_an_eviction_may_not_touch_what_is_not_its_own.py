@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import PluginError
@@ -167,3 +168,18 @@ def test_logits_of_another_kind_are_a_failure() -> None:
 
     evict.decode = lambda loaded, cache, token, step: [1, 2]  # type: ignore[attr-defined]
     assert "decoding token 0 gives list, expected logits (batch, new, vocab)" in audited("llama", evict).conclusion()
+
+
+def test_a_cache_whose_methods_fail_is_one_line() -> None:
+    class Failing(DynamicCache):
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            raise SystemExit(0)
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = Failing()
+        cache.layers = planted.right(loaded, input_ids, attention_mask).layers
+        return cache
+
+    result = audited("llama", evict)
+    assert result.exit_code == 2
+    assert "looking at its cache raises SystemExit: 0" in result.conclusion()

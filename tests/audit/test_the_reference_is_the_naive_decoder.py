@@ -75,7 +75,20 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
             for order in (reference._unarranged, arrange)
         )
     np.testing.assert_allclose(arranged, plain, atol=1e-12)
-    assert not torch.equal(arranged, plain)
+
+
+def test_arrangements_are_the_opposite_order_and_only_what_is_visible() -> None:
+    keys, values = torch.randn(2, 1, 2, 5, 4)
+    visible = torch.tensor([[True, False, True, False, True], [False, False, True, False, True]])
+    mask = visible.repeat_interleave(2, dim=0)[None, :, None]
+    for own, reversed_ in zip((keys, values, mask), reference._reverse(keys, values, mask), strict=True):
+        assert torch.equal(own.flip(-1 if own is mask else 2), reversed_)
+    gathered, gathered_values, shown = reference._gather(keys, values, mask)
+    assert torch.equal(gathered[0, 0], keys[0, 0, [0, 2, 4]])
+    assert torch.equal(gathered_values[0, 1, :2], values[0, 1, [2, 4]])
+    assert shown is not None
+    assert shown[0, :, 0].tolist() == [[True] * 3] * 2 + [[True, True, False]] * 2
+    assert reference._gather(keys, values, torch.ones(1, 4, 1, 5, dtype=torch.bool))[2] is None
 
 
 def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -> None:

@@ -219,3 +219,12 @@ def test_what_cannot_be_read_is_said_in_one_line() -> None:
         with pytest.raises(UnreadableCacheError, match=reason) as caught:
             recover(cache, full, row)  # type: ignore[arg-type]
         assert str(caught.value).startswith("unreadable cache: ") and "\n" not in str(caught.value)
+
+
+def test_an_equal_value_outweighs_a_nearer_key() -> None:
+    """A key that was rotated lies nearer to another entry's, whose value is nearly the same."""
+    keys, values = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    values[0, 0, 1] = 1.02 * values[0, 0, 2]
+    moved = 0.5 * keys[:, :, 2:3] + 0.5 * keys[:, :, 1:2] - 0.3 * (keys[:, :, 2:3] - keys[:, :, 1:2])
+    (found,) = external_cache.recover([(moved, values[:, :, 2:3])], [(keys, values)])
+    assert found.positions[0].tolist() == [2]
