@@ -7,6 +7,7 @@ is measured.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -92,7 +93,15 @@ def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str
         return output
     names = datasets or [options.dataset]
     dataset = "-".join(map(slug, names)) if len(names) <= _MOST_NAMED_DATASETS else f"{len(names)}-datasets"
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{slug(options.model)}-{slug(dataset)}"
+    return default_output(f"{slug(options.model)}-{slug(dataset)}")
+
+
+def default_output(name: str, ending: str = "") -> Path:
+    """Return runs/<time>-<name><ending>; a number follows the name where a run of the same second has that path."""
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    paths = (Path("runs") / f"{name}{number}{ending}" for number in numbers)
+    return next(path for path in paths if not path.exists())
 
 
 def slug(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from perturbkv.analyses.pairing import plural
 from perturbkv.cli import console
 from perturbkv.cli.command_line import typed_options
 from perturbkv.cli.options import JsonOption
+from perturbkv.cli.planned_run import default_output
 from perturbkv.cli.saving import new_file
 from perturbkv.configs import option as numbers
 from perturbkv.errors import ConfigError
@@ -171,7 +171,7 @@ def _check_effects(context: typer.Context, names: set[str]) -> None:
 
 def _output_path(output: Path | None, name: str) -> Path:
     """Return --output, or by default runs/<time>-<name>.json."""
-    return output or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.json"
+    return output or default_output(name, ".json")
 
 
 def _run(suite: Any, settings: Any, targets: Sequence[Target], path: Path, overwrite: bool, as_json: bool) -> None:

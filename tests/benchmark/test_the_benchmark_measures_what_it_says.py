@@ -152,7 +152,7 @@ def test_memory_beside_inputs_is_told_apart() -> None:
 @pytest.mark.slow
 def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> None:
     """At 1,100 tokens and b = 128 the peak goes down by at least 80 % of the cache bytes that are saved."""
-    layers, kv_heads, d_head = 16, 4, 64
+    layers, kv_heads, d_head = 32, 4, 64
     model = model_folder(tmp_path / "deep", layers=layers, kv_heads=kv_heads, d_head=d_head, positions=2048)
     asked = {"model": str(model), "tokens": 1100, "exact_peak": True, "generated": 4, **CPU}
     full, evicted = (in_process("generating", evicted=evicted, **asked) for evicted in (False, True))

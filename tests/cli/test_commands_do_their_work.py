@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from perturbkv.benchmark import suite
-from perturbkv.cli import console
+from perturbkv.cli import console, planned_run
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.sample.one_sample import trace as run_trace
 from perturbkv.storage.trace.trace_file import read_trace
@@ -79,6 +80,22 @@ def test_the_default_folder_names_time_model_and_dataset(perturbkv: Run, tiny: l
     assert perturbkv("heads", *tiny).code == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-tiny-prompts")
+
+
+def test_runs_of_one_second_have_folders_of_their_own(
+    perturbkv: Run, tiny: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> Stopped:
+            return cls(2026, 1, 1)
+
+    monkeypatch.setattr(planned_run, "datetime", Stopped)
+    for _ in range(3):
+        ran = perturbkv("heads", *tiny)
+        assert ran.code == 0, ran.err
+    first = "20260101-000000-tiny-prompts"
+    assert {folder.name for folder in (tmp_path / "runs").iterdir()} == {first, f"{first}-2", f"{first}-3"}
 
 
 def test_dry_run_tells_and_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
