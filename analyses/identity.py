@@ -223,7 +223,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     """Return the byte share of each configuration; empty if unknown, or if all only evict."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not known or not trace.ok.any() or all(config.only_evicts for config in configs):
+    if not known or not trace.ok.any() or not any(config.quantised or config.corrected for config in configs):
         return ()
     shares = Measurements(trace, "identity").byte_shares
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.trace import Trace
 
@@ -90,7 +89,7 @@ Mask = NDArray[np.bool_]
 def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample, layer, head) True where the head's kept sets, and so its isolated perturbation, are equal.
 
-    False where the two configurations differ in precision or in their correction for evicted entries. False for page
+    False where the two configurations differ in precision, in positions or in their correction. False for page
     selection and sparse prefill, too: a trace holds only the pages of the full run's first step, and only the lines of
     the prompt's last query.
     """
@@ -99,14 +98,14 @@ def equal_isolated(trace: Trace, first: int, second: int) -> Mask:
 
 def equal_propagated(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample, layer, head) True where the head's sets and all sets of earlier layers are equal."""
-    same = _equal_in_decoding(trace, first, second)
+    same = equal_isolated(trace, first, second)
     before = np.ones((len(same), 1), dtype=bool)
     return np.asarray(same & np.concatenate([before, _up_to_layer(same)[:, :-1]], axis=1)[:, :, None])
 
 
 def equal_layers(trace: Trace, first: int, second: int) -> Mask:
     """Return (sample, layer) True where all sets up to the layer, and so the residual stream after it, are equal."""
-    return _up_to_layer(_equal_in_decoding(trace, first, second))
+    return _up_to_layer(equal_isolated(trace, first, second))
 
 
 def equal_whole(trace: Trace, first: int, second: int) -> Mask:
@@ -114,26 +113,13 @@ def equal_whole(trace: Trace, first: int, second: int) -> Mask:
     return np.asarray(equal_layers(trace, first, second)[:, -1])
 
 
-def _equal_in_decoding(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample, layer, head) True where kept sets are equal, and their keys' positions in decoding, too."""
-    same, configs = equal_isolated(trace, first, second), trace.run.configs
-    evicted = trace.arrays["evicted"][trace.ok][:, first] != 0  # a cache that keeps everything has no other positions
-    if _key_positions(configs[first]) == _key_positions(configs[second]):
-        return same
-    return np.asarray(same & ~evicted[:, None, None])
-
-
 def _equal_storage(trace: Trace, first: int, second: int) -> Mask:
-    """Return (sample,) True where equal kept sets mean equal caches: same precision and, if evicted, correction."""
+    """Return (sample,) True where equal kept sets mean equal caches: same precision and, if evicted, the rest."""
     one, other = trace.run.configs[first], trace.run.configs[second]
     complete = trace.arrays["evicted"][trace.ok][:, first] == 0
     always = one.evicts and other.evicts and one.correction == other.correction
-    return np.asarray((complete | always) & (one.precision == other.precision))
-
-
-def _key_positions(config: EvictionConfig) -> str:
-    """Return a policy's option `positions`, the positions of kept keys in decoding; default `kept`."""
-    return str(config.policy.options.get("positions", "kept"))
+    placed = complete | (one.in_cache == other.in_cache)  # a cache that keeps everything has no other positions
+    return np.asarray((complete | always) & placed & (one.precision == other.precision))
 
 
 def _up_to_layer(same: Mask) -> Mask:

@@ -53,6 +53,15 @@ _LOST = ("config", "layer", "head", "lost_entry")
 
 VARIABLES: dict[str, Variable] = {
     "perturbation_isolated": Variable(_HEADS, "L1", "isolated perturbation L_h of the head's output"),
+    "perturbation_eviction": Variable(
+        _HEADS,
+        "L1",
+        "isolated perturbation by eviction alone, nothing moved, rounded or corrected",
+        optional=True,
+    ),
+    "perturbation_change": Variable(
+        _HEADS, "L1", "isolated distance that moving, rounding or correcting adds to it", optional=True
+    ),
     "perturbation_propagated": Variable(_HEADS, "L1", "propagated perturbation of the head's output"),
     "perturbation_isolated_l2": Variable(_HEADS, "L2", "isolated perturbation in L2", optional=True),
     "perturbation_isolated_cosine": Variable(

@@ -62,7 +62,7 @@ class BoundTightness(Result):
         selection: the one whose bounds are shown.
         run: the run's choices.
         identity: of the run, with the configurations shown.
-        left_out: quantised or corrected configurations, to which the theorems do not apply.
+        left_out: configurations that also quantise, correct or move keys, to which the theorems do not apply.
     """
 
     SECTION: ClassVar[str] = "bound-tightness"

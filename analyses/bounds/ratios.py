@@ -68,16 +68,16 @@ class Bounds:
 
 
 def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
-    """Return the trace of the configurations that the theorems apply to, and the quantised or corrected ones left out.
+    """Return the trace of the configurations that the theorems apply to, and those left out.
 
-    Those are quantised or corrected. Raises TraceError where no configuration is left.
+    Left out is what quantises, corrects or moves keys. Raises TraceError where no configuration is left.
     """
     left_out = tuple(config for config in trace.run.configs if not config.only_evicts)
     if not left_out:
         return trace, ()
     if len(left_out) == len(trace.run.configs):
         msg = (
-            "expected an uncorrected configuration in full precision, as bounds speak of eviction alone, got "
+            "expected a configuration that only evicts, as bounds speak of eviction alone, got "
             f"{', '.join(config.label() for config in left_out)}"
         )
         raise TraceError(msg)
@@ -88,7 +88,7 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
 def left_out_note(left_out: Sequence[EvictionConfig]) -> list[str]:
     """Return the note on left-out configurations, as a list; empty for none."""
     labels = ", ".join(config.label() for config in left_out)
-    why = "bounds speak of eviction alone, not of few bits or corrected outputs"
+    why = "bounds speak of eviction alone, not of few bits, moved keys or corrected outputs"
     return [f"Left out, as {why}: {labels}."] if left_out else []
 
 

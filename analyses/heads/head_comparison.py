@@ -16,7 +16,7 @@ from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
-from perturbkv.analyses.text import Case
+from perturbkv.analyses.text import Case, decimal
 from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
@@ -177,6 +177,45 @@ def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
     """Return the ratio of mean noise floor to mean ‖o_h‖, of the median head and of the largest ratio."""
     middle, largest = quantiles(ratio(floor.mean(axis=0), norm.mean(axis=0)), (0.5, 1.0))
     return float(middle), float(largest)
+
+
+@record
+class ChangedLoss(Record):
+    """What eviction alone costs a configuration, and what moving, quantising or correcting costs beside it.
+
+    Of isolated perturbations in L1, summed over heads and samples. Both parts may exceed the whole together.
+    """
+
+    SECTION: ClassVar[str] = "changed loss"
+
+    config: EvictionConfig = column("a configuration that also moves keys, quantises or corrects")
+    whole_ratio: float = column("the whole loss over that of eviction alone", heading="#whole over\neviction's")
+    whole_ratio_interval: OptionalInterval = interval()
+    change_ratio: float = column(
+        "distance between evicted and changed outputs, over the loss of eviction alone",
+        heading="#change over\neviction's",
+    )
+    change_ratio_interval: OptionalInterval = interval()
+
+    def note(self, name: str) -> str:
+        """Return both ratios as a sentence about the configuration `name`."""
+        whole = decimal(self.whole_ratio, self.whole_ratio_interval)
+        change = decimal(self.change_ratio, self.change_ratio_interval)
+        return f"{name}, isolated: {whole} times the loss of eviction alone; what comes beside it moves {change} times."
+
+
+def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) -> tuple[ChangedLoss, ...]:
+    """Return the parts of the loss of each configuration that does more than evict; empty in a trace without such."""
+    if "perturbation_change" not in measured:
+        return ()
+    losses = []
+    for config in (config for config in configs if not config.only_evicts):
+        index = measured.index(config)
+        whole, eviction, change = (
+            measured[f"perturbation_{name}"][:, index] for name in ("isolated", "eviction", "change")
+        )
+        losses.append(ChangedLoss(config, *sum_ratio(eviction, whole), *sum_ratio(eviction, change)))
+    return tuple(losses)
 
 
 @record

@@ -9,7 +9,15 @@ from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
-from perturbkv.analyses.heads.head_comparison import ANALYSIS, HEADS, HeadComparison, HeadKind, compare_pair
+from perturbkv.analyses.heads.head_comparison import (
+    ANALYSIS,
+    HEADS,
+    ChangedLoss,
+    HeadComparison,
+    HeadKind,
+    changed_losses,
+    compare_pair,
+)
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
@@ -51,6 +59,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
     identity: RunIdentity
+    changed: tuple[ChangedLoss, ...] = column("one per configuration that does more than evict", default=())
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -68,7 +77,8 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
             return self.members[index]
         members = self.members[index]
         shown = configs_of(pairs_of(members))
-        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)))
+        changed = tuple(one for one in self.changed if one.config in shown)
+        return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed)
 
     def conclusion(self) -> str:
         """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
@@ -93,8 +103,10 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         ]
 
     def caveats(self) -> Sequence[str]:
-        """Return notes on differing isolated perturbation, tests without power, and heads with σ ≤ 0.5."""
+        """Return notes on parts of a loss, differing isolated perturbation, weak tests, and heads with σ ≤ 0.5."""
+        names = short_names([one.config for one in self.changed]) if self.changed else []
         return [
+            *(one.note(name or one.config.label()) for one, name in zip(self.changed, names, strict=True)),
             *self._disagreement_note(),
             *self.members[0].propagated.sign_flips.power_caveat(),
             *self._flagged_note(),
@@ -197,7 +209,8 @@ def compare_heads(
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)
     members = tuple(compare_pair(measured, identity(trace, pair, step), distance) for pair in chosen)
-    return HeadComparisons(members, identity(trace, configs_of(chosen), step))
+    configs = configs_of(chosen)
+    return HeadComparisons(members, identity(trace, configs, step), changed_losses(measured, configs))
 
 
 def _rows(pair: HeadComparison, kind: HeadKind) -> list[dict[str, Any]]:

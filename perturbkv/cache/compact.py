@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
@@ -217,25 +217,15 @@ class CompactCache(Cache):  # type: ignore[misc]
 
     Args:
         layers: the model's layers; those with a sliding window are not evicted.
-        position_offsets: per row, how far the next position is before the prompt's end; empty: 0 in every row.
     """
 
-    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer], position_offsets: Sequence[int] = ()) -> None:
+    def __init__(self, layers: Sequence[CompactLayer | SlidingLayer]) -> None:
         super().__init__(layers=list(layers))
-        self.position_offsets: list[int] = list(position_offsets)
 
     @property
     def evicted(self) -> list[CompactLayer]:
         """Layers without a sliding window, in order."""
         return [layer for layer in self.layers if not layer.is_sliding]
-
-    def positions(self, tokens: int, device: torch.device) -> Int[Tensor, "row token"] | None:
-        """Return the positions of the next `tokens` tokens; None if they follow the prompt's end in all rows."""
-        if not any(self.position_offsets):
-            return None
-        seen: int = self.get_seq_length()
-        first = seen - to_device(self.position_offsets, device)
-        return first.unsqueeze(-1) + torch.arange(tokens, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -258,14 +248,13 @@ class CompactCache(Cache):  # type: ignore[misc]
             return
         for layer in self.layers:
             layer.keep_rows(rows)
-        self.position_offsets = [self.position_offsets[row] for row in rows] if self.position_offsets else []
 
     def fork(self) -> CompactCache:
         """Return a second cache with the same kept entries, not copied; valid only before any decoding.
 
         Later decoding or compression in one of them does not change the other.
         """
-        return CompactCache([layer.fork() for layer in self.layers], self.position_offsets)
+        return CompactCache([layer.fork() for layer in self.layers])
 
     def attach(self, attached: bool) -> None:
         """Allow or forbid appending tokens, which only `capture.decode_from` allows."""

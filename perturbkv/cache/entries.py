@@ -1,14 +1,16 @@
 """Kept entries of one layer: views into the full cache, gathered from kept sets, with optional positions in the cache.
 
-Positions inside an evicted cache (StreamingLLM, section 3.2) rotate kept keys as if they were at 0 … b − 1. Rotations
-compose: a key that was cached as R(p) k becomes R(j) k by R(j − p), whatever factor it carries in addition (YaRN's).
-Nothing here synchronises with the device.
+Positions inside an evicted cache (StreamingLLM, section 3.2) count a head's kept keys 0 … b − 1, and the next token b.
+Rotary attention depends on distances alone, so that keys at n − b … n − 1 before a token at n are the same cache: here
+keys move up to the prompt's end, and queries stay where they are, in every layer and head, however many each keeps.
+Rotations compose: a key that was cached as R(p) k becomes R(j) k by R(j − p), whatever factor it carries in addition
+(YaRN's). Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -16,11 +18,11 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from perturbkv.configs.layer_types import FULL, is_mixed
+from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.layer_types import FULL
 from perturbkv.devices import to_device
 from perturbkv.errors import ModelError
 from perturbkv.selection.page_selection import AnyGroup
-from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
 
 Reader = Callable[[Float[Tensor, "head query d_head"]], Bool[Tensor, "head query key"]]
@@ -195,17 +197,11 @@ COMPOSING_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary frequencies (transformers' `rope_type`) that are independent of the text's length."""
 
 
-def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
+def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: str) -> None:
     """Raise ModelError for a configuration with positions in the cache, if the model does not support them."""
     if not any(config.in_cache for config in configs):
         return
     rotations = model_config.rope_parameters
-    if is_mixed(model_config) and FULL not in rotations:
-        msg = (
-            f"positions=in-cache expects rotations of the evicted layers' own, got those of model '{name}', which its "
-            "sliding layers share; use positions=kept"
-        )
-        raise ModelError(msg)
     if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING_ROPE_TYPES:
         msg = (
             f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING_ROPE_TYPES)}, got "
@@ -214,36 +210,22 @@ def check_positions(configs: Iterable[ResolvedConfig], model_config: Any, name: 
         raise ModelError(msg)
 
 
-def position_offsets(configs: Iterable[ResolvedConfig], n: int) -> list[int]:
-    """Return each configuration's number of evicted entries if it uses positions in the cache, else 0."""
-    return [n - config.kept_entries(n) if config.in_cache else 0 for config in configs]
-
-
-def rotate_to_cache_positions(
-    kept: KeptBatch, configs: Sequence[ResolvedConfig], frequencies: Float[Tensor, " frequency"]
-) -> KeptBatch:
-    """Return the batch with keys rotated to positions 0, 1, … for configurations with positions in the cache.
-
-    `frequencies` are the model's own, in radians per position. `KeptBatch.position` is unchanged.
-    """
-    positions = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
-    moved = {
-        index: move_positions(kept.entries[index], position, frequencies)
-        for index, position in zip(kept.order, positions, strict=True)
-        if configs[index].in_cache
-    }
-    return replace(kept, entries=kept.entries | moved)
-
-
-def move_positions(
-    entries: KeptEntries, position: Int[Tensor, " kept"], frequencies: Float[Tensor, " frequency"]
+def close_gaps(
+    entries: KeptEntries, position: Int[Tensor, " kept"], ends: Sequence[int], frequencies: Float[Tensor, " frequency"]
 ) -> KeptEntries:
-    """Return copies of the entries with keys rotated from `position` to 0, 1, …; kept sets are equally long."""
-    new = torch.arange(entries.lengths[0], device=position.device).repeat(len(entries.lengths))
-    angle = _angles(new, frequencies) - _angles(position, frequencies)
+    """Return copies of the entries with keys rotated from `position` to the positions right before each set's end."""
+    new = positions_before(ends, entries.lengths, position.device)
+    keys = rotate_keys(entries.keys[entries.index], _angles(new, frequencies) - _angles(position, frequencies))
     index = torch.arange(len(position), device=position.device)
-    keys = rotate_keys(entries.keys[entries.index], angle)
     return KeptEntries(keys, entries.values[entries.index], index, entries.lengths)
+
+
+def positions_before(ends: Sequence[int], lengths: Sequence[int], device: torch.device) -> Int[Tensor, " kept"]:
+    """Return the positions of each set's last `lengths` entries before its end, one set after the other."""
+    starts = accumulate(lengths[:-1], initial=0)
+    shift = [end - length - start for end, length, start in zip(ends, lengths, starts, strict=True)]
+    of_entry = to_device(shift, device).repeat_interleave(to_device(list(lengths), device), output_size=sum(lengths))
+    return torch.arange(sum(lengths), device=device) + of_entry
 
 
 def _angles(position: Int[Tensor, " kept"], frequencies: Tensor) -> Float[Tensor, "kept frequency"]:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.cache.entries import KeptBatch, KeptEntries
+from perturbkv.cache.entries import KeptBatch, KeptEntries, close_gaps, positions_before
 from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import correction_bits, stored_bits
@@ -81,12 +81,28 @@ def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.
     return torch.cat(indices).to(device, non_blocking=True)
 
 
-def quantise_kept(kept: KeptBatch, configs: Sequence[EvictionConfig]) -> KeptBatch:
-    """Return the batch after quantising the entries of quantised configurations."""
-    quantised = {
-        index: quantise_entries(kept.entries[index], configs[index]) for index in kept.order if configs[index].quantised
-    }
-    return replace(kept, entries=kept.entries | quantised)
+def store_kept(
+    kept: KeptBatch, configs: Sequence[EvictionConfig], prompt_tokens: int, frequencies: Float[Tensor, " frequency"]
+) -> KeptBatch:
+    """Return the batch as its caches store it: rounded to few bits, and keys moved up to the prompt's end.
+
+    Those of configurations with positions in the cache move; an engine rounds such keys at 0 … b − 1, so that they are
+    rounded there before they move on. `frequencies` are the model's own, in radians per position. `KeptBatch.position`
+    is unchanged.
+    """
+    stored = {}
+    positions = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
+    for index, position in zip(kept.order, positions, strict=True):
+        config, entries = configs[index], kept.entries[index]
+        if config.quantised and config.in_cache:
+            entries = close_gaps(entries, position, entries.lengths, frequencies)
+            position = positions_before(entries.lengths, entries.lengths, position.device)  # noqa: PLW2901
+        if config.quantised:
+            entries = quantise_entries(entries, config)
+        if config.in_cache:
+            entries = close_gaps(entries, position, [prompt_tokens] * len(entries.lengths), frequencies)
+        stored[index] = entries
+    return replace(kept, entries=kept.entries | stored)
 
 
 def layer_bits(

@@ -233,9 +233,19 @@ class EvictionConfig:
         return not self.reads_pages and not self.has_sparse_prefill
 
     @property
+    def positions(self) -> str:
+        """Where decoding sees a head's b kept keys: `kept`, as in the prompt, or `in-cache`, at 0 … b − 1."""
+        return str(self.policy.options.get("positions", "kept"))
+
+    @property
+    def in_cache(self) -> bool:
+        """True if decoding sees kept keys at other positions than in the prompt."""
+        return self.positions == "in-cache"
+
+    @property
     def only_evicts(self) -> bool:
         """True if eviction alone changes the outputs, so that the theorems apply."""
-        return not self.quantised and not self.corrected
+        return not self.quantised and not self.corrected and not self.in_cache
 
     def protected_counts(self, kept: int) -> tuple[int, int]:
         """Return the numbers of first and of most recent always-kept entries, the window included.

@@ -164,16 +164,11 @@ def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
     for what, first, second in (
         ("granularity", baseline.granularity.name, treatment.granularity.name),
         ("precision", str(baseline.precision), str(treatment.precision)),
-        ("position of kept keys", _key_positions(baseline), _key_positions(treatment)),
+        ("position of kept keys", baseline.positions, treatment.positions),
     ):
         if first != second:
             msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {first} and {second}"
             raise ConfigError(msg)
-
-
-def _key_positions(config: EvictionConfig) -> str:
-    """Return where a configuration's policy rotates kept keys to: positions in the prompt or in the cache, as text."""
-    return str(config.policy.options.get("positions", "kept"))
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,6 @@ class ResolvedConfig(EvictionConfig):
         object.__setattr__(self, "selector", _SELECTORS[self.selection.name])
 
     @property
-    def in_cache(self) -> bool:
-        """True if decoding sees the kept keys at positions 0 … b − 1."""
-        return self.system.in_cache
-
-    @property
     def has_own_stages(self) -> bool:
         """True if a stage 1 of the policy itself precedes the selection's ranking."""
         return self.selection.name == "attention" and self.system.first_stage is not None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import perturbkv as pk
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, compare_kind, summarise
 from perturbkv.analyses.measurements import Measurements
@@ -158,6 +159,25 @@ def test_equal_sets_at_other_positions_are_no_propagated_tie(moved: int) -> None
     assert equal_whole(made, 0, 1).tolist() == [False, True, False]
     alike = trace(*samples, configs=(kept, dataclasses.replace(kept, policy=parse("streaming-llm(sinks=2)"))))
     assert equal_propagated(alike, 0, 1).all()
+
+
+def test_eviction_and_moving_are_told_apart() -> None:
+    """Of sums over samples: (2 + 4) of (1 + 2) is 2, (0.5 + 1) of it 0.5."""
+    kept = EvictionConfig(14, "snapkv", "attention", 5)
+    inside = dataclasses.replace(kept, policy=parse("snapkv(positions=in-cache)"))
+    arrays = {
+        "perturbation_isolated": [[[[1.0]], [[2.0]]], [[[2.0]], [[4.0]]]],
+        "perturbation_eviction": [[[[1.0]], [[1.0]]], [[[2.0]], [[2.0]]]],
+        "perturbation_change": [[[[0.0]], [[0.5]]], [[[0.0]], [[1.0]]]],
+    }
+    found = pk.compare_heads(
+        hand_measured([kept, inside], arrays), "snapkv:attention", "snapkv(positions=in-cache):attention"
+    )
+    (apart,) = found.changed
+    assert (apart.config, apart.whole_ratio, apart.change_ratio) == (inside, 2.0, 0.5)
+    assert any("2.00" in note and "0.50" in note and "eviction alone" in note for note in found.caveats())
+    alone = hand_measured([kept, inside], {"perturbation_isolated": arrays["perturbation_isolated"]})
+    assert head_comparison.changed_losses(Measurements(alone, "heads"), [kept, inside]) == ()
 
 
 def test_fewer_than_five_samples_show_their_range_and_one_shows_nothing() -> None:

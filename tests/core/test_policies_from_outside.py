@@ -130,7 +130,7 @@ def test_where_kvpress_cannot_run_one_line_says_what_is_missing(
 def test_a_trace_that_holds_a_press_is_not_measured_without_kvpress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", say_versions("5.2.0", None))
     presses.library.cache_clear()
-    assert registry.build(STORED.policy).in_cache is False, "a trace is read"
+    assert registry.build(STORED.policy).budgets == "by head", "a trace is read"
     with pytest.raises(ConfigError, match="kvpress is not installed"):
         registry.normalise(EvictionConfig(24, parse("kvpress:SnapKVPress"), "given", 0, "kv"))
 

@@ -13,7 +13,7 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.trace import SampleTrace
 from tests.oracle import correction, pages, quantisation, selection, theory
-from tests.oracle.decoder import Step
+from tests.oracle.decoder import Decoder, Step
 from tests.oracle.sample import QUESTION, Reference, attention_of
 from tests.support.configs import flat
 from tests.support.models import HEADS, exact_adapter, token_ids
@@ -102,18 +102,30 @@ def alpha_of(reference: Reference, config: EvictionConfig, layer: int, head: int
     return float(selection.alpha(flat(config), next(one for one in members if head in one), layer))
 
 
-def quantised_output(
+def stored_output(
     reference: Reference, layer: int, head: int, config: EvictionConfig, held: dict[str, Any], kept: list[bool]
 ) -> np.ndarray:
-    """Σ A' V of one head, from the softmax over what is kept, as it is stored."""
+    """Σ A' V of one head, from the softmax over what is kept, as it is stored; a moved key as far as it moved."""
+    few, inside = reference.stored(layer, config, config.in_cache)[head], config.in_cache
     own = head // (reference.decoder.heads // reference.decoder.kv_heads)
-    few = reference.stored(layer, config)[head]
     seen = [i for i in range(len(held["key"][own])) if kept[i]]
     keys = [few[i][0] if i in few else held["key"][own][i] for i in seen]
+    if inside:
+        gap, decoder = len(held["key"][own]) - len(seen), reference.decoder
+        unturned = [decoder.unrotated[decoder.places[layer]][own][i] for i in seen]
+        keys = [
+            further(decoder, few[i][0], gap, layer) if i in few else decoder.rotate(key, gap + stands, layer)
+            for stands, (i, key) in enumerate(zip(seen, unturned, strict=True))
+        ]
     values = [few[i][1] if i in few else held["value"][own][i] for i in seen]
     logits = [float(held["query"][head] @ key) * reference.decoder.scale for key in keys]
     logits += [] if held["sinks"] is None else [float(held["sinks"][head])]
     return np.sum([a * v for a, v in zip(theory.softmax(logits), values, strict=False)], axis=0)
+
+
+def further(decoder: Decoder, key: np.ndarray, gap: int, layer: int) -> np.ndarray:
+    """A rotated key, rotated on by `gap` positions."""
+    return decoder.rotate(key, gap, layer)
 
 
 def corrected_output(
@@ -156,11 +168,15 @@ def test_isolated_quantities(case: tuple[SampleTrace, Reference]) -> None:
                     entries = a[: len(a) - len(sunk)]
                     full = theory.head_output(a, values, projection)
                     evicted = theory.evicted_output(a, kept, values, projection)
-                    if config.quantised:
-                        evicted = quantised_output(reference, layer, head, config, held, kept) @ projection
+                    alone = evicted
+                    if config.quantised or config.in_cache:
+                        evicted = stored_output(reference, layer, head, config, held, kept) @ projection
                     if config.corrected:
                         evicted = corrected_output(reference, layer, head, config, held, kept) @ projection
+                    changed = "perturbation_change" in sample.arrays
                     expected = {
+                        **({"perturbation_eviction": theory.l1(full - alone)} if changed else {}),
+                        **({"perturbation_change": theory.l1(evicted - alone)} if changed else {}),
                         "perturbation_isolated": theory.l1(full - evicted),
                         "perturbation_isolated_l2": theory.l2(full - evicted),
                         "perturbation_isolated_cosine": theory.cosine_distance(full, evicted),

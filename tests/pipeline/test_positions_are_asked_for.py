@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoConfig
 
 from perturbkv.cache import entries
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.selection.grid import grid
@@ -53,18 +52,17 @@ def test_every_known_type_of_frequencies_is_taken_or_refused() -> None:
                 entries.check_positions(every((INSIDE,)), config, "m")
 
 
-def test_only_streaming_llm_places_keys_inside_the_cache() -> None:
-    for name in [info.name for info in registry.known() if info.name != "streaming-llm"]:
-        chosen = EvictionConfig(40, f"{name}(positions=in-cache)", window=5)
-        for ask in (
-            lambda chosen=chosen: grid(40, policy=str(chosen.policy), window=5),
-            lambda chosen=chosen: trace_sample(tiny_adapter(), PROMPT, RunConfig("m", "d", (INSIDE, chosen))),
-            lambda chosen=chosen: answer(tiny_adapter(), PROMPT, (chosen,), 3),
-        ):
-            with pytest.raises(ConfigError, match=rf"policy '{name}' has no option 'positions'; its options: "):
-                ask()
-    asked = {"policy": "streaming-llm", "selection": "position", "sinks": SINKS, "positions": ["kept", "in-cache"]}
-    assert grid(12, window=5, **asked) == (KEPT, INSIDE)
+@pytest.mark.parametrize("name", [info.name for info in registry.known() if not info.needs_scores])
+def test_every_policy_that_evicts_places_keys_inside_the_cache_and_others_say_why_not(name: str) -> None:
+    info = registry.info(name)
+    asked = {"policy": [f"{name}(positions={where})" for where in ("kept", "in-cache")], "window": 5}
+    if name in {"quest", "vertical-slash"}:
+        with pytest.raises(ConfigError, match=r"evicts nothing and .*: expected positions kept, got in-cache"):
+            grid(64, **asked)
+        return
+    kept, inside = grid(20, selection=info.selections[0], **asked)
+    assert (kept.positions, inside.positions) == ("kept", "in-cache")
+    assert "positions" not in kept.policy.options, "a choice at the default is the choice without it"
 
 
 def test_a_label_names_the_positions() -> None:

@@ -173,15 +173,6 @@ def test_what_compresses_every_layer_is_refused() -> None:
     assert loss.measure_kept_sets(adapter, [prompt], kept).attrs["measured_layers"] == "1 3 of 4"
 
 
-def test_positions_inside_the_cache_need_rotations_of_the_evicted_layers_own() -> None:
-    adapter, prompt = tiny_adapter("gemma3_text"), Prompt("s", token_ids(N), 0)
-    inside = EvictionConfig(14, "streaming-llm(positions=in-cache)", "position", 4)
-    assert len(answer(adapter, prompt, [inside], 4).evicted) == 1
-    adapter.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-    with pytest.raises(ModelError, match="which its sliding layers share; use positions=kept"):
-        answer(adapter, prompt, [inside], 4)
-
-
 @pytest.mark.parametrize("granularity", EVEN)
 def test_a_kernel_of_packed_entries_is_joined_with_the_sink_once(
     granularity: str, monkeypatch: pytest.MonkeyPatch

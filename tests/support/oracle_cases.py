@@ -47,6 +47,11 @@ def position_configs(granularity: str) -> tuple[EvictionConfig, ...]:
         EvictionConfig(Budget(14), window=WINDOW, granularity=granularity),
         replace(inside, budget=Budget(0.7)),
         replace(inside, precision="quantise(bits=4, group=6)"),
+        *(
+            configuration(14, policy=f"{name}(positions=in-cache, kernel=3)", window=WINDOW, granularity=granularity)
+            for name in ("snapkv", "pyramidkv", "adakv")
+            if granularity != "layer" or name != "adakv"
+        ),
     )
 
 

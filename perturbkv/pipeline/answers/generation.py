@@ -31,7 +31,7 @@ from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
-from perturbkv.pipeline.variants import corrected, page_reading, quantised
+from perturbkv.pipeline.variants import corrected, page_reading, stored
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
@@ -71,8 +71,7 @@ def read_evicting(
     if rows.whole:
         rows.evict_all(prefilled)
     rows.stored.raise_if_not(prompt.sample_id)
-    offsets = [0] * len(run.configs) if keep_all else entries.position_offsets(run.configs, len(context))
-    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows), [*([0] if with_full else []), *offsets])
+    cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows))
     return EvictedPrompt(cache, prefilled.logits, rows.queries)
 
 
@@ -113,7 +112,7 @@ class _RowBuilder:
         kept, stand_ins = (self._all_entries(layer), {}) if self._keep_all else self._kept_entries(layer)
         for row, config in zip(kept, self._configs, strict=True):
             if config.quantised:
-                quantised.check_finite(self.stored, self._adapter.layer_indices[layer.index], row)
+                stored.check_finite(self.stored, self._adapter.layer_indices[layer.index], row)
         everything = [borrow(layer.keys, layer.values)] if self._with_full else []
         by_row = {index + len(everything): stand_in for index, stand_in in stand_ins.items()}
         rows, heads = [*everything, *kept], self._adapter.heads
@@ -134,8 +133,7 @@ class _RowBuilder:
         (counts,) = lengths([groups], len(configs), layer.keys.device)
         kept = gather_kept(groups, range(len(configs)), counts, layer.keys, layer.values)
         corrections = corrected.corrections(layer, kept.entries, configs)
-        kept = entries.rotate_to_cache_positions(kept, configs, self._adapter.frequencies)
-        kept = quantisation.quantise_kept(kept, configs)
+        kept = quantisation.store_kept(kept, configs, layer.tokens, self._adapter.frequencies)
         stand_ins = {index: correction.stand_in for index, correction in corrections.items()}
         rows = kept.entries | page_rows
         return [rows[index] for index in range(len(configs))], stand_ins
@@ -320,7 +318,7 @@ def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head:
 
     Empty where no configuration is quantised or corrected.
     """
-    if all(config.only_evicts for config in configs):
+    if not any(config.quantised or config.corrected for config in configs):
         return []
     layers, tokens = cache.evicted, cache.get_seq_length()
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))

@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.cache import entries as positions
 from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.entries import KeptEntries, close_gaps
 from perturbkv.configs.resources import Resources
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
@@ -117,8 +116,6 @@ class Compressor:
             measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
             stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
-            if config.in_cache:
-                self.cache.position_offsets[row] += round(before - after)  # its kept sets are equally long
             self.compressions.append(Compression(index, generated, before, after, *stacked))
 
     def tokens_until_limit(self) -> int:
@@ -140,7 +137,7 @@ class Compressor:
         kept_indices = view.kept_indices(kept)
         remaining = view.take(kept_indices)
         if config.in_cache:
-            remaining = positions.move_positions(remaining, torch.cat(kept_indices), self.adapter.frequencies)
+            remaining = close_gaps(remaining, torch.cat(kept_indices), view.lengths, self.adapter.frequencies)
         cached_layer.replace({row: remaining})
         return view.perturbation(kept)
 

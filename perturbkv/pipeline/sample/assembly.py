@@ -25,7 +25,7 @@ from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import quantised
+from perturbkv.pipeline.variants import stored
 from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill
 from perturbkv.schema import VARIABLES
 
@@ -42,8 +42,8 @@ class BatchResult:
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
             cache; empty where nothing is generated.
-        isolated: index of a quantised or corrected configuration -> isolated perturbations (step, name, layer, head),
-            names as `quantised.ISOLATED_VARIABLES`; NaN where quantisation or correction changes nothing.
+        isolated: index of a configuration that changes what it keeps -> isolated perturbations (step, name, layer,
+            head), names as `stored.CHANGED_VARIABLES`; NaN where nothing is changed.
         sparse_prefills: index of a configuration with a sparse prefill -> that prefill.
     """
 
@@ -88,11 +88,18 @@ def isolated_arrays(layers: Sequence[LayerResult], device: torch.device) -> Arra
 
 
 def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> Arrays:
-    """Return `arrays` with the isolated perturbations of quantised or corrected configurations substituted."""
-    result = {name: arrays[name].copy() for name in quantised.ISOLATED_VARIABLES}
+    """Return the isolated perturbations, with those of moved, quantised and corrected entries substituted.
+
+    Where any configuration has such, the perturbation by eviction alone and by the change alone come with them.
+    """
+    if not any(batch.isolated for batch in batches):
+        return {}
+    apart = arrays["perturbation_isolated"]
+    result = {"perturbation_eviction": apart, "perturbation_change": np.zeros_like(apart)}
+    result |= {name: arrays[name].copy() for name in stored.CHANGED_VARIABLES if name in arrays}
     for batch in batches:
         for index, changed in batch.isolated.items():
-            for name, tensor in zip(quantised.ISOLATED_VARIABLES, changed.unbind(dim=1), strict=True):
+            for name, tensor in zip(stored.CHANGED_VARIABLES, changed.unbind(dim=1), strict=True):
                 array = to_numpy(tensor, VARIABLES[name].dtype)
                 result[name][index] = np.where(np.isnan(array), result[name][index], array)
     return result

@@ -96,21 +96,15 @@ def _eager_attention(attention: nn.Module, name: str) -> AttentionFunction | Non
 
 @contextmanager
 def decode_from(adapter: Adapter, cache: CompactCache) -> Iterator[None]:
-    """Let the model decode from `cache` inside the block, passed as `past_key_values`, with one row per configuration.
-
-    New tokens get the cache's positions in rows that have their own, whatever `position_ids` are.
-    """
+    """Let the model decode from `cache` inside the block, passed as `past_key_values`; rows are configurations."""
     cache_layers = {
         id(layer.self_attn): cached for layer, cached in zip(adapter.every_layer, cache.layers, strict=True)
     }
     cache.attach(True)
-    hook = partial(_set_positions, cache, adapter.rotary_kind)
-    rotary = adapter.rotary.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with intercept_attention(adapter, partial(_attend_to_cache, cache_layers), all_layers=True):
             yield
     finally:
-        rotary.remove()
         cache.attach(False)
 
 
@@ -122,19 +116,6 @@ def _attend_to_cache(
     `cache_layers` are keyed by the identity of the attention modules.
     """
     return cache_layers[id(module)].attend(args[0], kwargs["scaling"], kwargs.get("s_aux")), None
-
-
-def _set_positions(
-    cache: CompactCache, kind: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return a rotary module's arguments with positions replaced by the cache's own: a forward pre-hook.
-
-    None, for unchanged arguments, where positions follow the prompt's end, and for layers of another `kind` than the
-    measured ones.
-    """
-    positions = cache.positions(args[0].shape[1], args[0].device)
-    is_other_kind = kind and kwargs.get("layer_type", args[-1]) != kind[0]
-    return None if positions is None or is_other_kind else ((args[0], positions, *kind), {})
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import corrected as correcting
-from perturbkv.pipeline.variants import page_reading, quantised
+from perturbkv.pipeline.variants import page_reading, stored
 from perturbkv.pipeline.variants.presses import KeptMasks
 from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill, full_prefill_seconds, run_sparse_prefill
 from perturbkv.schema import VARIABLES
@@ -151,7 +151,7 @@ class _EvictedLayer:
     Attributes:
         cache: the layer of the compact cache.
         order, masks: the configurations and their kept sets, as in `entries.KeptBatch`.
-        isolated: index of a quantised or corrected configuration -> its isolated perturbation in this layer.
+        isolated: index of a configuration that changes what it keeps -> its isolated perturbation in this layer.
     """
 
     cache: CompactLayer
@@ -175,7 +175,7 @@ class _BatchDecoder:
             evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
             caches = [layer.cache for layer in evicted_layers]
             layers = join_layers(self.adapter, caches, self.sample.prefill.windows)
-            cache = CompactCache(layers, self._position_offsets(indices))
+            cache = CompactCache(layers)
         with phase("decode"):
             question, tokens = self.sample.question, self.sample.full.tokens
             question_logits, evicted = decode_evicted(self.adapter, cache, question, tokens, self.rows, self.finite)
@@ -211,7 +211,7 @@ class _BatchDecoder:
         kept = gather_kept(self.layers[index].groups, set(indices), self.kept[index], layer.keys, layer.values)
         corrections = correcting.corrections(layer, kept.entries, configs)
         corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
-        kept, quantised_perturbations = self._store_entries(layer, kept)
+        kept, stored_perturbations = self._store_entries(layer, kept)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows_by_config = kept.entries | page_reading.cache_rows(layer, {config: configs[config] for config in indices})
         rows_by_config |= {config: everything for config in indices if configs[config].has_sparse_prefill}
@@ -222,26 +222,24 @@ class _BatchDecoder:
             row: corrections[config].stand_in for row, config in enumerate(indices, start=1) if config in corrections
         }
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        return _EvictedLayer(cache, kept.order, kept.masks, quantised_perturbations | corrected_perturbations)
+        return _EvictedLayer(cache, kept.order, kept.masks, stored_perturbations | corrected_perturbations)
 
     def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
-        """Return the kept entries after quantisation, and index -> isolated perturbations of quantised configurations.
+        """Return the kept entries as the cache stores them, and index -> isolated perturbations where they are changed.
 
-        The perturbations are measured at the positions in the prompt, like all isolated quantities.
+        Changed are the entries of quantised configurations, and keys that move to positions in the cache.
         """
         configs = self.run.configs
-        unrotated = quantisation.quantise_kept(kept, configs)
-        rotated = positions.rotate_to_cache_positions(kept, configs, self.adapter.frequencies)
-        stored = unrotated if rotated.entries == kept.entries else quantisation.quantise_kept(rotated, configs)
-        quantised_rows = {index: unrotated.entries[index] for index in kept.order if configs[index].quantised}
-        for index in quantised_rows:
-            quantised.check_finite(self.finite, self.adapter.layer_indices[layer.index], stored.entries[index])
-        return stored, quantised.isolated_perturbations(layer, self.sample.full.steps, quantised_rows)
-
-    def _position_offsets(self, indices: tuple[int, ...]) -> list[int]:
-        """Return, per row of the batch, the distance of its next position from the prompt's end."""
-        offsets = positions.position_offsets([self.run.configs[index] for index in indices], self.sample.tokens)
-        return [0, *offsets, *[0] * (self.rows - 1 - len(offsets))]
+        result = quantisation.store_kept(kept, configs, layer.tokens, self.adapter.frequencies)
+        changed = {
+            index: stored.StoredEntries(kept.entries[index], result.entries[index], configs[index].quantised)
+            for index in kept.order
+            if configs[index].quantised or configs[index].in_cache
+        }
+        for row in changed.values():
+            if row.quantised:
+                stored.check_finite(self.finite, self.adapter.layer_indices[layer.index], row.stored)
+        return result, stored.isolated_perturbations(layer, self.sample.full.steps, changed)
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
         """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""

@@ -63,7 +63,7 @@ def isolated_perturbations(
 ) -> dict[int, Tensor]:
     """Return index -> isolated perturbations (step, name, head) of the corrected configurations in one layer.
 
-    They are distances of each head's corrected output, with the names of `quantised.ISOLATED_VARIABLES`; NaN where a
+    They are distances of each head's corrected output, with the names of `stored.CHANGED_VARIABLES`; NaN where a
     head evicts nothing, as no correction applies. `full` are the steps of the full run.
     """
     steps = [_step_perturbations(layer, step, rows) for step in full] if rows else []
@@ -83,8 +83,11 @@ def _step_perturbations(layer: FullLayer, step: StepRecord, rows: Mapping[int, C
         stays[:, : correction.evicted.shape[1]].masked_fill_(correction.evicted, 0)
         mass = (correction.stand_in.logits(query.to(theory.WORK).unsqueeze(1), scale).squeeze(1) - total).exp()
         kept = theory.weighted_sums(stays.unsqueeze(0), values)[0]
-        changed = theory.corrected_output(kept, stays.sum(dim=-1) + sink, correction.stand_in.value, mass)
+        share = stays.sum(dim=-1) + sink
+        changed = theory.corrected_output(kept, share, correction.stand_in.value, mass)
         moved = theory.distances(output, theory.project_outputs(changed - mixed, slices))
+        evicted = kept / share.unsqueeze(-1)
+        apart = theory.project_outputs(changed - evicted, slices).abs().sum(dim=-1)
         evicts = correction.evicted.any(dim=-1)
-        result[index] = torch.stack(moved.tensors()).where(evicts, torch.nan)
+        result[index] = torch.stack([*moved.tensors(), apart]).where(evicts, torch.nan)
     return result

@@ -16,10 +16,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache import entries as positions
 from perturbkv.cache import quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import borrow, gather_kept
+from perturbkv.cache.entries import borrow, check_positions, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
@@ -86,7 +85,7 @@ class MixtureSample:
     @memory.translate_allocation_errors()
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
-        positions.check_positions(run.configs, adapter.config, adapter.name)
+        check_positions(run.configs, adapter.config, adapter.name)
         context, question = prompt.parts(run.scenario)
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, {}))
         repeated = replace(prefilled, cache=copy.deepcopy(prefilled.cache))
@@ -130,7 +129,7 @@ class MixtureSample:
         padded = [*mixtures, *[mixtures[-1]] * (rows - len(mixtures))]
         evicted_layers = [self._evict(index, padded) for index in range(len(self.layers))]
         layers = join_layers(self.adapter, [layer for layer, _ in evicted_layers], self.sample.prefill.windows)
-        cache, full = CompactCache(layers, self._position_offsets(rows)), self.full[rows]
+        cache, full = CompactCache(layers), self.full[rows]
         question_logits, evicted = decode_evicted(
             self.adapter, cache, self.sample.question, full.tokens, full.rows, self.finite
         )
@@ -165,15 +164,10 @@ class MixtureSample:
         kept_batch = gather_kept([ExternalGroup(order, kept)], order, lengths, layer.keys, layer.values)
         # Both configurations store and place entries alike, as `configs.patching` checks.
         configs = [self.run.configs[0]] * len(mixtures)
-        rotated = positions.rotate_to_cache_positions(kept_batch, configs, self.adapter.frequencies)
-        entries = quantisation.quantise_kept(rotated, configs).entries
+        entries = quantisation.store_kept(kept_batch, configs, self.sample.tokens, self.adapter.frequencies).entries
         rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
         cache_layer = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
         return cache_layer, [sum(set_lengths) for set_lengths in lengths]
-
-    def _position_offsets(self, rows: int) -> list[int]:
-        """Return, per row of the batch, the distance of its next position from the prompt's end."""
-        return [0, *positions.position_offsets([self.run.configs[0]] * rows, self.sample.tokens)]
 
     def _grade_answers(self, cache: CompactCache, question_logits: Tensor | None, mixtures: int) -> list[float]:
         """Return the scores of the answers from the full cache and from the first `mixtures` mixtures."""

@@ -71,6 +71,8 @@ class Policy(WithOptions):
     whole_model: ClassVar[bool] = False
     score_options: ClassVar[tuple[str, ...]] = ()
     needs_scores: ClassVar[bool] = False
+    positions: str = option("kept", "in decoding: kept, keys at their places of the prompt; in-cache, at 0 … b − 1",
+                            known=("kept", "in-cache"), omitted=True)  # fmt: skip
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
@@ -80,11 +82,6 @@ class Policy(WithOptions):
     def caches(cls) -> tuple[str, ...]:
         """Return the names of the cache layouts that can store the policy's kept sets."""
         return ("ragged",) if cls.budgets == "by head" else ("ragged", "rectangular")
-
-    @property
-    def in_cache(self) -> bool:
-        """True if decoding sees the kept keys at positions 0 … b − 1, which needs kept sets of equal size."""
-        return False
 
     @property
     def mixes(self) -> bool:
@@ -180,7 +177,7 @@ class ByScore(Policy):
     @property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
-        return self.scored(**{name: getattr(self, name) for name in self.options()})
+        return self.scored(**{name: getattr(self, name) for name in self.scored.options()})
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:
@@ -212,6 +209,7 @@ def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
         msg = f"policy '{name}' chooses {chosen} by head; granularity 'layer' has one set for all: choose query or kv"
         raise ConfigError(msg)
     for what, got, usual in (
+        ("positions", config.positions, "kept"),
         ("protect_first", config.protect_first, 0),
         ("protect_recent", config.protect_recent, 0),
         ("precision", str(config.precision), FULL),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from perturbkv.selection.layer_budget import LayerBudget
     from perturbkv.selection.policies.base import Policy
 
-_FLAGS = ("in_cache", "mixes", "ranks_by_another")
+_FLAGS = ("mixes", "ranks_by_another")
 """Properties of a policy that are true or false."""
 
 

@@ -3,9 +3,8 @@
 `sinks` = 4 first entries (their section 3.2); the other b − sinks are the most recent, of which the last `window`
 always stay. No score is looked at: the only selection is `position`.
 
-The paper gives positions "within the cache" (section 3.2): kept keys are rotated as if they stood at 0 … b − 1, and the
-decoding query stands at b. `streaming-llm(positions=in-cache)` decodes so; without it entries stay at
-their positions of the prompt.
+The paper gives positions "within the cache" (section 3.2), as `streaming-llm(positions=in-cache)` does; without it
+entries stay at their positions of the prompt.
 """
 
 from __future__ import annotations
@@ -26,17 +25,7 @@ class StreamingLLM(Policy):
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
     selections: ClassVar[tuple[str, ...]] = ("position",)
     sinks: int = option(4, "first entries that stay")
-    positions: str = option("kept", "kept: keys at their places of the prompt; in-cache: at 0 … b − 1",
-                            known=("kept", "in-cache"))  # fmt: skip
 
     def position_score(self) -> PositionScore:
         """Return the score by position that ranks the sinks first, then the most recent entries."""
         return PositionScore(self.sinks)
-
-    @property
-    def in_cache(self) -> bool:
-        """True if kept keys are rotated to positions 0 … b − 1 for decoding.
-
-        It changes what is propagated; isolated quantities and bounds are of the kept set at the prompt's positions.
-        """
-        return self.positions == "in-cache"
