@@ -201,7 +201,10 @@ class ChangedLoss(Record):
         """Return both ratios as a sentence about the configuration `name`."""
         whole = decimal(self.whole_ratio, self.whole_ratio_interval)
         change = decimal(self.change_ratio, self.change_ratio_interval)
-        return f"{name}, isolated: {whole} times the loss of eviction alone; what comes beside it moves {change} times."
+        config = self.config
+        done = {"moving keys": config.in_cache, "few bits": config.quantised, "correcting": config.corrected}
+        what = " and ".join(name for name, is_done in done.items() if is_done)
+        return f"{name}, isolated: {whole} times the loss of eviction alone; {what} shifts by {change} times that."
 
 
 def changed_losses(measured: Measurements, configs: Sequence[EvictionConfig]) -> tuple[ChangedLoss, ...]:

@@ -104,9 +104,9 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
     def caveats(self) -> Sequence[str]:
         """Return notes on parts of a loss, differing isolated perturbation, weak tests, and heads with σ ≤ 0.5."""
-        names = short_names([one.config for one in self.changed]) if self.changed else []
+        names = dict(zip(self.identity.configs, short_names(self.identity.configs), strict=True))
         return [
-            *(one.note(name or one.config.label()) for one, name in zip(self.changed, names, strict=True)),
+            *(one.note(names[one.config]) for one in self.changed),
             *self._disagreement_note(),
             *self.members[0].propagated.sign_flips.power_caveat(),
             *self._flagged_note(),

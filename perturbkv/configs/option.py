@@ -148,10 +148,10 @@ class WithOptions:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return name -> option of the class, its own options before inherited ones."""
+        """Return name -> option of the class: its own before inherited ones, those that choices omit last."""
         own_fields = cls.__dict__.get("__annotations__", {})
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        ordered = sorted(fields, key=lambda field: field.name not in own_fields)
+        ordered = sorted(fields, key=lambda field: (field.metadata["option"].omitted, field.name not in own_fields))
         return {field.name: field.metadata["option"] for field in ordered}
 
     @classmethod

@@ -272,7 +272,7 @@ def test_both_positions_of_streaming_llm_are_one_run(perturbkv: Run, tiny: list[
     ran = perturbkv("trace", *tiny, *inside, "-o", "t.h5")
     assert ran.code == 0, ran.err
     made = read_trace(Path("t.h5"))
-    assert [config.policy["positions"] for config in made.run.configs] == ["kept", "in-cache"]
+    assert [config.positions for config in made.run.configs] == ["kept", "in-cache"]
     assert made.run.labels()[1].startswith("streaming-llm(positions=in-cache)")
     isolated, moved = (made.arrays[f"perturbation_{kind}"] for kind in ("isolated", "propagated"))
     assert np.array_equal(isolated[:, 0], isolated[:, 1])
