@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,13 +119,12 @@ def parse_json(text: str, finite: bool = True) -> Any:
 
     `finite`: whether NaN and infinities, which Python writes into JSON, are invalid.
 
-    Python's own parser accepts NaN and Infinity, makes infinity of 1e999, and its errors for deep or long texts do not
-    help a user.
+    Python's own parser takes the last of equal keys in an object, accepts NaN and Infinity, makes infinity of 1e999,
+    and its errors for deep or long texts do not help a user.
     """
+    strict: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _parse_float} if finite else {}
     try:
-        if not finite:
-            return json.loads(text, parse_int=_parse_int)
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=_parse_int)
+        return json.loads(text, parse_int=_parse_int, object_pairs_hook=_parse_object, **strict)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         msg = f"{error.msg}: {where}"
@@ -132,6 +132,16 @@ def parse_json(text: str, finite: bool = True) -> Any:
     except RecursionError:
         msg = "lists or objects lie too deep in one another"
         raise ValueError(msg) from None
+
+
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ValueError where it has a key twice."""
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        msg = f"the key '{counts.most_common(1)[0][0]:.40}' is there twice"
+        raise ValueError(msg)
+    return parsed
 
 
 def _refuse_constant(word: str) -> NoReturn:

@@ -161,7 +161,7 @@ def _answer_samples(
     first_line, rows = _open_answers(path, header, made_with, run.overwrite)
     try:
         with translate_os_errors(path):
-            _answer_missing(run, planned, path, rows, header, failed, lock)
+            _answer_missing(run, planned, path, first_line, rows, failed, lock)
             return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
@@ -196,7 +196,8 @@ def _open_answers(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the first line and the finished rows of a file of answers; unfinished rows are removed from it.
 
-    Raises ConfigError where the file is of another run, or is no file of answers.
+    Without finished rows nothing is written yet: the first answer makes the file. Raises ConfigError where the file is
+    of another run, or is no file of answers.
     """
     exists = os.path.lexists(path) and not overwrite
     first, *others = _KIND.read_text(path).split("\n") if exists else [""]
@@ -209,9 +210,8 @@ def _open_answers(
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
     if rows:
         console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
-    first_line = stored or {**header, "made_with": made_with}
-    json_lines.write(path, [first_line, *rows])
-    return first_line, rows
+        json_lines.write(path, [stored or {}, *rows])
+    return stored or {**header, "made_with": made_with}, rows
 
 
 def _stored_header(document: dict[str, Any]) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def _answer_missing(
     run: RunOptions,
     planned: Plan,
     path: Path,
+    first_line: dict[str, Any],
     rows: list[dict[str, Any]],
-    header: dict[str, Any],
     failed: dict[str, str],
     lock: Lock,
 ) -> None:
@@ -248,7 +248,10 @@ def _answer_missing(
 
     def on_answer(prompt: Prompt, answer: AnsweredPrompt) -> None:
         lock.check()
-        json_lines.append(path, answer.row)
+        if rows:
+            json_lines.append(path, answer.row)
+        else:
+            json_lines.write(path, [first_line, answer.row])
         rows.append(answer.row)
         bar.advance()
 
@@ -256,7 +259,7 @@ def _answer_missing(
         failed[prompt.sample_id] = reason
         bar.advance()
 
-    options = AnswerOptions(header["compress_every"], header["divergence"])
+    options = AnswerOptions(first_line.get("compress_every"), first_line.get("divergence", False))
     with (
         engine_choice.open_engine(run.engine_config, [planned]) as engine,
         console.progress("samples", len(planned.prompts), len(rows), engine.alive) as bar,

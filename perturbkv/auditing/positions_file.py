@@ -9,7 +9,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +33,10 @@ SUFFIXES = (".npz", ".json")
 _FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 _READ_ERRORS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
-_KEPT = re.compile(r"layer_(\d+)_head_(\d+)")
+_NUMBER = "(0|[1-9][0-9]*)"
+_KEPT = re.compile(f"layer_{_NUMBER}_head_{_NUMBER}")
+_MORE = ("token_ids", "tokens", "logits")
+"""Names in a file beside the kept positions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +144,7 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
 def _read_json(path: Path) -> Mapping[str, Any]:
     """Return the content of a JSON file, with positions parsed. Raises ValueError, KeyError or TypeError."""
     content = parse_json(_FILE.read_text(path))
+    _check_known(content, ("kept", *_MORE))
     return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
 
@@ -151,6 +155,7 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
     """
     arrays = _read_arrays(path)
     names = {tuple(map(int, match.groups())): name for name in arrays if (match := _KEPT.fullmatch(name))}
+    _check_known([name for name in arrays if name not in names.values()], _MORE, "layer_0_head_0, …")
     heads = Counter(layer for layer, _ in names)
     kept = [
         [_parse_positions(arrays[names[layer, head]]) for head in range(heads[layer])] for layer in range(len(heads))
@@ -170,10 +175,20 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             msg = f"it unpacks to {size:,} bytes, more than {_FILE.max_bytes // MIB:,} MiB"
             raise ValueError(msg)
         with np.load(path, allow_pickle=False) as file:
+            if twice := [name for name, count in Counter(file.files).items() if count > 1]:
+                msg = f"the array '{twice[0]}' is there twice"
+                raise ValueError(msg)
             return {name: file[name] for name in file.files}
     except _READ_ERRORS as error:
         msg = f"no .npz file of numbers ({error})"
         raise ValueError(msg) from None
+
+
+def _check_known(names: Iterable[str], known: Sequence[str], positions: str = "") -> None:
+    """Raise ValueError for a name in a file that means nothing there; `positions` are those of arrays, for messages."""
+    if unknown := [name for name in names if name not in known]:
+        msg = f"unknown name '{unknown[0]:.40}'; known: {', '.join(filter(None, (positions, *known)))}"
+        raise ValueError(msg)
 
 
 def _parse_positions(values: Any) -> Integers:

@@ -130,6 +130,36 @@ def test_a_file_of_another_layout_is_one_line(tmp_path: Path, text: str) -> None
         audited(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"kept": [[[0]]], "kept": [[[1]]]}', "the key 'kept' is there twice"),
+        ('{"kept": [[[0]]], "tokens": [1], "tokens": [2]}', "the key 'tokens' is there twice"),
+        ('{"kept": [[[0]]], "token_id": [1]}', "unknown name 'token_id'; known: kept, token_ids, tokens, logits"),
+    ],
+)
+def test_a_key_that_is_there_twice_or_means_nothing_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(pk.PerturbkvError, match=f"{NO_POSITIONS}: ValueError: {words}"):
+        audited(path)
+
+
+@pytest.mark.parametrize("name", ["token_id", "layer_00_head_0", "layer_0_head_٠", "layer_0", "kept"])
+def test_an_array_that_means_nothing_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    known = "known: layer_0_head_0, …, token_ids, tokens, logits"
+    with pytest.raises(pk.PerturbkvError, match=f"{NO_POSITIONS}: ValueError: unknown name '{name}'; {known}"):
+        audited(as_npz(tmp_path / "a.npz", **{name: [1]}))
+
+
+def test_an_array_that_is_there_twice_is_refused_by_name(tmp_path: Path) -> None:
+    path = as_npz(tmp_path / "a.npz")
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("layer_0_head_0.npy", archive.read("layer_0_head_0.npy"))
+    with pytest.raises(pk.PerturbkvError, match=f"{NO_POSITIONS}: ValueError: the array 'layer_0_head_0' is there"):
+        audited(path)
+
+
 def test_several_prompts_for_a_file_that_names_none_are_refused(tmp_path: Path) -> None:
     path = as_npz(tmp_path / "a.npz")
     prompts = [pk.Prompt(name, IDS, 0) for name in "ab"]

@@ -98,6 +98,7 @@ def test_text_has_newlines_alone_and_no_mark_before_it(tmp_path: Path) -> None:
         ("-Infinity", "-Infinity is no number"),
         ("[1e999]", "1e999 is beyond every number"),
         ("[1,]", "column"),
+        ('[{"a": {"b": 1, "c": 2, "b": 1}}]', "the key 'b' is there twice"),
         ("[1,\n\n}", "line 3, column 1"),
         ("", "column 1"),
         ('"a\x01"', "control character"),
