@@ -34,6 +34,7 @@ from perturbkv.auditing.reference import (
     floors,
     hides_entries,
     prompt_entries,
+    read,
     record_pass,
 )
 from perturbkv.auditing.situations import Situation
@@ -128,18 +129,18 @@ def run_eviction(
     eviction: Eviction,
     situation: Situation,
     prompts: PromptEntries,
+    before: ModelState,
     own_entries: bool = False,
     positions: str = AUTO,
 ) -> ExternalRun:
     """Return the measurements of an eviction in a situation, including any exception that it raises.
 
-    `prompts` are the entries of the plain model; with `own_entries` the plain model decodes from the cache's own
-    entries, too; `positions` is a key of `POSITIONS`. Raises UnreadableCacheError where the cache does not show its
+    `prompts` are the entries of the plain model, `before` is the model before any eviction ran, which is put back; with
+    `own_entries` the plain model decodes from the cache's own entries, too; `positions` is a key of `POSITIONS`. Raises UnreadableCacheError where the cache does not show its
     entries.
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
     external = ExternalRun(adapter, situation, prompts, tracker)
-    before = ModelState.of(adapter.model)
     with restore_model(adapter):
         _read_and_decode(external, eviction, own_entries, positions)
     if changed := before.restore():
@@ -178,10 +179,10 @@ def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
     if not any(external.situation.padding) or not (distance := _key_distance(cache, external.prompts.full)):
         return
     counted = replace(external.situation, counts_padding=True)
-    prompts = prompt_entries(external.adapter, counted)
-    if _key_distance(cache, prompts.full) < distance:
-        external.situation, external.prompts = counted, prompts
-        external.tracker = replace(external.tracker, situation=counted, full=prompts.full)
+    full = read(external.adapter, counted)
+    if _key_distance(cache, full) < distance:
+        external.situation, external.prompts = counted, prompt_entries(external.adapter, counted, full)
+        external.tracker = replace(external.tracker, situation=counted, full=full)
 
 
 def _adopt_positions_in_cache(external: ExternalRun, cache: Cache, positions: str) -> None:
@@ -308,7 +309,7 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
     """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
 
-    Each gets a new cache; exceptions are recorded.
+    Each call of `generate` gets a new cache; exceptions are recorded.
     """
     lengths: list[int] = []
 
@@ -319,10 +320,11 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
     with restore_model(adapter):
+        first = new_cache()
         return PlainUse(
-            position=_next_position(new_cache()),
+            position=_next_position(first),
             expected=situation.entries if situation.cached is None else situation.cached,
-            failed=_failure(lambda: _generate(adapter, new_cache(), prompt_and_token, lengths)),
+            failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
             fed=lengths[0] if lengths else 0,
             continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
         )
