@@ -189,7 +189,7 @@ def _measure_plain_use(
     try:
         single = situations.situation("single", ids, ids[-1:], 1)
         if run.positions == IN_CACHE and run.entries is not None:
-            single = dataclasses.replace(single, cached=max(len(kept) for kept in run.entries.kept[0]))
+            single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept[0]),))
         return plain_use(adapter, eviction, single)
     except (FailedError, RefusedError):  # the runs record what reading raises
         return None

@@ -273,7 +273,7 @@ def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
 
 
 def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
-    """Return the model's own greedy continuation of a prompt, `count` tokens, and the prompt's entries as `read` does."""
+    """Return the model's own greedy continuation of a prompt, `count` tokens, and the prompt's entries as of `read`."""
     cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
