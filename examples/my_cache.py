@@ -8,7 +8,8 @@ def evict(model, input_ids, attention_mask, keep=128):
     """Keep the first four and the most recent entries; the same for every layer and head."""
     cache = DynamicCache()
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # of left-padded prompts
-    model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
+    prompt = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+    model(**prompt, past_key_values=cache, logits_to_keep=1)
     n = input_ids.shape[1]
     for layer in cache.layers:
         rows = [_kept(n, int(n - length), keep) for length in attention_mask.sum(-1)]

@@ -232,7 +232,8 @@ class AuditTrace:
         about: model, dataset, dtype and versions, as text.
         layers, query_heads, kv_heads: the model's numbers of these.
         runs: one per prompt, situation and row of its batch.
-        plain: the behaviour of transformers with the cache, for the first prompt; None for another kind of cache.
+        plain: the behaviour of transformers with the cache, for the first prompt; None for another kind of cache, or
+            where it was not tried.
         losses: the eviction, then controls; empty where losses were not requested or cannot be measured.
         protected: numbers of first and most recent entries that are in every kept set.
         unreadable: why the cache cannot be audited; empty where it can.

@@ -56,7 +56,9 @@ class AuditOptions(DataOptions):
         bool | None,
         Option("--loss/--no-loss", help="Measure the loss beside controls", show_default="yes; no with --quick"),
     ] = None
-    quick: Annotated[bool, Option("--quick", help="One short prompt, two situations, no loss, for a CI")] = False
+    quick: Annotated[
+        bool, Option("--quick", help="For a CI: one short prompt, two situations, no loss, no plain use")
+    ] = False
     allow: Annotated[list[str] | None, Option(metavar="KIND", help=f"Accept changed entries: {', '.join(ALLOWED)}")] = (
         None
     )
@@ -86,9 +88,8 @@ class AuditOptions(DataOptions):
 
         losses = not self.quick if self.loss is None else self.loss
         steps = (2 if self.quick else 4) if self.steps is None else self.steps
-        return Settings(
-            steps, self.situations, losses, tuple(check_distinct("--allow", self.allow or [])), self.positions
-        )
+        allow = tuple(check_distinct("--allow", self.allow or []))
+        return Settings(steps, self.situations, losses, allow, self.positions, plain_use=not self.quick)
 
 
 @with_options
@@ -150,7 +151,7 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     )
     adapter = load_weights(files, pick_dtype(run.dtype, device), device, run.seed)
     source = {"dataset": prompts.dataset, "seed": str(prompts.seed)}
-    seconds = estimate_seconds(adapter, prompts, external, settings)
+    seconds = 0.0 if run.quick else estimate_seconds(adapter, prompts, external, settings)
     if seconds >= WORTH_A_NOTE_S:
         console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:

@@ -31,6 +31,7 @@ def audit(
     steps: int = 4,
     situations: Sequence[str] = tuple(SITUATIONS),
     losses: bool = True,
+    plain_use: bool = True,
     allow: Sequence[str] = (),
     positions: str = AUTO,
     resources: Resources = _DEFAULT,
@@ -51,6 +52,7 @@ def audit(
         steps: forward passes after the eviction.
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
+        plain_use: whether plain calls of the model with its cache are tried: `model(...)` and `generate`.
         allow: kinds of changed entries that are no fault: `rounded` (a coarser type), `quantised`.
         positions: `original`, `in-cache` (keys rotated to 0, 1, …, new tokens after them), or `auto`: whichever fits.
         resources: as in `measure`.
@@ -73,7 +75,7 @@ def audit(
     """
     from perturbkv.analyses.audit.audit import conclude
 
-    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow), positions)
+    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
     external = load_eviction(eviction, _as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)

@@ -15,6 +15,7 @@ from perturbkv.audit_trace import ALLOWED, AUTO, IN_CACHE, POSITIONS, SITUATIONS
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import plain_use, run_eviction
+from perturbkv.auditing.model_state import ModelState
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -36,6 +37,7 @@ class Settings:
         steps: number of forward passes after the eviction.
         situations: keys of `SITUATIONS`.
         losses: whether the loss is measured, and that of controls.
+        plain_use: whether plain calls of the model with the cache are tried.
         allow: kinds of changed entries, of `ALLOWED`, that are no fault.
         positions: a key of `POSITIONS`.
 
@@ -47,6 +49,7 @@ class Settings:
     losses: bool = True
     allow: tuple[str, ...] = ()
     positions: str = AUTO
+    plain_use: bool = True
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -104,9 +107,8 @@ def audit(
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
-        trace = dataclasses.replace(
-            blank, runs=tuple(runs), plain=_measure_plain_use(adapter, used[0], eviction, runs[0])
-        )
+        plain = _measure_plain_use(adapter, used[0], eviction, runs[0]) if settings.plain_use else None
+        trace = dataclasses.replace(blank, runs=tuple(runs), plain=plain)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
     return _with_losses(trace, adapter, used, resources) if settings.losses else trace
@@ -158,15 +160,16 @@ def _audit_prompt(
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
-    tokens = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
+    tokens, full = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
+    before = ModelState.of(adapter.model)
     alone, results = None, []
     for name in settings.situations:
         situation = situations.situation(name, ids, tokens, settings.steps)
         if situation.rows == 1:
-            alone = prompts = alone or reference.prompt_entries(adapter, situation)
+            alone = prompts = alone or reference.prompt_entries(adapter, situation, full)
         else:
             prompts = reference.prompt_entries(adapter, situation)
-        run = run_eviction(adapter, eviction, situation, prompts, bool(settings.allow), settings.positions)
+        run = run_eviction(adapter, eviction, situation, prompts, before, bool(settings.allow), settings.positions)
         results += run.results(prompt.sample_id)
         if results[-1].damage:
             break
@@ -186,7 +189,7 @@ def _measure_plain_use(
     try:
         single = situations.situation("single", ids, ids[-1:], 1)
         if run.positions == IN_CACHE and run.entries is not None:
-            single = dataclasses.replace(single, cached=max(len(kept) for kept in run.entries.kept[0]))
+            single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept[0]),))
         return plain_use(adapter, eviction, single)
     except (FailedError, RefusedError):  # the runs record what reading raises
         return None

@@ -21,7 +21,13 @@ from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
 from perturbkv.auditing.model_state import ModelState
-from perturbkv.auditing.positions import move_to_cache_positions, uses_cache_positions
+from perturbkv.auditing.positions import (
+    UNROTATED,
+    decode_moving,
+    held_entries,
+    match_all_at_zero,
+    move_to_cache_positions,
+)
 from perturbkv.auditing.reference import (
     Distance,
     Floors,
@@ -34,6 +40,7 @@ from perturbkv.auditing.reference import (
     floors,
     hides_entries,
     prompt_entries,
+    read,
     record_pass,
 )
 from perturbkv.auditing.situations import Situation
@@ -58,6 +65,7 @@ class ExternalRun:
         tracker: the kept entries of the cache.
         passes: the completed forward passes.
         own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
+        unmoved: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditRun`; a damaged model has no reference.
     """
 
@@ -67,6 +75,7 @@ class ExternalRun:
     tracker: EntryTracker
     passes: list[ForwardPass] = field(default_factory=list)
     own_passes: list[ForwardPass] = field(default_factory=list)
+    unmoved: PromptEntries | None = None
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
@@ -76,8 +85,7 @@ class ExternalRun:
         """Return the audited run of each row of the situation's batch; `sample` is the prompt's id."""
         masks = [] if self.damage else self.tracker.masks
         completed = replace(self.situation, chunks=self.situation.chunks[: len(self.passes)])
-        reference = list(decode(self.adapter, self.prompts.full, completed, masks)) if masks else []
-        noise = floors(self.adapter, reference, self.prompts, completed, masks) if masks else None
+        reference, noise = self._reference(completed, masks) if masks else ([], None)
         lengths, own = tuple(len(chunk) for chunk in self.situation.chunks), self.own_passes
         return [
             AuditRun(
@@ -92,6 +100,18 @@ class ExternalRun:
             )
             for row, padding in enumerate(self.situation.padding)
         ]  # fmt: skip
+
+    def expect_after(self, entries: int) -> None:
+        """Expect the new tokens of the forward pass that comes, or just came, after that many entries of the cache."""
+        self.situation = replace(self.situation, cached=(*(self.situation.cached or ())[: len(self.passes)], entries))
+        self.tracker.situation = self.situation
+
+    def _reference(self, situation: Situation, masks: Sequence[Sequence[Tensor]]) -> tuple[list[ForwardPass], Floors]:
+        """Return the masked reference's forward passes and their noise floors."""
+        if self.unmoved is not None and self.tracker.rolls:
+            return decode_moving(self.adapter, self.unmoved, situation, masks, self.tracker.held)
+        passes = list(decode(self.adapter, self.prompts.full, situation, masks))
+        return passes, floors(self.adapter, passes, self.prompts, situation, masks)
 
     def _decode_distances(self, row: int, reference: Sequence[ForwardPass], noise: Floors) -> DecodeDistances:
         """Return the distances between a row's forward passes and the masked reference's."""
@@ -128,18 +148,18 @@ def run_eviction(
     eviction: Eviction,
     situation: Situation,
     prompts: PromptEntries,
+    before: ModelState,
     own_entries: bool = False,
     positions: str = AUTO,
 ) -> ExternalRun:
     """Return the measurements of an eviction in a situation, including any exception that it raises.
 
-    `prompts` are the entries of the plain model; with `own_entries` the plain model decodes from the cache's own
-    entries, too; `positions` is a key of `POSITIONS`. Raises UnreadableCacheError where the cache does not show its
-    entries.
+    `prompts` are the entries of the plain model, `before` is the model before any eviction ran, which is put back; with
+    `own_entries` the plain model decodes from the cache's own entries, too; `positions` is a key of `POSITIONS`.
+    Raises UnreadableCacheError where the cache does not show its entries.
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
     external = ExternalRun(adapter, situation, prompts, tracker)
-    before = ModelState.of(adapter.model)
     with restore_model(adapter):
         _read_and_decode(external, eviction, own_entries, positions)
     if changed := before.restore():
@@ -161,8 +181,9 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: boo
         return
     try:
         with external_code("looking at its cache raises", FailedError):  # its methods are not ours
-            _adopt_position_counting(external, cache)
-            _adopt_positions_in_cache(external, cache, positions)
+            layers = _attended_layers(external, eviction, cache)
+            _adopt_position_counting(external, layers)
+            _adopt_positions_in_cache(external, layers, positions)
             _check_keys(cache, external)
     except FailedError as error:
         external.failed = str(error)
@@ -170,47 +191,71 @@ def _read_and_decode(external: ExternalRun, eviction: Eviction, own_entries: boo
     _decode(external, eviction, cache, own_entries)
 
 
-def _adopt_position_counting(external: ExternalRun, cache: Cache) -> None:
+def _attended_layers(external: ExternalRun, eviction: Eviction, cache: Cache) -> Layers:
+    """Return the entries that new tokens attend to; empty where a cache does not show them.
+
+    Those are what the cache holds. From one that holds keys without positions, another one decodes a token for a trial.
+    """
+    try:
+        layers = layer_tensors(cache)
+    except UnreadableCacheError:
+        return []
+    situation, full = external.situation, external.prompts.full
+    if not _has_layers_of(layers, full):
+        return layers
+    distances = external.tracker.convention_distances(layers[0])
+    if min(distances[IN_CACHE], distances[ORIGINAL]) <= distances[UNROTATED]:
+        return layers
+    record = ForwardPass()
+    trial = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
+    with record_pass(external.adapter, record):
+        _logits(external, eviction, trial, 0, situation.new_tokens(0), 0, "decoding token 0")
+    return [record.previous_entries(layer) for layer in range(len(full))] if record.is_complete(len(full)) else layers
+
+
+def _has_layers_of(layers: Layers, full: Layers) -> bool:
+    """Return whether the layers have the full cache's key/value heads, and at most as many entries."""
+    return len(layers) == len(full) and all(
+        keys.ndim == 4 and keys.shape[1] == known.shape[1] and 0 < keys.shape[2] <= known.shape[2]
+        for (keys, _), (known, _) in zip(layers, full, strict=True)
+    )
+
+
+def _adopt_position_counting(external: ExternalRun, layers: Layers) -> None:
     """Count positions from the padding's end on if the cache's first layer shows that the eviction counts so.
 
     Plain calls of a model count them so.
     """
-    if not any(external.situation.padding) or not (distance := _key_distance(cache, external.prompts.full)):
+    if not any(external.situation.padding) or not (distance := _key_distance(layers, external.prompts.full)):
         return
     counted = replace(external.situation, counts_padding=True)
-    prompts = prompt_entries(external.adapter, counted)
-    if _key_distance(cache, prompts.full) < distance:
-        external.situation, external.prompts = counted, prompts
-        external.tracker = replace(external.tracker, situation=counted, full=prompts.full)
+    full = read(external.adapter, counted)
+    if _key_distance(layers, full) < distance:
+        external.situation, external.prompts = counted, prompt_entries(external.adapter, counted, full)
+        external.tracker = replace(external.tracker, situation=counted, full=full)
 
 
-def _adopt_positions_in_cache(external: ExternalRun, cache: Cache, positions: str) -> None:
+def _adopt_positions_in_cache(external: ExternalRun, layers: Layers, positions: str) -> None:
     """Expect keys at 0, 1, … and new tokens after them where the user says so, or where the first layer shows it."""
-    try:
-        layers = layer_tensors(cache)
-    except UnreadableCacheError:
+    full, situation, adapter = external.prompts.full, external.situation, external.adapter
+    if positions == ORIGINAL or not _has_layers_of(layers, full):
         return
-    full, situation = external.prompts.full, external.situation
-    readable = len(layers) == len(full) and all(
-        keys.ndim == 4 and keys.shape[1] == known.shape[1] and 0 < keys.shape[2] <= known.shape[2]
-        for (keys, _), (known, _) in zip(layers, full, strict=True)
-    )
-    if positions == ORIGINAL or not readable:
-        return
-    if positions == IN_CACHE or uses_cache_positions(layers, full, situation, external.adapter.frequencies):
-        external.situation = replace(situation, cached=layers[0][0].shape[2])
-        external.prompts = move_to_cache_positions(external.adapter, layers, external.prompts, situation)
-        external.tracker = replace(
-            external.tracker, situation=external.situation, full=external.prompts.full, unmoved=full
-        )
+    distances = external.tracker.convention_distances(layers[0])
+    if positions == IN_CACHE or distances[IN_CACHE] < distances[ORIGINAL]:
+        before = situation.prompt_positions()
+        held = held_entries(match_all_at_zero(layers, full, situation.padding, before, adapter.frequencies))
+        external.unmoved = external.prompts
+        external.prompts = move_to_cache_positions(adapter, held, external.prompts, situation, before)
+        external.tracker = replace(external.tracker, full=external.prompts.full, unmoved=full)
+        external.expect_after(layers[0][0].shape[2])
 
 
-def _key_distance(cache: Cache, full: Layers) -> float:
+def _key_distance(layers: Layers, full: Layers) -> float:
     """Return the first-layer distance of the last row's keys from the full cache's; 0 for a cache without keys."""
     try:
-        first = layer_tensors(cache)[0]
+        first = layers[0]
         (kept,) = recover([first], [repeat_heads(full[0], first[0].shape[1])], row=len(full[0][0]) - 1)
-    except UnreadableCacheError:
+    except (UnreadableCacheError, IndexError):
         return 0.0
     return float(torch.cat(kept.key_distance).sum())
 
@@ -222,6 +267,9 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries
         record, ids = ForwardPass(), external.situation.new_tokens(chunk)
         decoded = sum(map(len, external.situation.chunks[:chunk]))
         try:
+            if chunk and external.situation.cached is not None:
+                with external_code("looking at its cache raises", FailedError):
+                    external.expect_after(_cached_before(external, cache, chunk))
             with record_pass(external.adapter, record):
                 what = "a block of tokens" if len(tokens) > 1 else f"decoding token {decoded}"
                 record.logits = _logits(external, eviction, cache, chunk, ids, decoded, what)
@@ -230,6 +278,19 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries
             _explain_failure(external, lengths)
             return
         _add_pass(external, record, cache, chunk if own_entries else None)
+
+
+def _cached_before(external: ExternalRun, cache: Cache, chunk: int) -> int:
+    """Return the number of entries after which a chunk's tokens stand, where positions are those in the cache.
+
+    An eviction while decoding lowers it where the keys stand at their places in the cache, or have no positions.
+    """
+    positions, lengths = external.situation.positions(chunk), _layer_lengths(cache)
+    fixed = int(positions[0, 0])
+    if not lengths or lengths[0] >= fixed:
+        return fixed
+    distances = external.tracker.convention_distances(layer_tensors(cache)[0])
+    return lengths[0] if min(distances[IN_CACHE], distances[UNROTATED]) < distances[ORIGINAL] else fixed
 
 
 def _layer_lengths(cache: Cache) -> list[int]:
@@ -258,6 +319,8 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
         raise UnreadableCacheError(msg)
     attended = external.tracker.add_pass(record)
+    if external.tracker.rolls:
+        external.expect_after(record.entries[0] - record.query[0].shape[2])
     layers = range(len(external.prompts.full))
     entries = [record.previous_entries(layer) for layer in layers]
     if own is not None and entries[0][0].shape[1] == external.prompts.full[0][0].shape[1]:
@@ -308,7 +371,7 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
     """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
 
-    Each gets a new cache; exceptions are recorded.
+    Each call of `generate` gets a new cache; exceptions are recorded.
     """
     lengths: list[int] = []
 
@@ -319,10 +382,11 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> Pla
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
     with restore_model(adapter):
+        first = new_cache()
         return PlainUse(
-            position=_next_position(new_cache()),
-            expected=situation.entries if situation.cached is None else situation.cached,
-            failed=_failure(lambda: _generate(adapter, new_cache(), prompt_and_token, lengths)),
+            position=_next_position(first),
+            expected=situation.entries if situation.cached is None else situation.cached[0],
+            failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
             fed=lengths[0] if lengths else 0,
             continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
         )

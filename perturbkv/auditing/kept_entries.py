@@ -16,9 +16,15 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import FLOORS, CacheEntries, Change, Integers
+from perturbkv.audit_trace import FLOORS, IN_CACHE, ORIGINAL, CacheEntries, Change, Integers
 from perturbkv.auditing import changes
-from perturbkv.auditing.positions import describe_wrong_rotation
+from perturbkv.auditing.positions import (
+    Held,
+    convention_distances,
+    describe_wrong_rotation,
+    held_entries,
+    match_all_at_zero,
+)
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
@@ -40,6 +46,8 @@ class EntryTracker:
         changed: per row, passes at which entries went or changed.
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
         unmoved: `full` with keys at the prompt's own positions, where those of `full` are moved to places in the cache.
+        held: per pass the entries that the cache holds, where those of `full` are moved.
+        rolls: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
     """
 
@@ -53,6 +61,8 @@ class EntryTracker:
     changed: list[list[int]] = field(default_factory=list)
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     unmoved: Layers | None = None
+    held: list[Held] = field(default_factory=list)
+    rolls: bool = False
     masks_itself: bool = False
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -67,6 +77,7 @@ class EntryTracker:
         attended = [_attended_entries(record, layer) for layer in layers]
         if self._is_unchanged(entries) and all(seen is None for seen in attended):
             self.masks.append([_append_new(mask, self._new_count) for mask in self.masks[-1]])
+            self.held += [self._held_with_new(self.held[-1])] if self.held else []
         else:
             self._match(entries, attended)
         self._decoded.append([record.new_entries(layer) for layer in layers])
@@ -93,11 +104,13 @@ class EntryTracker:
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
             raise UnreadableCacheError(msg)
-        known = self._all_entries(entries)
+        known = self._all_entries(self.full, entries)
         rows = [
             recover(entries, known, row, padding, count_padding=True)
             for row, padding in enumerate(self.situation.padding)
         ]
+        if self.unmoved is not None:
+            rows = self._match_in_cache(self.unmoved, entries, known, rows)
         masks, by_layer = [], []
         for layer, (keys, _) in enumerate(entries):
             seen = attended[layer]
@@ -124,10 +137,47 @@ class EntryTracker:
                 if hidden := {position - padding for position in hidden if position >= padding}:
                     self.hidden.setdefault((row, layer, head), set()).update(hidden)
 
-    def _all_entries(self, cached: Layers) -> list[tuple[Tensor, Tensor]]:
+    def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
+        """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
+        fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.unmoved or self.full))
+        return self._distances(layer, fixed, known)
+
+    def _distances(
+        self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
+    ) -> dict[str, float]:
+        """Return `convention_distances` of a first layer, given the known entries of `full` and of `unmoved`."""
+        rotation = self._known_positions(), self.situation.padding, self.adapter.frequencies
+        return convention_distances(layer, fixed, known, *rotation)
+
+    def _match_in_cache(
+        self, unmoved: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
+    ) -> list[list[LayerKept]]:
+        """Return the matches of a pass by the places in the cache of now, where these fit better than `rows`."""
+        everything = self._all_entries(unmoved, entries)
+        before_pass = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
+        if self.rolls or entries[0][0].shape[2] < before_pass:  # keys may have moved up
+            distances = self._distances(entries[0], known[0], everything[0])
+            if distances[IN_CACHE] < distances[ORIGINAL]:
+                rotation = self.situation.padding, self._known_positions(), self.adapter.frequencies
+                rows, self.rolls = match_all_at_zero(entries, everything, *rotation), True
+        self.held.append(held_entries(rows))
+        return rows
+
+    def _held_with_new(self, held: Held) -> Held:
+        """Return what is held after a pass, given what was held before it: the same, then the new tokens."""
+        known, new = self._known_positions().shape[1], self._new_count
+        added = torch.arange(known - new, known, device=self._decoded[-1][0][0].device)
+        return [[[torch.cat([own, added]) for own in layer] for layer in layers] for layers in held]
+
+    def _known_positions(self) -> Int[Tensor, "row entry"]:
+        """Return the positions of the prompts' tokens and of those decoded so far."""
+        decoded = [self.situation.positions(chunk) for chunk in range(len(self._decoded))]
+        return torch.cat([self.situation.prompt_positions(), *decoded], dim=-1)
+
+    def _all_entries(self, full: Layers, cached: Layers) -> list[tuple[Tensor, Tensor]]:
         """Return all entries of the prompts and the decoded tokens per layer, with as many heads as the cache."""
         layers = []
-        for layer, (keys, values) in enumerate(self.full):
+        for layer, (keys, values) in enumerate(full):
             parts = [(keys, values), *(first_of_groups(new[layer], keys.shape[1]) for new in self._decoded)]
             joined = tuple(torch.cat(kind, dim=2) for kind in zip(*parts, strict=True))
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))

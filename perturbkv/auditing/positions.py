@@ -1,18 +1,29 @@
 """Positions inside an evicted cache: keys rotated to 0, 1, …, and new tokens after them (METHOD: Audit, 2).
 
-StreamingLLM, token dropping in LMCache, TensorRT-LLM and some presses of kvpress close the gaps that eviction leaves.
-Such a cache is right where the plain model agrees that holds the same entries at those positions.
+StreamingLLM, token dropping in LMCache, TensorRT-LLM and some presses of kvpress close the gaps that eviction leaves,
+once or at every step. Such a cache is right where the plain model agrees that holds the same entries at those
+positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.auditing.reference import EntryFloors, PromptEntries, entry_floors
+from perturbkv.audit_trace import IN_CACHE, ORIGINAL
+from perturbkv.auditing.reference import (
+    EntryFloors,
+    Floors,
+    ForwardPass,
+    PromptEntries,
+    decode,
+    entry_floors,
+    floors,
+)
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
@@ -23,32 +34,63 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
 
 
-def uses_cache_positions(cache: Layers, full: Layers, situation: Situation, frequencies: Tensor) -> bool:
-    """Return whether the first layer's keys are nearer to the full cache's at 0, 1, … than at their own positions."""
-    original, moved = 0.0, 0.0
-    for row, padding in enumerate(situation.padding):
-        (kept,) = recover(cache[:1], full[:1], row, padding)
-        in_cache = _match_at_zero(cache[0], full[0], row, situation, frequencies)
-        original += sum(float(distance.sum()) for distance in kept.key_distance)
-        moved += sum(float(distance.sum()) for distance in in_cache.key_distance)
-    return moved < original
+UNROTATED = "unrotated"
+"""The convention of keys that a cache holds without positions."""
 
 
-def _match_at_zero(
-    own: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], row: int, situation: Situation, frequencies: Tensor
-) -> LayerKept:
-    """Return the prompt's entries that a layer's cache holds, found by keys that are rotated back to position 0.
+def convention_distances(
+    own: tuple[Tensor, Tensor],
+    fixed: tuple[Tensor, Tensor],
+    known: tuple[Tensor, Tensor],
+    before: Int[Tensor, "row entry"],
+    padding: Sequence[int],
+    frequencies: Tensor,
+) -> dict[str, float]:
+    """Return how far the first layer's keys are from each convention: `original`, `in-cache`, and `UNROTATED`.
 
-    Equal tokens have equal keys there in the first layer, and get their positions in the prompt's order.
+    Args:
+        own: keys and values of the cache.
+        fixed: the known entries where they stand without a gap being closed.
+        known: the known entries at their first positions.
+        before: these positions.
+        padding: entries of padding before each row's.
+        frequencies: (frequency,) of the rotation.
     """
-    index, padding = torch.arange(own[0].shape[2], device=own[0].device), situation.padding[row]
-    before = situation.prompt_positions()[row, padding:]
+    distances = dict.fromkeys((ORIGINAL, IN_CACHE, UNROTATED), 0.0)
+    index = torch.arange(own[0].shape[2], device=own[0].device)
+    for row, first in enumerate(padding):
+        kept = {
+            ORIGINAL: recover([own], [fixed], row, first)[0],
+            IN_CACHE: match_at_zero(own, known, row, first, before, frequencies),
+            UNROTATED: match_at_zero(own, known, row, first, before, frequencies, torch.zeros_like(index)),
+        }
+        for convention, layer in kept.items():
+            distances[convention] += sum(float(distance.sum()) for distance in layer.key_distance)
+    return distances
+
+
+def match_at_zero(
+    own: tuple[Tensor, Tensor],
+    known: tuple[Tensor, Tensor],
+    row: int,
+    padding: int,
+    before: Int[Tensor, "row entry"],
+    frequencies: Tensor,
+    places: Int[Tensor, " entry"] | None = None,
+) -> LayerKept:
+    """Return the known entries that a layer's cache holds in a row, found by keys that are rotated back to position 0.
+
+    Those of the cache stand at `places`, by default at 0, 1, …. Equal tokens have equal keys there in the first layer,
+    and get their positions in the prompt's order.
+    """
+    places = torch.arange(own[0].shape[2], device=own[0].device) if places is None else places
     at_zero = [
         (_rotate_to_zero(keys, positions, frequencies).unsqueeze(0), values.unsqueeze(0))
         for keys, values, positions in (
-            (own[0][row], own[1][row], index), (known[0][row, :, padding:], known[1][row, :, padding:], before)
+            (own[0][row], own[1][row], places),
+            (known[0][row, :, padding:], known[1][row, :, padding:], before[row, padding:]),
         )
-    ]  # fmt: skip
+    ]
     (kept,) = recover(at_zero[:1], at_zero[1:])
     return kept
 
@@ -61,38 +103,101 @@ def _rotate_to_zero(
     return torch.stack([_rotate(head, positions, zero, frequencies) for head in keys])
 
 
+Held = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
+"""Per row, layer and key/value head the known entries that a cache holds, in its order; `NOWHERE` for others."""
+
+
+def match_all_at_zero(
+    cache: Layers, full: Layers, padding: Sequence[int], before: Int[Tensor, "row entry"], frequencies: Tensor
+) -> list[list[LayerKept]]:
+    """Return per row and layer the known entries that a cache holds, as `match_at_zero` does, padding counted."""
+    return [
+        [
+            replace(kept, positions=tuple(own.where(own == NOWHERE, own + first) for own in kept.positions))
+            for own, known in zip(cache, full, strict=True)
+            for kept in [match_at_zero(own, known, row, first, before, frequencies)]
+        ]
+        for row, first in enumerate(padding)
+    ]
+
+
+def held_entries(rows: Sequence[Sequence[LayerKept]]) -> Held:
+    """Return the entries that a cache holds, from its match per row and layer."""
+    return [[kept.positions for kept in layers] for layers in rows]
+
+
 def move_to_cache_positions(
-    adapter: Adapter, cache: Layers, prompts: PromptEntries, situation: Situation
+    adapter: Adapter, held: Held, prompts: PromptEntries, situation: Situation, before: Int[Tensor, "row entry"]
 ) -> PromptEntries:
-    """Return the entries of the prompts with the keys of the entries that a cache holds at their places in it.
+    """Return the entries of the prompts, at the positions `before`, with the keys of those held at their places.
 
     They are rotated in float64 by the model's own angles; one of the other readings in the type of the keys, by the
     difference of positions, so that the floors hold what that rounds.
     """
     rotations: Sequence[Rotate] = (_rotate, _rotate, _rotate_by_difference)
     full, *others = (
-        _move_layers(layers, cache, prompts.full, situation, adapter.frequencies, rotate)
+        _move_layers(layers, held, before, adapter.frequencies, rotate)
         for layers, rotate in zip((prompts.full, *prompts.others), rotations, strict=True)
     )
-    floors: EntryFloors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
-    return PromptEntries(full, tuple(others), floors)
+    limits: EntryFloors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
+    return PromptEntries(full, tuple(others), limits)
 
 
 def _move_layers(
-    layers: Layers, cache: Layers, full: Layers, situation: Situation, frequencies: Tensor, rotate: Rotate
+    layers: Layers, held: Held, before: Int[Tensor, "row entry"], frequencies: Tensor, rotate: Rotate
 ) -> Layers:
-    """Return layers of entries with the keys of those that the cache holds rotated to their places in it."""
+    """Return layers of entries with the keys of those that a cache holds rotated to their places in it."""
     moved = []
-    for (keys, values), own, known in zip(layers, cache, full, strict=True):
-        keys = keys.clone()
-        for row, (before, padding) in enumerate(zip(situation.prompt_positions(), situation.padding, strict=True)):
-            kept = _match_at_zero(own, known, row, situation, frequencies)
-            for head, positions in enumerate(kept.positions):
+    for layer, (own, values) in enumerate(layers):
+        keys = own.clone()
+        for row, positions_by_layer in enumerate(held):
+            for head, positions in enumerate(positions_by_layer[layer]):
                 index = (positions != NOWHERE).nonzero().squeeze(-1)
-                place = positions[index] + padding
-                keys[row, head, place] = rotate(keys[row, head, place], before[place], index, frequencies)
+                place = positions[index]
+                keys[row, head, place] = rotate(keys[row, head, place], before[row, place], index, frequencies)
         moved.append((keys, values))
     return moved
+
+
+def decode_moving(
+    adapter: Adapter,
+    prompts: PromptEntries,
+    situation: Situation,
+    kept: Sequence[Sequence[Tensor]],
+    held: Sequence[Held],
+) -> tuple[list[ForwardPass], Floors]:
+    """Return the masked reference's forward passes where keys move to their places at every pass, and its noise floors.
+
+    `kept` has a mask (row, kept_head, entry) per pass and layer, `held` the entries of each pass. The tokens decoded
+    before are the reference's own.
+    """
+    passes: list[ForwardPass] = []
+    noise: list[Floors] = []
+    before = situation.prompt_positions()
+    for chunk, (masks, entries) in enumerate(zip(kept, held, strict=True)):
+        single = replace(situation, chunks=situation.chunks[chunk : chunk + 1], cached=(situation.cached or ())[chunk:])
+        moved = move_to_cache_positions(adapter, entries, prompts, situation, before)
+        passed = list(decode(adapter, moved.full, single, [masks]))
+        noise.append(floors(adapter, passed, moved, single, [masks]))
+        passes += passed
+        new = [passed[0].new_entries(layer) for layer in range(len(prompts.full))]
+        prompts = replace(
+            prompts,
+            full=_append_entries(prompts.full, new),
+            others=tuple(_append_entries(layers, new) for layers in prompts.others),
+        )
+        before = torch.cat([before, situation.positions(chunk)], dim=-1)
+    return passes, Floors(
+        *(torch.stack([getattr(one, name) for one in noise]).amax(dim=0) for name in ("head", "hidden", "logits"))
+    )
+
+
+def _append_entries(layers: Layers, new: Layers) -> Layers:
+    """Return layers of entries with new ones behind them."""
+    return [
+        (torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2))
+        for (keys, values), (new_keys, new_values) in zip(layers, new, strict=True)
+    ]
 
 
 def _rotate(keys: Tensor, before: Tensor, after: Tensor, frequencies: Tensor) -> Float[Tensor, "entry d_head"]:

@@ -251,18 +251,20 @@ def _entries(file: KeptFile, layers: int, tokens: int) -> CacheEntries:
 
 def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
     """Return the distances of a file's logits from the masked reference's; NaN for heads and layers."""
-    tokens = torch.tensor(file.tokens[:steps], device=adapter.device) if file.tokens else None
-    decoded = reference.greedy(adapter, ids, steps) if tokens is None else tokens
+    if file.tokens:
+        decoded, full = torch.tensor(file.tokens[:steps], device=adapter.device), None
+    else:
+        decoded, full = reference.greedy(adapter, ids, steps)
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
-    prompts = reference.prompt_entries(adapter, single)
-    full, kept = prompts.full, _masks(file, single, prompts.full)
-    passes = list(reference.decode(adapter, full, single, kept))
+    prompts = reference.prompt_entries(adapter, single, full)
+    kept = _masks(file, single, prompts.full)
+    passes = list(reference.decode(adapter, prompts.full, single, kept))
     floors = reference.floors(adapter, passes, prompts, single, kept)
     external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
     pairs = [(logits, masked.logits[0]) for logits, masked in zip(external, passes, strict=True)]
     return DecodeDistances(
-        head=np.full((steps, len(full), adapter.heads), np.nan), head_floor=floors.head.numpy(),
-        hidden=np.full((steps, len(full)), np.nan), hidden_floor=floors.hidden.numpy(),
+        head=np.full((steps, len(adapter.layers), adapter.heads), np.nan), head_floor=floors.head.numpy(),
+        hidden=np.full((steps, len(adapter.layers)), np.nan), hidden_floor=floors.hidden.numpy(),
         logits=np.array([float(reference.logits_distance(logits.unsqueeze(0), masked)) for logits, masked in pairs]),
         logits_floor=float(floors.logits),
         agrees=np.array([bool(logits.argmax() == masked[-1].argmax()) for logits, masked in pairs]),

@@ -272,14 +272,15 @@ def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
     return parts
 
 
-def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> Int[Tensor, " new"]:
-    """Return the model's own greedy continuation of a prompt, `count` tokens."""
-    cache, token, tokens = DynamicCache(), ids.unsqueeze(0), []
+def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
+    """Return the model's own greedy continuation of a prompt, `count` tokens, and the prompt's entries as of `read`."""
+    cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        full = full or [(layer.keys, layer.values) for layer in cache.layers]
         token = logits[:, -1:].argmax(dim=-1)
         tokens.append(token[0, 0])
-    return torch.stack(tokens)
+    return torch.stack(tokens), full or []
 
 
 def decode(
@@ -373,9 +374,9 @@ class PromptEntries:
     floors: EntryFloors
 
 
-def prompt_entries(adapter: Adapter, situation: Situation) -> PromptEntries:
-    """Return the entries of a situation's prompts, with their noise floors."""
-    tokens, full = situation.entries, read(adapter, situation)
+def prompt_entries(adapter: Adapter, situation: Situation, full: Layers | None = None) -> PromptEntries:
+    """Return the entries of a situation's prompts, with their noise floors; `full` are those of `read`, if known."""
+    tokens, full = situation.entries, full or read(adapter, situation)
     halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
     kernel = (
         "eager" if adapter.dtype.itemsize <= 4 else None

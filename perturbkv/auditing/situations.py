@@ -25,8 +25,8 @@ class Situation:
         attention_mask: 0 at padding.
         chunks: tokens of each forward pass after the eviction, the same in every row.
         counts_padding: whether the first entry has position 0 even where it is padding.
-        cached: number of entries after which new tokens stand, where positions are those in the cache; None: the
-            prompt's own positions.
+        cached: per forward pass, as far as known, the number of entries after which new tokens stand, where positions
+            are those in the cache; None: the prompt's own positions.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Situation:
     attention_mask: Int[Tensor, "row token"]
     chunks: tuple[Int[Tensor, " new"], ...]
     counts_padding: bool = False
-    cached: int | None = None
+    cached: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -59,10 +59,12 @@ class Situation:
 
     def positions(self, chunk: int) -> Int[Tensor, "row new"]:
         """Return the positions of a chunk's tokens: n, n + 1, … in each row, or as many as are cached, and so on."""
-        previous = sum(len(tokens) for tokens in self.chunks[:chunk])
-        new = torch.arange(len(self.chunks[chunk]), device=self.ids.device)
-        first = self.prompt_positions()[:, -1:] + 1
-        return (first if self.cached is None else torch.full_like(first, self.cached)) + previous + new
+        first, known = self.prompt_positions()[:, -1:] + 1, 0
+        if self.cached is not None:
+            known = min(chunk, len(self.cached) - 1)
+            first = torch.full_like(first, self.cached[known])
+        previous = sum(len(tokens) for tokens in self.chunks[known:chunk])
+        return first + previous + torch.arange(len(self.chunks[chunk]), device=self.ids.device)
 
     def new_tokens(self, chunk: int) -> Int[Tensor, "row new"]:
         """Return the tokens of the chunk of index `chunk`, the same in every row."""

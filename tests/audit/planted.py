@@ -511,3 +511,139 @@ def shifted(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     first, second = layer.keys.chunk(2, dim=-1)
     layer.keys = layer.keys * cosine.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sine.unsqueeze(1)
     return cache
+
+
+def _turn(keys: Tensor, places: Tensor, base: float) -> Tensor:
+    """Keys rotated by `places` positions more, in all their components."""
+    half = keys.shape[-1] // 2
+    angle = places.float().unsqueeze(-1) * base ** (-torch.arange(half) / half)
+    cosine, sine = (one.to(keys.dtype) for one in (angle.cos(), angle.sin()))
+    first, second = keys.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+class UnrotatedLayer(StreamingLayer):
+    """Caches keys without positions, and hands them out at 0, 1, …: where they lie now, at every step."""
+
+    def __init__(self, sinks: int, recent: int, base: float) -> None:
+        super().__init__(sinks, recent)
+        self.base = base
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        held = self.get_seq_length()
+        plain = _turn(key_states, -torch.arange(held, held + key_states.shape[2]), 1e4)
+        keys, values = super().update(plain, value_states, *args, **kwargs)
+        return _turn(keys, torch.arange(keys.shape[2]), self.base), values
+
+
+class Unrotated(Cache):
+    """A right cache class, StreamingLLM as it was published: sinks stay, a window slides, gaps close at every step."""
+
+    def __init__(self, layers: int = 3, base: float = 1e4) -> None:
+        super().__init__(layers=[UnrotatedLayer(SINKS, RECENT, base) for _ in range(layers)])
+
+
+class RollingLayer(StreamingLayer):
+    """Caches keys at 0, 1, …, and moves those behind a gap up as soon as it opens."""
+
+    def __init__(self, sinks: int, recent: int, base: float) -> None:
+        super().__init__(sinks, recent)
+        self.base = base
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if gap := keys.shape[2] - self.keys.shape[2]:
+            behind = _turn(self.keys[:, :, self.sinks :], torch.tensor([-gap]), self.base)
+            self.keys = torch.cat([self.keys[:, :, : self.sinks], behind], dim=2)
+        return keys, values
+
+
+class Rolling(Cache):
+    """A right cache class: sinks stay, a window slides, and its keys are rotated back by as much as it slides."""
+
+    def __init__(self, layers: int = 3, base: float = 1e4) -> None:
+        super().__init__(layers=[RollingLayer(SINKS, RECENT, base) for _ in range(layers)])
+
+
+def _decode_after(model: Any, cache: Any, token: Tensor, step: int, early: int = 0) -> Tensor:
+    """Decoding at the cache's length, or so many positions too early."""
+    places = cache.get_seq_length() - early + torch.arange(token.shape[1]).unsqueeze(0)
+    return model(input_ids=token, position_ids=places, past_key_values=cache).logits
+
+
+def _decode_one_early(model: Any, cache: Any, token: Tensor, step: int) -> Tensor:
+    return _decode_after(model, cache, token, step, 1)
+
+
+class UnrotatedWithAnotherBase(Unrotated):
+    """Hands its keys out rotated by a base that is not the model's."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers, 5e5)
+
+
+class UnrotatedEarly(Unrotated):
+    """New tokens stand on the last entry's position."""
+
+    decode = staticmethod(_decode_one_early)
+
+
+class RollingWithAnotherBase(Rolling):
+    """Moves its keys up by a base that is not the model's."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers, 5e5)
+
+
+class RollingEarly(Rolling):
+    """New tokens stand on the last entry's position."""
+
+    decode = staticmethod(_decode_one_early)
+
+
+class RollingThenStill(Rolling):
+    """Moves its keys up after the prompt and never again, though new tokens stand at the cache's length."""
+
+    decode = staticmethod(_decode_after)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple[Tensor, Tensor]:
+        found = super().update(key_states, value_states, layer_idx, *args)
+        self.layers[layer_idx].base = float("inf")  # a rotation by nothing, except of the first components
+        return found
+
+
+def sliding_early(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """A window that slides at the prompt's own positions; new tokens stand one position too early."""
+    cache = Streaming()
+    model(input_ids=input_ids, past_key_values=cache)
+    cache.tokens = attention_mask.sum(dim=-1)  # type: ignore[attr-defined]
+    return cache
+
+
+sliding_early.decode = _decode_early  # type: ignore[attr-defined]
+
+
+def _decode_shifting(model: Any, cache: Any, token: Tensor, step: int, early: int = 0) -> Tensor:
+    """Makes room before it decodes: the oldest entries behind the sinks go, and those behind them move up."""
+    new = token.shape[1]
+    for layer in cache.layers:
+        behind = _turn(layer.keys[:, :, SINKS + new :], torch.tensor([-new]), 1e4)
+        layer.keys = torch.cat([layer.keys[:, :, :SINKS], behind], dim=2)
+        layer.values = torch.cat([layer.values[:, :, :SINKS], layer.values[:, :, SINKS + new :]], dim=2)
+    return _decode_after(model, cache, token, step, early)
+
+
+def shifting(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """As many entries at every step, new tokens included; its own decoding makes room for them."""
+    return moved(model, input_ids, attention_mask)
+
+
+shifting.decode = _decode_shifting  # type: ignore[attr-defined]
+
+
+def shifting_early(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """The same, with new tokens on the last entry's position."""
+    return moved(model, input_ids, attention_mask)
+
+
+shifting_early.decode = lambda *inputs: _decode_shifting(*inputs, early=1)  # type: ignore[attr-defined]

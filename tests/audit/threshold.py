@@ -33,6 +33,7 @@ from perturbkv.audit_trace import SITUATIONS, AuditRun
 from perturbkv.auditing import reference, situations
 from perturbkv.auditing.evictions import eviction
 from perturbkv.auditing.external_run import run_eviction
+from perturbkv.auditing.model_state import ModelState
 from perturbkv.models.adapter import Adapter
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
@@ -218,10 +219,11 @@ def prompt_ids(setting: Setting, adapter: Adapter) -> Tensor:
 def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
     """Return the largest distances of a clean situation, over the rows of its batch."""
     ids = prompt_ids(setting, adapter)
-    tokens = reference.greedy(adapter, ids, situations.token_count(STEPS, ["block"]))
+    tokens, _ = reference.greedy(adapter, ids, situations.token_count(STEPS, ["block"]))
     situation = situations.situation(setting.situation, ids, tokens, STEPS)
     external = eviction(clean_eviction(setting), "clean")
-    runs = run_eviction(adapter, external, situation, reference.prompt_entries(adapter, situation)).results("p")
+    prompts, before = reference.prompt_entries(adapter, situation), ModelState.of(adapter.model)
+    runs = run_eviction(adapter, external, situation, prompts, before).results("p")
     each = [worst(run) for run in runs]
     return {name: max(row[name] for row in each) for name in each[0]}
 
