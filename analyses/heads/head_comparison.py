@@ -181,7 +181,7 @@ def floor_over_norm(floor: Floats, norm: Floats) -> tuple[float, float]:
 
 @record
 class ChangedLoss(Record):
-    """What eviction alone costs a configuration, and what moving, quantising or correcting costs beside it.
+    """The loss by eviction alone, and what moving keys, quantising or correcting adds to it, of one configuration.
 
     Of isolated perturbations in L1, summed over heads and samples. Both parts may exceed the whole together.
     """

@@ -25,7 +25,9 @@ FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps
 """Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
-_FILLED = (*KEPT, DIGEST, *PREFILLS)
+_APART = ("perturbation_eviction", "perturbation_change")
+"""Parts of the isolated perturbation of configurations that do more than evict; of others the whole, and nothing."""
+_FILLED = (*KEPT, DIGEST, *PREFILLS, *_APART)
 """Variables that are filled in for a part without them where another part of the sample has them."""
 
 
@@ -116,6 +118,8 @@ def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
     zeros = np.zeros_like(arrays["kept_count"])
     empty = dict(zip(KEPT, (zeros, zeros, np.zeros(0, dtype=np.uint8)), strict=True))
     empty |= {"prefill_seconds": np.full(len(zeros), np.nan), "prefill_seconds_full": np.array(np.nan)}
+    whole = arrays["perturbation_isolated"]
+    empty |= dict(zip(_APART, (whole, np.zeros_like(whole)), strict=True))
     return {name: kept_digests(arrays) if name == DIGEST else empty[name] for name in names}
 
 
@@ -146,6 +150,7 @@ def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
     """Return the shape of the fill values of a variable, for a part without it."""
     shapes = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
+    shapes |= dict.fromkeys(_APART, part["perturbation_isolated"])
     return shapes.get(name, part["kept_count"])
 
 
