@@ -26,6 +26,7 @@ from perturbkv.auditing.positions import (
     decode_moving,
     held_entries,
     match_all_at_zero,
+    match_at_zero,
     move_to_cache_positions,
 )
 from perturbkv.auditing.reference import (
@@ -52,6 +53,8 @@ from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import restore_model
 
 _MOST_SHIFT = 4096
+_CLEARLY = 10
+"""How many times nearer one convention of positions is than others where it is told from rounding."""
 
 
 @dataclass
@@ -210,7 +213,26 @@ def _attended_layers(external: ExternalRun, eviction: Eviction, cache: Cache) ->
     trial = eviction.read(external.adapter.model, situation.ids, situation.attention_mask)
     with record_pass(external.adapter, record):
         _logits(external, eviction, trial, 0, situation.new_tokens(0), 0, "decoding token 0")
-    return [record.previous_entries(layer) for layer in range(len(full))] if record.is_complete(len(full)) else layers
+    if record.is_complete(len(full)):
+        layers = [record.previous_entries(layer) for layer in range(len(full))]
+        _check_not_relative(external, layers[0])
+    return layers
+
+
+def _check_not_relative(external: ExternalRun, layer: tuple[Tensor, Tensor]) -> None:
+    """Raise UnreadableCacheError for keys of a first layer that end where the new tokens begin, wherever that is."""
+    situation, full = external.situation, external.prompts.full[0]
+    places = torch.arange(-layer[0].shape[2], 0, device=layer[0].device) + situation.positions(0)[0, 0]
+    before, frequencies = situation.prompt_positions(), external.adapter.frequencies
+    kept = match_at_zero(layer, full, 0, situation.padding[0], before, frequencies, places)
+    relative = sum(float(distance.sum()) for distance in kept.key_distance)
+    distances = external.tracker.convention_distances(layer)
+    if _CLEARLY * relative < min(distances[ORIGINAL], distances[IN_CACHE]):
+        msg = (
+            f"its keys follow the new tokens: they stand at {int(places[0])} … {int(places[-1])}, as these stand at "
+            f"{int(places[-1]) + 1}, which an audit does not judge; hand them out at 0, 1, …, for new tokens after them"
+        )
+        raise UnreadableCacheError(msg)
 
 
 def _has_layers_of(layers: Layers, full: Layers) -> bool:

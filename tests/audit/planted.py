@@ -601,15 +601,65 @@ class RollingEarly(Rolling):
     decode = staticmethod(_decode_one_early)
 
 
-class RollingThenStill(Rolling):
+class StillLayer(RollingLayer):
+    """Moves its keys up after the prompt, and leaves them where they are from then on."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        prompt = not self.is_initialized
+        found = super().update(key_states, value_states, *args, **kwargs)
+        if prompt:
+            return found
+        self.keys = torch.cat([self.keys[:, :, : self.sinks], found[0][:, :, -self.recent :]], dim=2)
+        return found
+
+
+class RollingThenStill(Cache):
     """Moves its keys up after the prompt and never again, though new tokens stand at the cache's length."""
 
     decode = staticmethod(_decode_after)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple[Tensor, Tensor]:
-        found = super().update(key_states, value_states, layer_idx, *args)
-        self.layers[layer_idx].base = float("inf")  # a rotation by nothing, except of the first components
-        return found
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers=[StillLayer(SINKS, RECENT, 1e4) for _ in range(layers)])
+
+
+class RelativeLayer(UnrotatedLayer):
+    """Hands its keys out right before the new tokens, at as many positions as tokens were seen."""
+
+    seen = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        new = torch.arange(self.seen, self.seen + key_states.shape[2])
+        self.seen += len(new)
+        keys, values = StreamingLayer.update(self, _turn(key_states, -new, self.base), value_states)
+        return _turn(keys, torch.arange(self.seen - keys.shape[2], self.seen), self.base), values
+
+
+class Relative(Cache):
+    """Right, in a way that an audit does not follow: gaps are closed from the new tokens on backwards."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers=[RelativeLayer(SINKS, RECENT, 1e4) for _ in range(layers)])
+
+
+class OwnPositionsLayer(RelativeLayer):
+    """Caches keys without positions, and hands them out at the prompt's own."""
+
+    places = torch.arange(0)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        new = torch.arange(self.seen, self.seen + key_states.shape[2])
+        self.seen += len(new)
+        keys, values = StreamingLayer.update(self, _turn(key_states, -new, self.base), value_states)
+        places = torch.cat([self.places, new])
+        self.places = torch.cat([places[: self.sinks], places[self.sinks :][-self.recent :]])
+        return _turn(keys, places, self.base), values
+
+
+class OwnPositions(Cache):
+    """A right cache class, without positions inside and with the prompt's own outside."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__(layers=[OwnPositionsLayer(SINKS, RECENT, 1e4) for _ in range(layers)])
 
 
 def sliding_early(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:

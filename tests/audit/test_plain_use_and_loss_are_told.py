@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,20 @@ def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
     plain = audited("llama", planted.mask_of_evicted_length, situations=["single"]).trace.plain
     assert plain is not None
     assert (plain.position, plain.fed) == (60, 1)
+
+
+def test_an_eviction_reads_once_per_situation_and_twice_for_plain_use() -> None:
+    rows: list[int] = []
+
+    def counted(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> DynamicCache:
+        rows.append(len(input_ids))
+        return planted.right(loaded, input_ids, attention_mask)
+
+    quick = audited("llama", counted, situations=["block", "batch"], plain_use=False)
+    assert (quick.verdict, quick.plain_use, rows) == ("exact", None, [1, 2])
+    rows.clear()
+    assert audited("llama", counted, situations=["block", "batch"]).plain_use is not None
+    assert rows == [1, 2, 1, 1]
 
 
 def sets(*places: list[int]) -> loss.Sets:

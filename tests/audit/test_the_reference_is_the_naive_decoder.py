@@ -77,6 +77,16 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
     np.testing.assert_allclose(arranged, plain, atol=1e-12)
 
 
+def test_the_greedy_continuation_reads_the_prompt_as_the_reference_does() -> None:
+    adapter, ids = tiny_adapter(layers=3), torch.tensor(token_ids(TOKENS))
+    with torch.inference_mode():
+        tokens, entries = reference.greedy(adapter, ids, 3)
+        known = reference.read(adapter, situations.situation("single", ids, tokens, 3))
+    assert tokens.shape == (3,)
+    for layer, read in zip(entries, known, strict=True):
+        assert all(torch.equal(own, other) for own, other in zip(layer, read, strict=True))
+
+
 def test_arrangements_are_the_opposite_order_and_only_what_is_visible() -> None:
     keys, values = torch.randn(2, 1, 2, 5, 4)
     visible = torch.tensor([[True, False, True, False, True], [False, False, True, False, True]])
