@@ -18,6 +18,7 @@ from perturbkv.configs.option import Option, WithOptions, option
 from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES, WINDOW_QUERIES
 from perturbkv.scoring.layer_view import NEEDS, OF_WINDOW, PROMPT_ALONE, LayerView
 from perturbkv.scoring.replay_view import Replay, ReplayView
+from perturbkv.scoring.score_registry import make
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,7 @@ class Score(WithOptions):
 
     def unpooled(self) -> Self:
         """Return the score without the pooling after `score`, so that scores differing only in pooling become equal."""
-        return self if self.pools_inside else dataclasses.replace(self, pool="none", kernel=1)
+        if self.pools_inside:
+            return self
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return make(type(self), {**fields, "pool": "none", "kernel": 1})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support import screens
@@ -146,3 +148,78 @@ def test_nan_fails_the_sample_and_the_run_exits_1(
     assert "1 sample\n" in ran.out
     ((sample, reason),) = read_trace(Path("out/trace.h5")).failures.items()
     assert sample == "p0" and "layer 1" in reason and f"failed: {reason}" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [(float("nan"), 2, "'lm_head.weight' holds"), (3e38, 1, "the logits hold NaN or Inf in sample 'p0'")],
+)
+def test_a_model_whose_logits_are_no_numbers_leaves_no_file_of_answers(
+    perturbkv: Run, tiny: list[object], model: Path, tmp_path: Path, value: float, code: int, words: str
+) -> None:
+    shutil.copytree(model, tmp_path / "odd")
+    weights = load_file(tmp_path / "odd" / "model.safetensors")
+    weights["lm_head.weight"].fill_(value)
+    save_file(weights, tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
+    ran = perturbkv("generate", *instead(tiny, "--model", tmp_path / "odd"), "--max-new-tokens", 2, "-o", "out")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
+    assert words in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
+MOVING = """
+import os
+from dataclasses import dataclass
+import perturbkv as pk
+
+def leave():
+    os.makedirs({elsewhere!r}, exist_ok=True)
+    os.chdir({elsewhere!r})
+
+leave()
+
+@dataclass(frozen=True)
+class Moving(pk.Score):
+    def __post_init__(self):
+        leave()
+
+    def score(self, layer):
+        leave()
+        return layer.attention[..., : layer.prefix].amax(dim=1)
+
+@dataclass(frozen=True)
+class MovingBudgets(pk.Policy):
+    name = "moving"
+
+    def __post_init__(self):
+        leave()
+
+    def first_entries(self, config, kept):
+        leave()
+        return super().first_entries(config, kept)
+
+    def allocate(self, config, available):
+        leave()
+        return super().allocate(config, available)
+"""
+
+
+@pytest.mark.parametrize("policy", ["moving.py:Moving", "adakv(by=moving.py:Moving)", "moving.py:MovingBudgets"])
+@pytest.mark.parametrize("command", [["trace"], ["generate", "--max-new-tokens", 2]], ids=lambda words: words[0])
+def test_a_file_that_changes_the_working_directory_does_not_move_the_results(
+    perturbkv: Run, tiny: list[object], tmp_path: Path, policy: str, command: list[object]
+) -> None:
+    (tmp_path / "moving.py").write_text(MOVING.format(elsewhere=str(tmp_path / "elsewhere")))
+    ran = perturbkv(*command, *tiny, "--policy", policy, "-o", "out")
+    assert ran.code == 0, ran.err
+    assert Path.cwd() == tmp_path
+    (result,) = (tmp_path / "out").iterdir()
+    assert result.name in ("trace.h5", "generation.jsonl")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_policy_without_a_name_is_one_line(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    text = MOVING.format(elsewhere=str(tmp_path)).replace('name = "moving"', "...")
+    (tmp_path / "moving.py").write_text(text)
+    ran = perturbkv("heads", *tiny, "--policy", "moving.py:MovingBudgets", "-o", "out")
+    refused(ran, "policy 'moving.py:MovingBudgets': expected a name in its class, name = ", ", got none")

@@ -75,6 +75,12 @@ class Policy(WithOptions):
                             known=("kept", "in-cache"), omitted=True)  # fmt: skip
 
     @classmethod
+    def flaw(cls) -> str:
+        """Return an error message about the class definition; empty if it is valid."""
+        missing = f'expected a name in its class, name = "{cls.__name__.lower()}", got none'
+        return "" if getattr(cls, "name", "") else missing
+
+    @classmethod
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for a configuration that is incompatible with this policy."""
 
@@ -177,7 +183,7 @@ class ByScore(Policy):
     @property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
-        return self.scored(**{name: getattr(self, name) for name in self.scored.options()})
+        return scores.make(self.scored, {name: getattr(self, name) for name in self.scored.options()})
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:
