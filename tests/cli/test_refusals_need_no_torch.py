@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.traces import sample_trace, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,11 @@ REFUSALS = {
     "heads -o taken": "taken/summary.json",
     "heads --format nope": "unknown format 'nope'",
     "heads other/trace.h5 --style nope": "unknown style 'nope'",
+    "heads --model ./taken": "model './taken' cannot be loaded: expected config.json in its folder, got none",
+    "generate -o answered": "answered/generation.jsonl is of another run; give --overwrite or another --output",
+    "generate -o broken": "broken/generation.jsonl is of another run; give --overwrite or another --output",
+    "audit nope.npz": "expected a file of kept positions at nope.npz, got nothing",
+    "audit nope.json": "expected a file of kept positions at nope.json, got nothing",
     "audit nope.py:f": "expected a Python file at nope.py, got nothing",
     "audit nope.py:f(a=1)": "expected a Python file at nope.py, got nothing",
     "heads nope.h5": "expected a trace file at nope.h5, got nothing",
@@ -109,8 +115,12 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "taken").mkdir()
     for name, text in texts.items():
         (folder / name).write_bytes(text)
-    (folder / "other").mkdir()
+    for name in ("other", "answered", "broken"):
+        (folder / name).mkdir()
     write(folder / "other" / "trace.h5", sample_trace("s0"))
+    run = json.loads(read_trace(folder / "other" / "trace.h5").run.to_json())
+    (folder / "answered" / "generation.jsonl").write_text(json.dumps({"run": run, "compress_every": None}) + "\n")
+    (folder / "broken" / "generation.jsonl").write_text("{}\n")
     before = sorted(folder.rglob("*"))
     got = dict(zip(REFUSALS, answers(folder, [line.split() for line in REFUSALS]), strict=True))
     assert sorted(folder.rglob("*")) == before
