@@ -125,11 +125,14 @@ class DataOptions:
     def check_names(self) -> None:
         """Raise the errors of a model or data that are not there, and of a file's first row, without importing torch.
 
+        NoMemoryError where torch cannot be imported for the process's limits.
         --dataset may list several data sets, as for `split_datasets`.
         """
+        from perturbkv import memory
         from perturbkv.datasets import dataset_registry, jsonl, prompts
         from perturbkv.models import sources
 
+        memory.check_address_space()
         sources.check_name(self.model, self.revision or "")
         for name in [self.dataset] if Path(self.dataset).is_file() else split_names(self.dataset):
             prompts.check_request(name, **self.data_request())

@@ -20,6 +20,7 @@ from perturbkv.cli import console
 from perturbkv.cli.command_line import JsonRequest, group_class
 from perturbkv.cli.commands import COMMANDS
 from perturbkv.errors import MOST_CHARACTERS, InterruptedRunError, MissingPackageError, PerturbkvError
+from perturbkv.memory import translate_allocation_errors
 
 INTERRUPTED = InterruptedRunError.exit_code
 _INTERRUPTED_MESSAGE = "interrupted; no unfinished file was written"
@@ -166,7 +167,8 @@ def main() -> None:
 def _run(request: JsonRequest, sigterm: SigtermRecord) -> int:
     """Run the command line, print its error if any, and return the exit code."""
     try:
-        code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
+        with translate_allocation_errors():
+            code = int(app(prog_name="perturbkv", standalone_mode=False, obj=request) or 0)
         if code == INTERRUPTED:  # Typer makes it of a Ctrl-C outside a run
             raise KeyboardInterrupt
         return code

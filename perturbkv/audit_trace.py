@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.errors import ConfigError
+from perturbkv.user_files import MIB, FileKind
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -32,6 +34,9 @@ POSITIONS: Mapping[str, str] = {
     IN_CACHE: "keys rotated to 0, 1, …, new tokens after them",
 }
 """Convention of positions -> its meaning."""
+KEPT_SUFFIXES = (".npz", ".json")
+KEPT_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
+"""What another program kept, as a file with one of these suffixes (`auditing.positions_file`)."""
 
 FLOORS = 6
 """Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""

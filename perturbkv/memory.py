@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from perturbkv.errors import NoMemoryError
 
 if TYPE_CHECKING:
@@ -23,11 +21,13 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 """Files with a container's memory limit, in both versions of Linux' control groups."""
 _MESSAGES = re.compile(
     r"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]?i?B)"
-    r"|(Storage size calculation overflowed)|(Cannot allocate memory)",
+    r"|(Storage size calculation overflowed)|(Cannot allocate memory)|(failed to map segment)",
     re.IGNORECASE,
 )
-"""Messages of failed allocations: of torch on a CPU and on a GPU, of NumPy and of the system."""
+"""Messages of failed allocations: of torch on a CPU and on a GPU, of NumPy, of the system and of its loader."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_TO_IMPORT = 3 * 2**29
+"""Bytes of address space that importing torch, transformers and SciPy takes, rounded up."""
 ADVICE = (
     "shorter prompts (--length, --max-tokens), fewer configurations at once (--max-memory), a smaller --chunk-mib or "
     "--dtype take less"
@@ -40,6 +40,7 @@ def free_bytes(device: torch.device) -> int:
     On the machine swap counts, and the limits of process and container apply. A GPU that shares the machine's memory
     gets what the machine has, including the page cache.
     """
+    import psutil
     import torch
 
     if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
@@ -71,6 +72,20 @@ def _container_limits() -> Iterator[int]:
                 yield int(text)
 
 
+def check_address_space() -> None:
+    """Raise NoMemoryError where the process's limit (ulimit -v) is too small to import what measures.
+
+    Below it the libraries fail in code of their own, where some wait for memory forever.
+    """
+    limit = min(_process_limits(), default=_TO_IMPORT)
+    if limit < _TO_IMPORT:
+        msg = (
+            f"measuring takes {format_size(_TO_IMPORT)} of address space at least, and this process may have "
+            f"{format_size(limit)}; type ulimit -v unlimited"
+        )
+        raise NoMemoryError(msg)
+
+
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:
     """Raise NoMemoryError unless `needed` bytes are free; `what` names their user, `instead` gives advice."""
     available = free_bytes(device)
@@ -87,7 +102,7 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, RuntimeError, OSError) as error:
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
         match = _MESSAGES.search(str(error))
         if match is None and not isinstance(error, MemoryError):
             raise

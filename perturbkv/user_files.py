@@ -67,14 +67,16 @@ class FileKind:
     def read_bytes(self, path: Path) -> bytes:
         """Return the file's bytes. Raises `error` for a file that cannot be read or is too large."""
         self.check(path, piped=True)
+        content = bytearray()  # read in parts: Python allocates what is asked for, however short the file
         try:
             with path.open("rb") as stream:
-                content = stream.read(self.max_bytes + 1)
+                while len(content) <= self.max_bytes and (part := stream.read(MIB)):
+                    content += part
         except OSError as error:
             raise self.refusal(path, _error_reason(error)) from None
         if len(content) > self.max_bytes:
             raise self.refusal(path, f"more than {self.max_bytes // MIB:,} MiB")
-        return content
+        return bytes(content)
 
     def read_text(self, path: Path) -> str:
         """Return the file's text without a byte order mark, all line ends as newlines. Raises `error`."""

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
-from perturbkv.audit_trace import ALLOWED, AUTO, SITUATIONS
+from perturbkv.audit_trace import ALLOWED, AUTO, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -109,6 +109,8 @@ def audit(
     """
     if refers_to_file(eviction):
         check_file(parse(eviction).name)
+    elif Path(eviction).suffix in KEPT_SUFFIXES:
+        KEPT_FILE.check(Path(eviction))
     run.check_names()
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
     folder = run_folder(run, run.output)

@@ -60,6 +60,7 @@ def bench(
     from perturbkv.models import sources
 
     sources.check_name(model)
+    numbers.check_number("--tokens", tokens, numbers.LONGEST_PROMPT)
     from perturbkv.benchmark import suite
     from perturbkv.benchmark.rows import find_targets
 

@@ -113,13 +113,16 @@ def generate(
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
     """
+    run.check_names()
+    path = run_folder(run, run.output) / FILE
+    if not (run.dry_run or run.overwrite):
+        _check_other_run(run, path)
     configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check("generate", configs, run)
     from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
     from perturbkv.pipeline.answers.grading import metrics_of
 
     check_answer_options(configs, max_new_tokens, compress_every)
-    path = run_folder(run, run.output) / FILE
     output = OutputFolder(path.parent, run.overwrite, run.wait)
     if not run.dry_run:
         output.claim(resumable(path), writer=path)
@@ -204,14 +207,32 @@ def _open_answers(
     stored = json_lines.parse_line(first)
     rows = [row for row in map(json_lines.parse_line, others) if row is not None]
     if exists and (stored is None or _stored_header(stored) != header):
-        msg = f"{path} is of another run; give --overwrite or another --output"
-        raise ConfigError(msg)
+        raise _other_run(path)
     if invalid := [row for row in rows if not is_row(row)]:
         raise _KIND.refusal(path, f"a line that is no answers of ours, {str(invalid[0])[:40]}")
     if rows:
         console.note(f"{plural(len(rows), 'sample')} of {header['run']['samples']} there already; going on")
         json_lines.write(path, [stored or {}, *rows])
     return stored or {**header, "made_with": made_with}, rows
+
+
+def _check_other_run(run: RunOptions, path: Path) -> None:
+    """Raise ConfigError where a file of answers is of another model, data set, scenario, cache or length.
+
+    What only the opened model and prompts tell is compared when the run begins; this needs no torch.
+    """
+    if not os.path.lexists(path):
+        return
+    stored = json_lines.parse_line(_KIND.read_text(path).partition("\n")[0])
+    old = _stored_header(stored or {}).get("run")
+    same = ("model", "dataset", "scenario", "cache", "max_tokens")
+    if old is None or any(old[name] != getattr(run, name) for name in same):
+        raise _other_run(path)
+
+
+def _other_run(path: Path) -> ConfigError:
+    """Return the error for a file of answers of another run."""
+    return ConfigError(f"{path} is of another run; give --overwrite or another --output")
 
 
 def _stored_header(document: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from perturbkv.auditing.positions_file import SUFFIXES, KeptFile, read
+from perturbkv.audit_trace import KEPT_SUFFIXES
+from perturbkv.auditing.positions_file import KeptFile, read
 from perturbkv.configs.choice import UNNAMED, Choice, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
@@ -199,7 +200,7 @@ def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
 
     Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
     """
-    if isinstance(source, str) and not source.endswith(SUFFIXES) and is_press(parse(source)):
+    if isinstance(source, str) and not source.endswith(KEPT_SUFFIXES) and is_press(parse(source)):
         if budget is None:
             msg = f"expected a budget for the press {source}, got none; give --budget (budget=), such as 128 or 0.3"
             raise ConfigError(msg)
@@ -217,7 +218,7 @@ def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
 
 def _parse_eviction(text: str) -> Eviction | KeptFile:
     """Return the eviction or the file of kept positions named by a text, presses excluded."""
-    if Path(text).suffix in SUFFIXES:
+    if Path(text).suffix in KEPT_SUFFIXES:
         return read(Path(text))
     choice = parse(text)
     path, colon, name = choice.name.rpartition(":")

@@ -20,17 +20,15 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import AuditRun, CacheEntries, DecodeDistances, Integers
+from perturbkv.audit_trace import KEPT_FILE, AuditRun, CacheEntries, DecodeDistances, Integers
 from perturbkv.auditing import reference
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
-from perturbkv.user_files import MIB, FileKind, parse_json
+from perturbkv.user_files import MIB, parse_json
 
-SUFFIXES = (".npz", ".json")
-_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 _READ_ERRORS = (OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """Exceptions of zipfile and NumPy for damaged, encrypted and oversized files, beside ValueError."""
 _NUMBER = "(0|[1-9][0-9]*)"
@@ -92,7 +90,7 @@ def read(path: Path) -> KeptFile:
 
     Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/how-to/audit.md.
     """
-    _FILE.check(path)
+    KEPT_FILE.check(path)
     try:
         content = _read_json(path) if path.suffix == ".json" else _read_npz(path)
         return KeptFile(
@@ -143,7 +141,7 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     """Return the content of a JSON file, with positions parsed. Raises ValueError, KeyError or TypeError."""
-    content = parse_json(_FILE.read_text(path))
+    content = parse_json(KEPT_FILE.read_text(path))
     _check_known(content, ("kept", *_MORE))
     return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
@@ -171,8 +169,8 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
-        if size > _FILE.max_bytes:
-            msg = f"it unpacks to {size:,} bytes, more than {_FILE.max_bytes // MIB:,} MiB"
+        if size > KEPT_FILE.max_bytes:
+            msg = f"it unpacks to {size:,} bytes, more than {KEPT_FILE.max_bytes // MIB:,} MiB"
             raise ValueError(msg)
         with np.load(path, allow_pickle=False) as file:
             if twice := [name for name, count in Counter(file.files).items() if count > 1]:

@@ -15,6 +15,7 @@ from perturbkv.benchmark.rows import NO_GPU, NO_KVPRESS, Report, Row, Target
 from perturbkv.benchmark.subprocesses import in_process, machine
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.models.aliases import DEFAULT
+from perturbkv.models.loading import open_model
 
 _MOST_REPEATS = 1000
 _ANSWERED = {"tokens": 1500, "answer": 64}
@@ -62,12 +63,32 @@ def measure(
     """Return the report on the rows `targets`; call `finished` with the name of each group of rows when it is done.
 
     A row whose process fails has the reason instead of a value. Raises ConfigError for a device that does not
-    exist.
+    exist, and for prompts longer than the model's context.
     """
     names = {target.name for target in targets}
+    _check_length(settings, names)
     return run_groups(
         machine(settings.device, settings.dtype), asdict(settings), targets, _groups(settings, names), finished
     )
+
+
+_OF_PROMPT = {"capture-2", "sweep-24", "sweep-200", "scores-11", "presses-24", "peak-24", "writing-24", "writing-200",
+              "generation"}  # fmt: skip
+"""Rows with a prompt of the settings' tokens; that of `growth` is up to twice as long."""
+
+
+def _check_length(settings: Settings, names: set[str]) -> None:
+    """Raise ConfigError where a row's prompt is longer than the model's context."""
+    longest = settings.tokens * 2 if "growth" in names else settings.tokens * bool(names & _OF_PROMPT)
+    if longest == 0:
+        return
+    most = int(open_model(settings.model).config.max_position_embeddings)
+    if longest > most:
+        msg = (
+            f"expected --tokens of at most {most * settings.tokens // longest:,} with model '{settings.model}', whose "
+            f"context has {most:,} tokens, got {settings.tokens:,}, of which a row reads {longest:,}"
+        )
+        raise ConfigError(msg)
 
 
 def run_groups(

@@ -20,7 +20,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,7 @@ _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _MODULE_PREFIX = "perturbkv_plugin_"
 """The beginning of the name of a module that is imported from a user's file."""
+_Class = TypeVar("_Class")
 _LONGEST = 200
 """Longest quotation of an external error message, in characters."""
 
@@ -146,6 +147,17 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
             raise error(msg) from raised
 
 
+def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
+    """Return an object of a score or policy class with these options.
+
+    Raises PluginError, which begins with `what`, where a class that is not ours fails.
+    """
+    if is_builtin(kind):
+        return kind(**options)
+    with external_code(f"{what} cannot be made:"):
+        return kind(**options)
+
+
 @contextlib.contextmanager
 def _process_state() -> Iterator[None]:
     """Restore after the block what external code can change in the process."""
@@ -202,7 +214,6 @@ def _error_text(error: BaseException) -> str:
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_Class = TypeVar("_Class")
 
 
 class Catalogue(Generic[_Class]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -170,7 +171,10 @@ def _as_path(name: str) -> Path:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Raise ModelError if a file of a model's folder is a pipe, device or socket."""
+    """Raise ModelError if a model's folder has no configuration, or a file of it is a pipe, device or socket."""
+    if not os.path.lexists(folder / "config.json"):
+        msg = f"model '{name}' cannot be loaded: expected config.json in its folder, got none"
+        raise ModelError(msg)
     for path in sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.option import Option, WithOptions, option
+from perturbkv.configs.plugins import make
 from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES, WINDOW_QUERIES
 from perturbkv.scoring.layer_view import NEEDS, OF_WINDOW, PROMPT_ALONE, LayerView
 from perturbkv.scoring.replay_view import Replay, ReplayView
-from perturbkv.scoring.score_registry import make
 
 
 @dataclass(frozen=True)
@@ -124,4 +124,4 @@ class Score(WithOptions):
         if self.pools_inside:
             return self
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return make(type(self), {**fields, "pool": "none", "kernel": 1})
+        return make(type(self), {**fields, "pool": "none", "kernel": 1}, f"score '{self.display_name}'")

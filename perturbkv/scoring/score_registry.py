@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from perturbkv.configs.choice import Choice, as_choice
 from perturbkv.configs.option import complete_choice
-from perturbkv.configs.plugins import Catalogue, external_code, is_builtin
+from perturbkv.configs.plugins import Catalogue, make
 from perturbkv.configs.selections import SELECTIONS
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from perturbkv.scoring.score import Score
 
-_Score = TypeVar("_Score")
 OWN = "own"
 """Name that stands for a policy's own score."""
 
@@ -39,16 +37,8 @@ def build(choice: Choice | str) -> Score:
 @functools.cache
 def _build(kind: Any, choice: Choice) -> Score:
     """Return an object of the score class `kind` with a choice's options."""
-    score: Score = make(kind, complete(choice).options)
+    score: Score = make(kind, complete(choice).options, f"score '{choice.name}'")
     return score
-
-
-def make(kind: type[_Score], options: Mapping[str, Any]) -> _Score:
-    """Return a score of the class `kind` with these options. Raises PluginError where an external class fails."""
-    if is_builtin(kind):
-        return kind(**options)
-    with external_code(f"score '{getattr(kind, 'name', kind.__name__)}' cannot be made:"):
-        return kind(**options)
 
 
 def complete(choice: Choice) -> Choice:

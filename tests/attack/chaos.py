@@ -26,6 +26,7 @@ from tests.attack.disturbed_run import (
     END_S,
     HERE,
     IDS,
+    LENGTHS,
     LONGEST_S,
     MERGE,
     OWN_RAY,
@@ -39,6 +40,7 @@ from tests.attack.disturbed_run import (
     kill_at_change,
 )  # fmt: skip
 from tests.attack.outputs import without_space
+from tests.support.dying import MOMENTS, SENT
 from tests.support.patience import patience
 
 KILLED = (0, -signal.SIGKILL)
@@ -149,6 +151,16 @@ def worker_struck(
         wait_for_measuring(run, draw, runs)
         _strike(run, draw, number)
     return run.check(runs, (0, 1, 2) if again else (0,), rest, set() if again else set(IDS), 2)
+
+
+def worker_killed(run: DisturbedRun, draw: random.Random, rest: Way, moment: str) -> str | None:
+    """Kill a worker that has begun a sample, or sent half of it or all: what did not arrive is measured again."""
+    (request := run.notes / f"{moment}-{draw.choice(LENGTHS)}").touch()
+    if flaw := run.flaw_of_end(run.begin(WORKERS), (0,)):
+        return flaw
+    if request.exists():
+        return f"no worker was killed with a sample {moment}"
+    return run.flaw_of_rest(rest, set(IDS), 1 if moment == SENT else 2)
 
 
 def worker_killed_at_its_start(run: DisturbedRun, draw: random.Random, rest: Way) -> str | None:
@@ -302,7 +314,7 @@ KINDS = {
     "kill -9 of a merge at a change on disk": Kind(24, _do(killed_at_a_change, way=MERGE), _MERGES),
     "kill -9 in the final write": Kind(8, killed_in_the_final_write, (HERE,)),
     "kill -9 of a run that goes on from shards": Kind(12, killed_while_going_on),
-    "kill -9 of a worker": Kind(8, worker_struck),
+    **{f"kill -9 of a worker, its sample {moment}": Kind(4, _do(worker_killed, moment=moment)) for moment in MOMENTS},
     "kill -9 of a worker that starts": Kind(4, worker_killed_at_its_start),
     "kill -9 of workers again and again": Kind(6, _do(worker_struck, again=True)),
     "kill -9 of the workers' coordinator": Kind(8, _do(signalled, way=WORKERS, number=_KILL)),

@@ -48,7 +48,7 @@ NOTES, LAYERS = Path({notes!r}), Counter()
 
 @dataclass(frozen=True)
 class Counted(pk.Score):
-    """The largest attention of the window's queries; each sample is noted, takes 0.1 s, and hangs on request."""
+    """The largest attention of the window's queries; each sample is noted, takes 0.1 s, hangs or dies on request."""
 
     needs = ("attention",)
 
@@ -58,9 +58,13 @@ class Counted(pk.Score):
             with open(NOTES / str(tokens), "ab", buffering=0) as file:
                 file.write(b".")
             time.sleep(0.1)
-            if (NOTES / f"hang-{{tokens}}").exists():
-                (NOTES / f"hang-{{tokens}}").unlink()
-                time.sleep(600)
+            for request in NOTES.glob(f"*-{{tokens}}"):
+                request.unlink()
+                if (what := request.name.rpartition("-")[0]) == "hang":
+                    time.sleep(600)
+                from tests.support.dying import die_at
+
+                die_at(what)
         LAYERS[tokens] += 1
         return layer.attention[..., : layer.prefix].amax(dim=1)
 '''

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import perturbkv as pk
 from perturbkv.analyses.audit.audit import Audit
+from perturbkv.audit_trace import KEPT_FILE
 from perturbkv.auditing import positions_file
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import model
@@ -182,7 +183,7 @@ def test_an_archive_that_unpacks_to_more_than_it_may_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = npz_of(tmp_path / "a.npz", header("(500000,)") + bytes(4_000_000))
-    monkeypatch.setattr(positions_file, "_FILE", replace(positions_file._FILE, max_bytes=2**20))
+    monkeypatch.setattr(positions_file, "KEPT_FILE", replace(KEPT_FILE, max_bytes=2**20))
     with pytest.raises(pk.PerturbkvError, match="it unpacks to 4,000,0.. bytes, more than 1 MiB"):
         audited(path)
 

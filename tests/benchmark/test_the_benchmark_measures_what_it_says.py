@@ -221,6 +221,16 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
 
 
 @pytest.mark.usefixtures("answered")
+def test_a_prompt_longer_than_the_models_context_is_refused_before_anything_is_measured() -> None:
+    for tokens, names, most in ((5_000, {"growth"}, "4,096"), (10_000, {"peak-24"}, "8,192")):
+        targets = [target for target in rows.TARGETS if target.name in names]
+        with pytest.raises(ConfigError, match=f"^expected --tokens of at most {most} with model .*, got {tokens:,}, "):
+            suite.measure(suite.Settings(tokens=tokens), targets)
+    (norms,) = suite.measure(suite.Settings(tokens=10_000), [rows.find_targets(["norms-time"])[0]]).rows
+    assert norms.value == 0.5
+
+
+@pytest.mark.usefixtures("answered")
 def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(**more: Any) -> dict[str, Any]:
         msg = "out of memory"

@@ -129,6 +129,7 @@ def test_who_holds_an_output_is_told_before_anything_is_loaded(
 )
 def test_other_outputs_have_one_writer_too(perturbkv: Run, model: Path, command: list[object]) -> None:
     name = "audit.json" if command[0] == "audit" else "out.json"
+    Path("kept.json").touch()
     with Lock(Path(name)):
         refused(
             perturbkv(command[0], *command[1:], "--model", model),

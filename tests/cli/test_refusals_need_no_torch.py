@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.traces import sample_trace, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,7 @@ REFUSALS = {
     "question patching --model nope": "unknown model 'nope'",
     "doctor bench --model nope": "unknown model 'nope'",
     "doctor bench scale --model nope": "unknown model 'nope'",
+    "doctor bench --tokens 1000000000": "--tokens must be at most 2,000,000, got 1000000000",
     "heads --dataset nope": "unknown dataset 'nope'",
     "quality --dataset needle,nope": "unknown dataset 'nope'",
     "heads --dataset nope.jsonl": "expected a jsonl file (UTF-8) at nope.jsonl, got nothing",
@@ -73,6 +75,11 @@ REFUSALS = {
     "heads -o taken": "taken/summary.json",
     "heads --format nope": "unknown format 'nope'",
     "heads other/trace.h5 --style nope": "unknown style 'nope'",
+    "heads --model ./taken": "model './taken' cannot be loaded: expected config.json in its folder, got none",
+    "generate -o answered": "answered/generation.jsonl is of another run; give --overwrite or another --output",
+    "generate -o broken": "broken/generation.jsonl is of another run; give --overwrite or another --output",
+    "audit nope.npz": "expected a file of kept positions at nope.npz, got nothing",
+    "audit nope.json": "expected a file of kept positions at nope.json, got nothing",
     "audit nope.py:f": "expected a Python file at nope.py, got nothing",
     "audit nope.py:f(a=1)": "expected a Python file at nope.py, got nothing",
     "heads nope.h5": "expected a trace file at nope.h5, got nothing",
@@ -83,10 +90,12 @@ REFUSALS = {
 """Command line -> a part of its one line."""
 
 
-def answers(folder: Path, lines: list[list[str]], **variables: str) -> list[tuple[int, str, str, list[str]]]:
+def answers(
+    folder: Path, lines: list[list[str]], code: str = CODE, **variables: str
+) -> list[tuple[int, str, str, list[str]]]:
     """Exit code, stdout, stderr and imported heavy packages after each command line, all in one process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command, given = [sys.executable, "-c", CODE], json.dumps(lines)
+    command, given = [sys.executable, "-c", code], json.dumps(lines)
     done = subprocess.run(command, input=given, env=environment, cwd=folder, capture_output=True, text=True, check=True)
     return [(code, out, err, heavy) for code, out, err, heavy in json.loads(done.stdout)]
 
@@ -106,8 +115,12 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "taken").mkdir()
     for name, text in texts.items():
         (folder / name).write_bytes(text)
-    (folder / "other").mkdir()
+    for name in ("other", "answered", "broken"):
+        (folder / name).mkdir()
     write(folder / "other" / "trace.h5", sample_trace("s0"))
+    run = json.loads(read_trace(folder / "other" / "trace.h5").run.to_json())
+    (folder / "answered" / "generation.jsonl").write_text(json.dumps({"run": run, "compress_every": None}) + "\n")
+    (folder / "broken" / "generation.jsonl").write_text("{}\n")
     before = sorted(folder.rglob("*"))
     got = dict(zip(REFUSALS, answers(folder, [line.split() for line in REFUSALS]), strict=True))
     assert sorted(folder.rglob("*")) == before
@@ -125,6 +138,17 @@ def test_a_backend_that_matplotlib_lacks_is_refused_before_anything_is_measured(
     ((code, out, err, heavy),) = answers(tmp_path, [["heads"]], MPLBACKEND="nope")
     assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
     assert err.startswith("error: expected MPLBACKEND to name a backend of matplotlib, such as agg, got 'nope'")
+
+
+def test_too_little_address_space_is_refused_before_torch_fails_in_it(tmp_path: Path) -> None:
+    """Before, torch's import was a traceback, and SciPy's never ended."""
+    limits = [(300, "300.0 MiB"), (900, "900.0 MiB"), (1400, "1.4 GiB")]
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, ({} * 2**20,) * 2)\n"
+    for size, text in limits:
+        ((code, out, err, heavy),) = answers(tmp_path, [["heads", "-o", "out"]], limit.format(size) + CODE)
+        assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
+        assert f"measuring takes 1.5 GiB of address space at least, and this process may have {text}" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_check_of_imports_can_fail(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import run_in_memory, run_to_file
 from perturbkv.schema import KEPT, PREFILLS
 from tests.support.alike import assert_close_where_rounded, differing
+from tests.support.dying import MOMENTS
 from tests.support.every_policy import head_scores, of_every_policy
 from tests.support.mischief import Mischief
 from tests.support.pages import commands
@@ -121,6 +122,26 @@ def test_workers_that_are_killed_or_hang_cost_an_attempt_each(
     mischief.off()
     run_to_file(plan, engine, tmp_path / "harmed.h5")
     assert differing(alone, tmp_path / "harmed.h5") == [], "the failed sample alone was measured again"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_worker_that_is_killed_at_any_moment_of_a_sample_changes_no_bit(
+    model: Adapter,
+    data: Path,
+    two: Scheduler,
+    mischief: Mischief,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    moment: str,
+) -> None:
+    plan = plan_of(model, data, pk.grid(24, policy=mischief.policy, window=8))
+    alone = run_to_file(plan, LocalEngine(), tmp_path / "here.h5")
+    mischief.on(180, f"kill once {moment}")
+    harmed = run_to_file(plan, WorkerEngine(Workers("workers"), [plan], two), tmp_path / "harmed.h5")
+    assert len(mischief.met(180)) == 1
+    assert differing(alone, harmed) == []
+    assert pk.read_trace(harmed).failures == {}
 
 
 @pytest.mark.slow

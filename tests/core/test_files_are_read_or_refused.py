@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_a_file_that_cannot_be_meant_is_not_read(tmp_path: Path) -> None:
     refused(path, "no JSON")
     os.truncate(path, 2**40)
     refused(path, "1,099,511,627,776 bytes, more than 1 MiB")
+
+
+def test_reading_takes_memory_for_what_a_file_holds_and_not_for_the_most_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_bytes(b"[1, 2]")
+    tracemalloc.start()
+    assert FileKind("a list", ConfigError, 2**31).read_json(path) == [1, 2]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**22
 
 
 def test_text_has_newlines_alone_and_no_mark_before_it(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A score that harms its process on prompts of chosen lengths: killed once, killed always, hanging once or always."""
+"""A score that harms its process on prompts of chosen lengths: killed or hanging, once or always.
+
+A worker is killed as it begins the sample, or once its reply is half or wholly sent (`dying.MOMENTS`).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,10 @@ def _harm(tokens):
     if "once" in how:
         told.unlink()
     (FOLDER / f"met-{{tokens}}-{{os.getpid()}}").touch()
+    if moment := how.partition("kill once ")[2]:
+        from tests.support.dying import die_at
+
+        return die_at(moment)
     if "kill" in how:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
@@ -58,7 +65,7 @@ class Mischief:
         return f"{self.file}:Mischief"
 
     def on(self, tokens: int, harm: str) -> None:
-        """`kill`, `kill once`, `hang` or `hang once` whoever measures a prompt of so many tokens."""
+        """Harm whoever measures a prompt of so many tokens: `kill`, `kill once`, `kill once sent`, `hang once`, …"""
         (self.folder / str(tokens)).write_text(harm)
 
     def off(self) -> None:

@@ -19,6 +19,7 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import WithOptions, option
+from perturbkv.configs.plugins import make
 from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, SELECTIONS
 from perturbkv.errors import ConfigError
@@ -183,7 +184,8 @@ class ByScore(Policy):
     @property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
-        return scores.make(self.scored, {name: getattr(self, name) for name in self.scored.options()})
+        options = {name: getattr(self, name) for name in self.scored.options()}
+        return make(self.scored, options, f"score '{self.name}'")
 
     @staticmethod
     def subclass_for(scored: type[Score], name: str) -> type[Policy]:

@@ -18,9 +18,9 @@ from perturbkv.configs.plugins import (
     Catalogue,
     check_file,
     class_digest,
-    external_code,
     is_builtin,
     load_class,
+    make,
     refers_to_file,
 )
 from perturbkv.configs.selections import SELECTIONS
@@ -157,13 +157,11 @@ def build(choice: Choice) -> Policy:
         return _external_class(choice.name)()  # its options matter only to the code that runs it
     complete = choice if choice.defaults is not None else _complete(choice)
     kind = info(choice.name)
-    if is_builtin(kind):
-        return kind(**complete.options)
-    from perturbkv.selection.policies.checked import check_policy
+    policy = make(kind, complete.options, f"policy '{choice.name}'")
+    if not is_builtin(kind):
+        from perturbkv.selection.policies.checked import check_policy
 
-    with external_code(f"policy '{choice.name}' cannot be made:"):
-        policy = kind(**complete.options)
-    check_policy(policy)
+        check_policy(policy)
     return policy
 
 
