@@ -133,7 +133,23 @@ def test_a_variable_that_a_part_lacks_is_left_out() -> None:
     labels = ["a", "b", "c", "d"]
     for parts in ((first, second), (second, first)):
         found = join_parts([(part, labels[2 * place :][:2]) for place, part in enumerate(parts)], labels)
-        assert set(found.arrays) == {*second.arrays, *PREFILLS}, "what prefills took stays"
+        filled = {*PREFILLS, "perturbation_eviction", "perturbation_change"}
+        assert set(found.arrays) == {*second.arrays, *filled}, "what prefills took and what eviction alone costs stay"
+
+
+def test_a_part_that_only_evicts_costs_what_eviction_costs() -> None:
+    """Whole and eviction alone are one, and nothing is changed beside it, whichever part comes first."""
+    plain, moved = sample_trace(), sample_trace(seed=1)
+    same = {name: plain.arrays[name] for name in ("token_id", "prompt_tokens", "cut_tokens")}
+    apart = {"perturbation_eviction": 2.0, "perturbation_change": 3.0}
+    whole = moved.arrays["perturbation_isolated"]
+    moved = with_arrays(moved, **same, **{name: np.full_like(whole, number) for name, number in apart.items()})
+    for parts in ([(plain, ["a", "b"]), (moved, ["c", "d"])], [(moved, ["c", "d"]), (plain, ["a", "b"])]):
+        found = join_parts(parts, ["a", "b", "c", "d"]).arrays
+        np.testing.assert_array_equal(found["perturbation_eviction"][:2], plain.arrays["perturbation_isolated"])
+        assert (found["perturbation_change"][:2] == 0).all()
+        assert (found["perturbation_eviction"][2:] == 2).all()
+        assert (found["perturbation_change"][2:] == 3).all()
 
 
 def test_what_prefills_took_is_filled_with_nothing() -> None:
