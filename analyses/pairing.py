@@ -176,12 +176,16 @@ def _matches_choice(request: Choice, choice: Choice) -> bool:
     )
 
 
+_OMITTED = {WINDOW_QUERIES: ALL_QUERIES, "positions": "kept"}
+"""Options that a policy's choice omits at their default, with that default."""
+
+
 def _has_option(choice: Choice, name: str, value: Any) -> bool:
     """Return whether a choice's option has the requested value; an unnamed value stands for `by`, or any option."""
     if name == UNNAMED and "by" not in choice.options:
         return any(_matches_value(value, option) for option in choice.options.values())
     name = name or "by"
-    options = {WINDOW_QUERIES: ALL_QUERIES, **choice.options}
+    options = {**_OMITTED, **choice.options}
     return name in options and _matches_value(value, options[name])
 
 
@@ -206,9 +210,9 @@ def _equal_except_sides(first: EvictionConfig, second: EvictionConfig, free: set
 
 
 def _choices_of(config: EvictionConfig) -> dict[str, Any]:
-    """Return `EvictionConfig.flat`, and that all queries of the window vote where a score has no other option."""
-    default = {f"policy_{WINDOW_QUERIES}": ALL_QUERIES} if config.selection.name in SCORED else {}
-    return default | config.flat()
+    """Return `EvictionConfig.flat` with the defaults that choices omit; window queries vote where a score is used."""
+    names = [name for name in _OMITTED if name != WINDOW_QUERIES or config.selection.name in SCORED]
+    return {f"policy_{name}": _OMITTED[name] for name in names} | config.flat()
 
 
 def _options_agree(first: Choice, second: Choice, names: Collection[str] | None = None) -> bool:

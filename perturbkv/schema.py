@@ -240,6 +240,9 @@ KEPT = ("kept_offset", "kept_length", "kept_code")
 DIGEST = "kept_digest"
 """The variable that identifies equal kept sets in a trace without kept positions."""
 
+APART = ("perturbation_eviction", "perturbation_change")
+"""Parts of the isolated perturbation, in runs of configurations that do more than evict."""
+
 PREFILLS = ("prefill_seconds", "prefill_seconds_full")
 """Durations of prefills, for configurations that have a prefill of their own; NaN for others."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from perturbkv.benchmark.rows import Row, read
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, APART, DIGEST, KEPT, TEXT, VARIABLES
 
 SAMPLES, GPUS, GPUS_EACH, FILES = 10**6, 1000, 4, 1000
 PARAMETERS, D_HEAD = 70.6e9, 128
@@ -51,7 +51,7 @@ class Shape:
         """Return bytes of everything else."""
         sizes = {"config": self.configs, "layer": self.layers, "head": self.heads, "step": 1, "answer_token": 0}
         sizes["lost_entry"] = LOST_ENTRIES
-        names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, KEPT[2], *({DIGEST} if kept else KEPT)}
+        names = VARIABLES.keys() - {*TEXT, *ANSWER_TEXT, *APART, KEPT[2], *({DIGEST} if kept else KEPT)}
         held = [one for one in map(VARIABLES.__getitem__, names) if not one.raw]
         return sum(math.prod(sizes[axis] for axis in one.dims) * np.dtype(one.dtype).itemsize for one in held)
 

@@ -161,6 +161,12 @@ def test_equal_sets_at_other_positions_are_no_tie(moved: int) -> None:
     assert equal_propagated(alike, 0, 1).all()
 
 
+def test_selections_are_compared_at_equal_positions() -> None:
+    configs = grid(14, policy=["snapkv", "snapkv(positions=in-cache)"], selection=["attention", "two-stage"], window=5)
+    found = pairs(RunConfig("m", "d", configs), "attention", "two-stage")
+    assert sorted((one.positions, other.positions) for one, other in found) == [("in-cache",) * 2, ("kept",) * 2]
+
+
 def test_eviction_and_moving_are_told_apart() -> None:
     """Of sums over samples: (2 + 4) of (1 + 2) is 2, (0.5 + 1) of it 0.5."""
     kept = EvictionConfig(14, "snapkv", "attention", 5)

@@ -192,7 +192,7 @@ def test_sides_are_chosen_and_the_first_is_held_against() -> None:
 def test_a_trace_of_corrected_configurations_alone_is_refused() -> None:
     with pytest.raises(TraceError, match="split needs an uncorrected configuration in full precision"):
         split(made(6, CORRECTED))
-    with pytest.raises(TraceError, match="expected an uncorrected configuration in full precision, as bounds speak"):
+    with pytest.raises(TraceError, match="expected a configuration that only evicts, as bounds speak"):
         bound_tightness(made(6, CORRECTED))
 
 

@@ -267,13 +267,16 @@ def test_how_the_machine_is_used_changes_no_number(
 
 
 def test_both_positions_of_streaming_llm_are_one_run(perturbkv: Run, tiny: list[object]) -> None:
-    """Isolated quantities are those of the kept set, propagated ones of where its keys stand."""
+    """Eviction alone costs both the same; moving keys is told apart, and is in what is isolated and propagated."""
     inside = ["--selection", "streaming-llm", "--selection", "streaming-llm(positions=in-cache)"]
     ran = perturbkv("trace", *tiny, *inside, "-o", "t.h5")
     assert ran.code == 0, ran.err
     made = read_trace(Path("t.h5"))
     assert [config.positions for config in made.run.configs] == ["kept", "in-cache"]
     assert made.run.labels()[1].startswith("streaming-llm(positions=in-cache)")
-    isolated, moved = (made.arrays[f"perturbation_{kind}"] for kind in ("isolated", "propagated"))
-    assert np.array_equal(isolated[:, 0], isolated[:, 1])
-    assert not np.array_equal(moved[:, 0], moved[:, 1])
+    alone, change, *losses = (
+        made.arrays[f"perturbation_{kind}"] for kind in ("eviction", "change", "isolated", "propagated")
+    )
+    assert np.array_equal(alone[:, 0], alone[:, 1])
+    assert not change[:, 0].any() and change[:, 1].any()
+    assert all(not np.array_equal(loss[:, 0], loss[:, 1]) for loss in losses)

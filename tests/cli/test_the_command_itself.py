@@ -177,9 +177,17 @@ def test_a_shell_completes_commands_and_names(tmp_path: Path, typed: str, offere
     [
         (
             "adakv",
-            {"floor": 0.2, "safeguard": "mixture", "by": "own", "pool": "max", "kernel": 7, "window_queries": "all"},
+            {
+                "floor": 0.2,
+                "safeguard": "mixture",
+                "by": "own",
+                "pool": "max",
+                "kernel": 7,
+                "window_queries": "all",
+                "positions": "kept",
+            },
         ),
-        ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all"}),
+        ("snapkv", {"pool": "max", "kernel": 7, "window_queries": "all", "positions": "kept"}),
         ("query", {"block": 1, "block_score": "sum"}),
         ("two-stage", {"alpha": 0.25, "split": "prefix", "score": "accumulated", "epsilon": 0.0, "norm": "l1"}),
     ],

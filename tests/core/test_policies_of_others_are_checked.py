@@ -64,7 +64,7 @@ def test_budgets_are_numbers_of_entries_that_exist(monkeypatch: pytest.MonkeyPat
     [
         ("score", property(lambda self: None)),
         ("score", property(exits)),
-        ("in_cache", lambda self: False),
+        ("mixes", lambda self: False),
         ("mixes", property(lambda self: 1)),
     ],
 )

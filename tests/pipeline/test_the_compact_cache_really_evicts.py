@@ -254,12 +254,6 @@ def test_rows_that_stay_go_on_as_if_the_others_were_there(
         assert sorted(layer.borrowed_rows) == [place for place, row in enumerate(rows) if row in (0, 2)]
 
 
-def test_rows_keep_their_own_positions_when_others_leave() -> None:
-    cache = CompactCache(mixed_cache(tiny_adapter(), full_cache(tiny_adapter()))[0].layers, [0, 7, 0, 2])
-    cache.keep_rows([1, 3])
-    assert cache.positions(2, torch.device("cpu")).tolist() == [[N - 7, N - 6], [N - 2, N - 1]]
-
-
 @pytest.mark.parametrize("path", ["padded", "packed"])
 def test_what_is_borrowed_is_read_where_it_lies_and_counted_as_borrowed(
     path: str, monkeypatch: pytest.MonkeyPatch

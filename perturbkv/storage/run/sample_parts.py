@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perturbkv import kept_codec
 from perturbkv.errors import TraceError
-from perturbkv.schema import DIGEST, KEPT, PREFILLS, SUMS, VARIABLES
+from perturbkv.schema import APART, DIGEST, KEPT, PREFILLS, SUMS, VARIABLES
 from perturbkv.trace import SampleTrace
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -25,9 +25,7 @@ FULL_RUN = ("prompt_tokens", "question_tokens", "cut_tokens", "token_id", "steps
 """Variables that identify a full-cache run: where they differ between parts, the parts are not comparable."""
 
 _FLOORS = tuple(name for name in VARIABLES if "noise_floor" in name)
-_APART = ("perturbation_eviction", "perturbation_change")
-"""Parts of the isolated perturbation of configurations that do more than evict; of others the whole, and nothing."""
-_FILLED = (*KEPT, DIGEST, *PREFILLS, *_APART)
+_FILLED = (*KEPT, DIGEST, *PREFILLS, *APART)
 """Variables that are filled in for a part without them where another part of the sample has them."""
 
 
@@ -95,7 +93,7 @@ def with_common_variables(samples: Sequence[SampleTrace]) -> list[SampleTrace]:
     """Return a sample's parts with optional variables added, so that all parts have the same variables.
 
     Where some have kept positions or digests, the others get empty ones or their own digests; where some have prefill
-    times, the others get NaN.
+    times, the others get NaN; where some do more than evict, the others' whole perturbation is that of eviction alone.
     """
     present = {name for sample in samples for name in _FILLED if name in sample.arrays}
     return [
@@ -119,7 +117,7 @@ def _missing_arrays(arrays: Arrays, names: set[str]) -> Arrays:
     empty = dict(zip(KEPT, (zeros, zeros, np.zeros(0, dtype=np.uint8)), strict=True))
     empty |= {"prefill_seconds": np.full(len(zeros), np.nan), "prefill_seconds_full": np.array(np.nan)}
     whole = arrays["perturbation_isolated"]
-    empty |= dict(zip(_APART, (whole, np.zeros_like(whole)), strict=True))
+    empty |= dict(zip(APART, (whole, np.zeros_like(whole)), strict=True))
     return {name: kept_digests(arrays) if name == DIGEST else empty[name] for name in names}
 
 
@@ -150,7 +148,7 @@ def merged_shapes(parts: Sequence[Shapes]) -> Shapes:
 def _missing_shape(name: str, part: Shapes) -> tuple[int, ...]:
     """Return the shape of the fill values of a variable, for a part without it."""
     shapes = {KEPT[2]: (0,), PREFILLS[0]: part["kept_count"][:1], PREFILLS[1]: ()}
-    shapes |= dict.fromkeys(_APART, part["perturbation_isolated"])
+    shapes |= dict.fromkeys(APART, part["perturbation_isolated"])
     return shapes.get(name, part["kept_count"])
 
 
