@@ -167,6 +167,8 @@ def documents(
 ) -> dict[str, Any]:
     """Section of the page -> the document that its command prints."""
     found = {name: perturbkv(*asked, "--json").json() for name, asked in commands(tiny, model, data).items()}
+    moved = ["--compare", "snapkv:attention,snapkv(positions=in-cache):attention", "-o", "moved", "--json"]
+    changed = perturbkv("heads", *tiny, *moved, "--format", "png").json()["changed"]
     finished = made()
     finished.arrays["sigma_topk"][..., 0, 0] = 0.4  # type: ignore[index]
     for name, options in ANALYSES.items():
@@ -176,6 +178,7 @@ def documents(
         with undrawn():
             told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
         found[name] = told.json()
+    found["heads"]["changed"] = changed
     several = stable()
     monkeypatch.setattr(trace_file, "read_trace", lambda path: several[path.name])
     with undrawn():
