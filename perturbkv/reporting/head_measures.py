@@ -149,8 +149,8 @@ def _floor_names(measure: Measure) -> list[str]:
 def _evicted_distance(trace: Trace, isolated: Floats) -> Floats:
     """Return ‖μ_gone − μ_kept‖₁, between the means of evicted and of kept entries; NaN where S = 1.
 
-    It is L / (1 − S) (METHOD: what goes and what stays). NaN too where entries are stored in few bits, keys are moved or outputs are
-    corrected: L is then not of evicted entries alone.
+    It is L / (1 − S) (METHOD: what goes and what stays). NaN too where entries are stored in few bits, keys are moved
+    or outputs are corrected: L is then not of evicted entries alone.
     """
     gone = 1 - Measurements(trace, ANALYSIS)["retained_mass"]
     exact = np.array([config.only_evicts for config in trace.run.configs])[:, None, None]
