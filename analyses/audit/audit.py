@@ -76,7 +76,7 @@ class Audit(Result):
     def summary(self) -> str:
         """The verdict in one line."""
         clauses = {
-            UNREADABLE: lambda: self.obstacle, DIFFERS: self._fault_clause, EXACT: self._exact_clause,
+            UNREADABLE: lambda: self.obstacle, DIFFERS: self._faults_clause, EXACT: self._exact_clause,
             IDLE: self._idle_clause, UNCOMPARED: self._uncompared_clause,
         }  # fmt: skip
         return f"{self.verdict}: {clauses[self.verdict]()}"
@@ -239,7 +239,8 @@ class Audit(Result):
                 ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
             elif run.fault is not None:
                 message = escape_line(run.difference)
-                ElementTree.SubElement(case, "failure", type=run.fault.kind, message=message).text = self.summary
+                failure = ElementTree.SubElement(case, "failure", type=run.fault.kind, message=message)
+                failure.text = _fault_clause(run.fault)
         if self.verdict not in (EXACT, DIFFERS):
             case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
             tag = "failure" if self.exit_code == 1 else "error"
@@ -271,15 +272,12 @@ class Audit(Result):
             worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
         return worst
 
-    def _fault_clause(self) -> str:
+    def _faults_clause(self) -> str:
         """Return a clause on the most telling fault and the other situations with faults."""
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
-        where = f"{first.location()}: " if first.location() else ""
-        far = "" if isnan(first.floors) else f", {floors_text(first.floors)} noise floors"
-        row = f", row {first.row}" if first.situation == "batch" else ""
         also = f"; also in {' and '.join(others)}" if others else ""
-        return f"{where}{first.what} ({escape_line(first.sample)}, {first.situation}{row}{far}){also}"
+        return f"{_fault_clause(first)}{also}"
 
     def _exact_clause(self) -> str:
         """Return a clause that the eviction is exact, with its largest distance from the reference."""
@@ -369,6 +367,14 @@ def conclude(trace: AuditTrace) -> Audit:
     """Return the verdict on the measurements of an audit."""
     faults = [fault for run in trace.runs if (fault := fault_of_run(run, trace.allowed)) is not None]
     return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
+
+
+def _fault_clause(fault: Fault) -> str:
+    """Return a clause on a fault: layer, head, entry and step, what it is, where it was found, how far it lies."""
+    where = f"{fault.location()}: " if fault.location() else ""
+    far = "" if isnan(fault.floors) else f", {floors_text(fault.floors)} noise floors"
+    row = f", row {fault.row}" if fault.situation == "batch" else ""
+    return f"{where}{fault.what} ({escape_line(fault.sample)}, {fault.situation}{row}{far})"
 
 
 def _missing_clause(

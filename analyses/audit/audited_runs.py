@@ -169,7 +169,7 @@ class AuditedRun(Record):
         if self.entries is None:
             return None
         return (
-            f"{len({(one.layer, one.head) for one in self.entries.altered})} of {self.entries.sets} altered"
+            f"{len({(one.layer, one.head) for one in self.entries.altered})} of {self.entries.sets} sets altered"
             if self.entries.altered
             else "intact"
         )

@@ -120,9 +120,9 @@ def audit(
         files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
         result = _run_audit(eviction, run)
-        _save_and_show(result, folder, run, look)
-        if run.junit is not None:
+        if run.junit is not None:  # before anything is printed, as the reader of a pipe may close it
             write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
+        _save_and_show(result, folder, run, look)
     raise typer.Exit(result.exit_code)
 
 

@@ -15,6 +15,7 @@ from perturbkv.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from perturbkv.configs.option import Option
+    from perturbkv.selection.policies.base import Policy
 
 
 _POLICIES_COLUMNS = 34
@@ -97,18 +98,26 @@ def _list_policies(as_json: bool) -> None:
         "policies",
         ["policy", "what, and its own options", "budgets"],
         [
-            (row.name, f"{row.summary_line()}\n({', '.join(row.options()) or 'none of its own'})", row.budgets)
+            (row.name, f"{row.summary_line()}\n({', '.join(_own_options(row)) or 'none of its own'})", row.budgets)
             for row in known()
         ],
     )
     combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)
     console.table("selections", ["selection", "what"], list(SELECTABLE.items()))
+    console.say("every policy that evicts takes positions=in-cache, too: in decoding its kept keys stand at 0 … b − 1")
     console.say("`perturbkv list policies NAME` tells the options of one, with their defaults")
     console.say(
         "a press of kvpress is a policy too: 'kvpress:SnapKVPress(window_size=32)' (docs/how-to/kvpress.md); what it "
         f"keeps is measured as it is, without a selection: labels then say '{GIVEN}'"
     )
+
+
+def _own_options(policy: type[Policy]) -> str:
+    """Return the names of a policy's options as text, without those that every policy has."""
+    from perturbkv.selection.policies.base import Policy
+
+    return ", ".join(name for name in policy.options() if name not in Policy.options()) or "none of its own"
 
 
 def _describe_choice(text: str, as_json: bool) -> None:

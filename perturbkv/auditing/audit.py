@@ -160,8 +160,11 @@ def _audit_prompt(
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
-    tokens, full = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
     before = ModelState.of(adapter.model)
+    if name := before.replaced_on_import():
+        msg = f"its file replaces {name} on import, so that no plain model is left; replace it inside the eviction"
+        raise UnreadableCacheError(msg)
+    tokens, full = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
     alone, results = None, []
     for name in settings.situations:
         situation = situations.situation(name, ids, tokens, settings.steps)

@@ -85,11 +85,16 @@ class Eviction:
         assert self.decode is not None
         with external_code(f"{what} raises", FailedError):
             logits = self.decode(model, cache, token.clone(), step)
-        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
+        rows, new, vocabulary = *token.shape, int(model.config.get_text_config().vocab_size)
+        if isinstance(logits, Tensor) and logits.ndim == 2:
+            logits = logits.unsqueeze(1)
+        if not isinstance(logits, Tensor) or tuple(logits.shape) not in {
+            (rows, count, vocabulary) for count in (1, new)
+        }:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            msg = f"{what} gives {shape}, expected logits (batch, new, vocab)"
+            msg = f"{what} gives {shape}, expected logits (batch, new, vocab) {(rows, new, vocabulary)}"
             raise FailedError(msg)
-        return logits if logits.ndim == 3 else logits.unsqueeze(1)
+        return logits
 
 
 def eviction(

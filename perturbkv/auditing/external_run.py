@@ -297,7 +297,7 @@ def _decode(external: ExternalRun, eviction: Eviction, cache: Cache, own_entries
                 record.logits = _logits(external, eviction, cache, chunk, ids, decoded, what)
         except FailedError as error:
             external.failed = str(error)
-            _explain_failure(external, lengths)
+            _explain_failure(external, eviction, lengths)
             return
         _add_pass(external, record, cache, chunk if own_entries else None)
 
@@ -323,13 +323,18 @@ def _layer_lengths(cache: Cache) -> list[int]:
         return []
 
 
-def _explain_failure(external: ExternalRun, lengths: Sequence[int]) -> None:
-    """Name the layer that holds every entry where others do not, before the exception that this causes."""
+def _explain_failure(external: ExternalRun, eviction: Eviction, lengths: Sequence[int]) -> None:
+    """Name the layer that was not evicted, or layers of several lengths, before the exception that this causes."""
     whole = [layer for layer, length in enumerate(lengths) if length == external.situation.entries]
     if whole and len(whole) < len(lengths):
         external.failed_layer = whole[0]
         others = min(lengths)
         external.failed = f"it was not evicted: it holds all {max(lengths)} entries, others {others}; {external.failed}"
+    elif len(set(lengths)) > 1 and eviction.decode is None:
+        external.failed = (
+            f"its layers hold {min(lengths)} to {max(lengths)} entries, for which plain calls of the model make one "
+            f"mask; give it a `decode` of its own; {external.failed}"
+        )
 
 
 def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int | None) -> None:
@@ -339,6 +344,10 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int
     """
     if not record.is_complete(len(external.prompts.full)):
         msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
+        raise UnreadableCacheError(msg)
+    given = external.situation.new_tokens(len(external.passes)).shape
+    if (seen := record.query[0].shape[::2]) != given:  # of the last call, where there were several
+        msg = f"its decoding reads {seen[0]} × {seen[1]} tokens in a call of the model, it got {given[0]} × {given[1]}"
         raise UnreadableCacheError(msg)
     attended = external.tracker.add_pass(record)
     if external.tracker.rolls:

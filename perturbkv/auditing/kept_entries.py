@@ -27,7 +27,7 @@ from perturbkv.auditing.positions import (
 )
 from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
 from perturbkv.auditing.situations import Situation
-from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
+from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
@@ -274,7 +274,7 @@ class EntryComparison:
         layers = range(len(self.layers))
         return CacheEntries(
             kept=tuple(tuple(self._per_head(layer, self._kept_set)) for layer in layers),
-            padded=self._per_layer(lambda layer: self._per_head(layer, self._padding_count)),
+            padded=self._per_layer(self._padding_counts),
             strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),
             duplicates=self._per_layer(lambda layer: self._per_head(layer, _duplicate_count)),
             duplicated=self._per_layer(lambda layer: self._per_head(layer, self._first_duplicate)),
@@ -314,9 +314,14 @@ class EntryComparison:
         kept = positions[seen & (positions >= self.padding)] - self.padding
         return np.unique(kept.cpu().numpy())
 
-    def _padding_count(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-        """Return the number of padding entries that a head attends to."""
-        return int(((positions >= 0) & (positions < self.padding) & seen).sum())
+    def _padding_counts(self, layer: int) -> list[int]:
+        """Return per head the number of padding entries attended to: of keys and values, not of values alone."""
+        kept = self.layers[layer]
+        heads = zip(kept.positions, kept.key_distance, kept.value_distance, self.attended[layer], strict=True)
+        return [
+            int(((places >= 0) & (places < self.padding) & (torch.maximum(key, value) <= STRANGE) & seen).sum())
+            for places, key, value, seen in heads
+        ]
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""

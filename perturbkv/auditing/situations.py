@@ -84,8 +84,14 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
     cut = max(1, len(ids) // _SHORTER)
     mask = torch.ones(2, len(ids), dtype=ids.dtype, device=ids.device)
     mask[1, :cut] = 0
-    padded = torch.cat([ids[-1:].expand(cut), ids[cut:]])  # any token serves as padding
+    padded = torch.cat([_padding_token(ids).expand(cut), ids[cut:]])
     return Situation(name, torch.stack([ids, padded]), mask, chunks)
+
+
+def _padding_token(ids: Int[Tensor, " token"]) -> Int[Tensor, " one"]:
+    """Return a token that the prompt lacks, so that nothing of it is like padding; its last one if it has all."""
+    absent = torch.isin(torch.arange(int(ids.amax()), device=ids.device), ids, invert=True).nonzero()[:1, 0]
+    return absent.to(ids.dtype) if len(absent) else ids[-1:]
 
 
 def token_count(steps: int, names: Sequence[str]) -> int:

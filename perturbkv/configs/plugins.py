@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -32,6 +33,7 @@ from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNa
 from perturbkv.user_files import MIB, FileKind
 
 PACKAGE_PREFIX = "perturbkv."
+_PACKAGE = Path(__file__).parents[1]
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _MODULE_PREFIX = "perturbkv_plugin_"
@@ -51,6 +53,11 @@ def check_file(name: str) -> None:
     _KIND.check(Path(name.rpartition(":")[0]))
 
 
+def defined_in_user_file(value: object) -> bool:
+    """Return whether a class or function was defined in a file that `load_module` imported."""
+    return str(getattr(value, "__module__", "")).startswith(_MODULE_PREFIX)
+
+
 def is_builtin(kind: type) -> bool:
     """Return whether a class is defined in this package."""
     return kind.__module__.startswith(PACKAGE_PREFIX)
@@ -59,7 +66,7 @@ def is_builtin(kind: type) -> bool:
 def commands_for_signed(score: type) -> str:
     """Return as advice the commands that rank by a score alone, without products, so that it may be below 0."""
     name = getattr(score, "name", score.__name__)
-    if score.__module__.startswith(_MODULE_PREFIX):
+    if defined_in_user_file(score):
         path = Path(inspect.getfile(score))
         name = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{score.__name__}"
     policy = f"--policy {shlex.quote(name)}"
@@ -134,15 +141,17 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
     """Run code that is not ours inside the block: whatever it raises is one line, and what it set is set back.
 
     Its output goes to stderr. An exception, `SystemExit` among them, becomes an `error` that begins with `what`; Ctrl-C
-    and errors of ours pass. Working directory, environment, random states, and torch's threads, default type and
-    default device are afterwards as before.
+    passes, and so do errors of ours that our own code raised. Working directory, environment, warnings, random states,
+    numpy's handling of errors, and torch's threads, default type and default device are afterwards as before.
     """
     with _process_state(), contextlib.redirect_stdout(sys.stderr):
         try:
             yield
-        except (KeyboardInterrupt, PerturbkvError):
+        except KeyboardInterrupt:
             raise
         except BaseException as raised:  # it may also exit, or raise an exception of its own kind
+            if isinstance(raised, PerturbkvError) and _raised_here(raised):
+                raise
             msg = f"{what} {format_error(raised)}"
             raise error(msg) from raised
 
@@ -158,9 +167,15 @@ def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
         return kind(**options)
 
 
+def _raised_here(error: BaseException) -> bool:
+    """Return whether code of ours raised an error."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_PACKAGE)
+
+
 @contextlib.contextmanager
 def _process_state() -> Iterator[None]:
     """Restore after the block what external code can change in the process."""
+    filters, numpy_errors = list(warnings.filters), np.geterr()
     folder, environment, draws, numbers = os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()  # noqa: NPY002
     torch: Any = sys.modules.get("torch")  # which code that reads traces does without
     if torch is not None:
@@ -173,6 +188,8 @@ def _process_state() -> Iterator[None]:
         if dict(os.environ) != environment:
             os.environ.clear()
             os.environ.update(environment)
+        warnings.filters[:] = filters  # type: ignore[index]
+        np.seterr(**numpy_errors)
         random.setstate(draws)
         np.random.set_state(numbers)  # noqa: NPY002
         if torch is not None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from perturbkv.configs.plugins import external_code
-from perturbkv.errors import PluginError
+from perturbkv.errors import ConfigError, PluginError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
 
@@ -54,9 +57,53 @@ def exchange_layers(loaded: Any) -> None:
     loaded.model.layers[0], loaded.model.layers[1] = loaded.model.layers[1], loaded.model.layers[0]
 
 
+def scale_attention(loaded: Any) -> None:
+    loaded.model.layers[1].self_attn.scaling *= 0.5
+
+
+def scale_rotary(loaded: Any) -> None:
+    loaded.model.rotary_emb.attention_scaling = 0.9
+
+
+def larger_epsilon(loaded: Any) -> None:
+    loaded.model.norm.variance_epsilon = 0.1
+
+
+def train(loaded: Any) -> None:
+    loaded.train()
+
+
+def other_activation(loaded: Any) -> None:
+    loaded.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def other_configuration(loaded: Any) -> None:
+    loaded.config.rms_norm_eps = 0.1
+
+
+def patch_torch(loaded: Any) -> None:
+    """Scaled dot products of torch itself, for all that follows."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = lambda *args, **named: 0.9 * plain(*args, **named)
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (scale_attention, "scaling of model.layers.1.self_attn"),
+        (scale_rotary, "attention_scaling of model.rotary_emb"),
+        (larger_epsilon, "variance_epsilon of model.norm"),
+        (train, "training of the model"),
+        (other_activation, "replaced: parts of model.layers.0.mlp"),
+        (other_configuration, "config.rms_norm_eps"),
+        (patch_torch, "plain calls of it give other logits, though its weights and parts are as before"),
         (scale_weights, "weights of lm_head.weight"),
         (nan_weights, "weights of model.layers.1.mlp.down_proj.weight"),
         (swap_rows, "weights of model.layers.0.self_attn.q_proj.weight"),
@@ -79,6 +126,64 @@ def test_replaced_parts_are_put_back() -> None:
     audited("llama", after(exchange_layers))
     assert list(model("llama").model.model.layers) == layers
     assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
+
+
+def patch_class(loaded: Any) -> None:
+    """The forward of all MLPs, as evictions of old replace that of an attention class."""
+    kind = type(loaded.model.layers[0].mlp)
+    plain = kind.forward
+    kind.forward = lambda module, hidden: 0.9 * plain(module, hidden)
+
+
+def patch_function(loaded: Any) -> None:
+    """A function of the file that defines the model."""
+    file = sys.modules[type(loaded).__module__]
+    plain = file.apply_rotary_pos_emb
+    file.apply_rotary_pos_emb = lambda query, key, *args, **named: plain(0.9 * query, key, *args, **named)
+
+
+def patch_forward(loaded: Any) -> None:
+    mlp = loaded.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda hidden: 0.9 * plain(hidden)
+
+
+@pytest.mark.parametrize("damage", [patch_class, patch_function, patch_forward])
+def test_replaced_functions_are_put_back_before_the_reference_runs(damage: Callable[[Any], None]) -> None:
+    """They stay for the eviction's own decoding, which then differs."""
+    model.cache_clear()
+    result = audited("llama", after(damage), situations=["single"])
+    assert (result.verdict, result.faults[0].kind) == ("differs", "decoding")
+    assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
+    model.cache_clear()
+
+
+def test_a_file_that_replaces_the_model_on_import_is_told(tmp_path: Path) -> None:
+    from transformers.models.llama import modeling_llama
+
+    source = tmp_path / "patches.py"
+    source.write_text(
+        "from transformers.models.llama import modeling_llama\n"
+        "from tests.audit.planted import right\n"
+        "def forward(module, hidden): return hidden\n"
+        "modeling_llama.LlamaMLP.forward = forward\n"
+    )
+    plain = modeling_llama.LlamaMLP.forward
+    try:
+        result = audited("llama", f"{source}:right", situations=["single"])
+    finally:
+        modeling_llama.LlamaMLP.forward = plain
+    assert (result.verdict, result.exit_code) == ("unreadable", 2)
+    assert "its file replaces LlamaMLP.forward on import" in result.conclusion()
+
+
+def test_an_error_class_of_ours_is_no_way_out() -> None:
+    def refuse(loaded: Any) -> None:
+        msg = "not today"
+        raise ConfigError(msg)
+
+    result = audited("llama", after(refuse))
+    assert "reading the prompt raises ConfigError: not today (test_an_" in result.conclusion()
 
 
 class OwnError(BaseException):
@@ -122,7 +227,8 @@ def test_ctrl_c_is_not_caught() -> None:
 def process_state() -> tuple[Any, ...]:
     return (
         os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(),  # noqa: NPY002
-        torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads(), torch.get_default_device(),
+        list(warnings.filters), np.geterr(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
+        torch.get_num_threads(), torch.get_default_device(),
     )  # fmt: skip
 
 
@@ -134,6 +240,8 @@ def test_the_process_is_as_before(tmp_path: Path, ending: type[Exception] | None
         os.environ["PERTURBKV_TEST"] = "1"
         random.seed(7)
         np.random.seed(7)  # noqa: NPY002
+        np.seterr(all="raise")
+        warnings.simplefilter("error")
         torch.manual_seed(7)
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(torch.get_num_threads() + 1)
@@ -162,12 +270,40 @@ def test_prompt_and_mask_are_copies() -> None:
     assert audited("llama", evict).verdict == "exact"
 
 
-def test_logits_of_another_kind_are_a_failure() -> None:
+def decoded_by(decode: Callable[..., Any]) -> Evict:
+    """A right eviction with its own decoding."""
+
     def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         return planted.right(loaded, input_ids, attention_mask)
 
-    evict.decode = lambda loaded, cache, token, step: [1, 2]  # type: ignore[attr-defined]
-    assert "decoding token 0 gives list, expected logits (batch, new, vocab)" in audited("llama", evict).conclusion()
+    evict.decode = decode  # type: ignore[attr-defined]
+    return evict
+
+
+@pytest.mark.parametrize(
+    ("logits", "words"),
+    [
+        ([1, 2], "list"),
+        (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"),
+        (torch.zeros(3, 1, 260), r"\(3, 1, 260\)"),
+        (torch.zeros(1, 5, 260), r"\(1, 5, 260\)"),
+        (torch.zeros(1, 0, 260), r"\(1, 0, 260\)"),
+        (torch.zeros(260), r"\(260,\)"),
+    ],
+)
+def test_logits_of_another_shape_are_a_failure(logits: Any, words: str) -> None:
+    evict = decoded_by(lambda loaded, cache, token, step: logits)
+    expected = rf"decoding token 0 gives {words}, expected logits \(batch, new, vocab\) \(1, 1, 260\)"
+    assert re.search(expected, audited("llama", evict, situations=["single"]).conclusion())
+
+
+def test_decoding_row_by_row_or_token_by_token_cannot_be_read() -> None:
+    def token_by_token(loaded: Any, cache: Any, token: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.cat([loaded(column, past_key_values=cache).logits for column in token.split(1, dim=1)], dim=1)
+
+    result = audited("llama", decoded_by(token_by_token), situations=["block"])
+    assert result.verdict == "unreadable"
+    assert "reads 1 × 1 tokens in a call of the model, it got 1 × 8" in result.conclusion()
 
 
 def test_a_cache_whose_methods_fail_is_one_line() -> None:

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 import perturbkv as pk
 from perturbkv.analyses.audit.faults import KINDS
+from perturbkv.auditing import situations
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import ALL, audited, model
-from tests.support.models import token_ids
 
 MODELS = ("llama", "qwen3", "phi3")
 SECOND = int(planted.positions(60, 1)[2])
@@ -94,10 +94,40 @@ def test_a_sink_that_only_the_second_row_lacks_is_told() -> None:
 
 
 def test_padding_with_the_first_tokens_id_is_no_fault() -> None:
-    ids = token_ids(60)
-    prompt = pk.Prompt("p", (*ids[:7], ids[-1], *ids[8:]), 0)  # the second row begins with the padding's token
+    ids = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = pk.Prompt("p", (*ids[:7], ids[-1], *ids[7:]), 0)  # no token is left for padding but the last one
+    batch = situations.situation("batch", torch.tensor(prompt.token_ids), torch.tensor([0]), 1)
+    assert batch.ids[1, 6] == batch.ids[1, 7] == ids[-1]  # the second row begins with the padding's token
     result = pk.audit(model("llama"), prompt, planted.right, steps=2, losses=False, progress=False)
     assert result.verdict == "exact", result.conclusion()
+
+
+def test_values_beside_their_keys_are_no_padding() -> None:
+    """Values without rotation are equal for equal tokens: padding has one of its own."""
+
+    def rolled(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.full(loaded, input_ids, attention_mask)
+        for layer in cache.layers:
+            layer.values = layer.values.roll(1, dims=2)
+        return planted.gathered(cache, attention_mask)
+
+    result = audited("llama", rolled)
+    assert {fault.kind for fault in result.faults} == {"mismatch"}
+    assert "values of other entries than their keys" in result.conclusion()
+    texts = [case.findtext("failure", "") for case in ElementTree.fromstring(result.to_junit())]
+    assert all(f"{fault.situation}" in text for fault, text in zip(result.runs, texts, strict=True))
+
+
+def test_layers_of_several_lengths_are_told_before_what_a_plain_call_raises() -> None:
+    def pyramid(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.right(loaded, input_ids, attention_mask)
+        for index, layer in enumerate(cache.layers):
+            layer.keys, layer.values = layer.keys[:, :, 2 * index :], layer.values[:, :, 2 * index :]
+        return cache
+
+    result = audited("llama", pyramid, situations=["block"])
+    assert "its layers hold 16 to 20 entries, for which plain calls of the model make one mask" in result.conclusion()
+    assert result.faults[0].kind == "raised"
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("rounded", "rounded"), ("quantised_values", "quantised")])
@@ -137,7 +167,7 @@ def test_a_junit_report_has_a_case_per_run() -> None:
     assert [case.get("name") for case in suite] == ["p: single", "p: block", "p: batch, row 0", "p: batch, row 1"]
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("2", "0", "0")
     (failure,) = suite.findall("testcase[3]/failure")
-    assert (failure.get("type"), failure.text) == ("row", result.conclusion())
+    assert (failure.get("type"), f"differs: {failure.text}") == ("row", result.conclusion())
     refused = ElementTree.fromstring(audited("llama", planted.alone_only).to_junit())
     assert refused.get("skipped") == "2"
     for eviction, tag in ((planted.nothing, "error"), (DynamicCache, "failure")):

@@ -18,7 +18,7 @@ from torch import Tensor
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.option import WithOptions, option
+from perturbkv.configs.option import Option, WithOptions, option
 from perturbkv.configs.plugins import make
 from perturbkv.configs.precision import FULL, NONE
 from perturbkv.configs.selections import GIVEN, SELECTIONS
@@ -206,26 +206,44 @@ class ByScore(Policy):
         return dataclasses.make_dataclass(scored.__name__, copies, bases=(ByScore,), namespace=attributes, frozen=True)
 
 
-def check_non_evicting(config: EvictionConfig, chosen: str, does: str) -> None:
-    """Raise ConfigError for options that a policy without eviction does not support.
+@dataclass(frozen=True)
+class NonEvicting(Policy):
+    """A policy that evicts nothing, so that no kept key can move.
 
-    They are granularity `layer`, protected entries, quantisation and corrections. For the message, `chosen` names what
-    a head chooses, and `does` what the policy does instead of evicting.
+    Class attributes:
+        chooses: what a head chooses.
+        instead: what the policy does instead of evicting.
     """
-    name = config.policy.name
-    if config.granularity.name == "layer":
-        msg = f"policy '{name}' chooses {chosen} by head; granularity 'layer' has one set for all: choose query or kv"
-        raise ConfigError(msg)
-    for what, got, usual in (
-        ("positions", config.positions, "kept"),
-        ("protect_first", config.protect_first, 0),
-        ("protect_recent", config.protect_recent, 0),
-        ("precision", str(config.precision), FULL),
-        ("correction", str(config.correction), NONE),
-    ):
-        if got != usual:
-            msg = f"policy '{name}' evicts nothing and {does}: expected {what} {usual}, got {got}; leave it out"
+
+    chooses: ClassVar[str]
+    instead: ClassVar[str]
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return name -> option of the class, without that of moving keys."""
+        return {name: known for name, known in super().options().items() if name != "positions"}
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
+        if config.granularity.name == "layer":
+            msg = (
+                f"policy '{cls.name}' chooses {cls.chooses} by head; granularity 'layer' has one set for all: choose "
+                "query or kv"
+            )
             raise ConfigError(msg)
+        for what, got, usual in (
+            ("protect_first", config.protect_first, 0),
+            ("protect_recent", config.protect_recent, 0),
+            ("precision", str(config.precision), FULL),
+            ("correction", str(config.correction), NONE),
+        ):
+            if got != usual:
+                msg = (
+                    f"policy '{cls.name}' evicts nothing and {cls.instead}: expected {what} {usual}, got {got}; leave "
+                    "it out"
+                )
+                raise ConfigError(msg)
 
 
 def apportion(shares: Float[Tensor, " item"], total: int, most: int | None = None) -> Int[Tensor, " item"]:

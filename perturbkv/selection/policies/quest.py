@@ -17,25 +17,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
 from perturbkv.configs.selections import PAGE_SIZE
-from perturbkv.selection.policies.base import Policy, check_non_evicting
+from perturbkv.selection.policies.base import NonEvicting
 
 
 @dataclass(frozen=True)
-class Quest(Policy):
+class Quest(NonEvicting):
     """Equally many pages for every head, chosen again at every step."""
 
     name: ClassVar[str] = "quest"
     summary: ClassVar[str] = "evicts nothing: each query reads the pages that its keys' bounds favour"
+    chooses: ClassVar[str] = "pages"
+    instead: ClassVar[str] = "reads pages of the model's own cache"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.10774"
     selections: ClassVar[tuple[str, ...]] = (
         "attention", "two-stage", "value", "random", "hindsight", "hindsight-attention",
     )  # fmt: skip
     page: int = option(PAGE_SIZE, "entries of a page, which is read whole or not at all", low=1)
-
-    @classmethod
-    def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
-        check_non_evicting(config, "pages", "reads pages of the model's own cache")

@@ -25,15 +25,17 @@ from typing import ClassVar
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
-from perturbkv.selection.policies.base import Policy, check_non_evicting
+from perturbkv.selection.policies.base import NonEvicting
 
 
 @dataclass(frozen=True)
-class VerticalSlash(Policy):
+class VerticalSlash(NonEvicting):
     """Equally many lines for every head, chosen once from the prompt's last queries."""
 
     name: ClassVar[str] = "vertical-slash"
     summary: ClassVar[str] = "evicts nothing: a prefill of its own looks at some entries and offsets"
+    chooses: ClassVar[str] = "lines"
+    instead: ClassVar[str] = "reads the prompt in a prefill of its own"
     paper: ClassVar[str] = "https://arxiv.org/abs/2407.02490"
     selections: ClassVar[tuple[str, ...]] = ("attention", "two-stage", "random")
     score_options: ClassVar[tuple[str, ...]] = ("last", "sums")
@@ -43,11 +45,6 @@ class VerticalSlash(Policy):
     sums: str = option("all", "of the last queries' attention: all, or free of what every query looks at anyway",
                        known=("all", "free"))  # fmt: skip
     seed: int = option(0, "of the queries at which isolated quantities are measured")
-
-    @classmethod
-    def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
-        check_non_evicting(config, "lines", "reads the prompt in a prefill of its own")
 
     def first_entries(self, config: EvictionConfig, kept: int) -> int:
         """Return the number of first entries attended to by every query."""
