@@ -14,8 +14,9 @@ from perturbkv import memory
 from perturbkv.audit_trace import ALLOWED, AUTO, IN_CACHE, POSITIONS, SITUATIONS, AuditRun, AuditTrace, PlainUse
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
-from perturbkv.auditing.external_run import plain_use, run_eviction
+from perturbkv.auditing.external_run import run_eviction
 from perturbkv.auditing.model_state import ModelState
+from perturbkv.auditing.plain_use import plain_use
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -101,13 +102,13 @@ def audit(
         allowed=settings.allow,
     )
     try:
-        runs = []
+        runs, before = [], _plain_model(adapter)
         for prompt in used:
-            runs += _audit_prompt(adapter, prompt, eviction, settings)
+            runs += _audit_prompt(adapter, prompt, eviction, settings, before)
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
-        plain = _measure_plain_use(adapter, used[0], eviction, runs[0]) if settings.plain_use else None
+        plain = _measure_plain_use(adapter, used[0], eviction, runs[0], before) if settings.plain_use else None
         trace = dataclasses.replace(blank, runs=tuple(runs), plain=plain)
     except UnreadableCacheError as error:
         return dataclasses.replace(blank, unreadable=error.reason)
@@ -153,17 +154,22 @@ def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> di
     }
 
 
+def _plain_model(adapter: Adapter) -> ModelState:
+    """Return the model before any eviction. Raises UnreadableCacheError where the eviction's file replaced its code."""
+    before = ModelState.of(adapter.model)
+    if name := before.replaced_on_import():
+        msg = f"its file replaces {name} on import, so that no plain model is left; replace it inside the eviction"
+        raise UnreadableCacheError(msg)
+    return before
+
+
 def _audit_prompt(
-    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings, before: ModelState
 ) -> list[AuditRun]:
     """Return the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
         return [audit_file(adapter, ids, eviction, prompt.sample_id)]
-    before = ModelState.of(adapter.model)
-    if name := before.replaced_on_import():
-        msg = f"its file replaces {name} on import, so that no plain model is left; replace it inside the eviction"
-        raise UnreadableCacheError(msg)
     tokens, full = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
     alone, results = None, []
     for name in settings.situations:
@@ -180,7 +186,7 @@ def _audit_prompt(
 
 
 def _measure_plain_use(
-    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, run: AuditRun
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, run: AuditRun, before: ModelState
 ) -> PlainUse | None:
     """Return how plain model calls use the evicted cache; None for a failing eviction or one with its own decoding.
 
@@ -193,7 +199,7 @@ def _measure_plain_use(
         single = situations.situation("single", ids, ids[-1:], 1)
         if run.positions == IN_CACHE and run.entries is not None:
             single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept[0]),))
-        return plain_use(adapter, eviction, single)
+        return plain_use(adapter, eviction, single, before)
     except (FailedError, RefusedError):  # the runs record what reading raises
         return None
 

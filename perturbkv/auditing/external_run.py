@@ -1,22 +1,19 @@
 """Runs of an external eviction in one situation: prefill, decoding at explicit positions, comparison.
 
-The comparison is with the masked reference. The plain use of the evicted cache is run too: a call of the model and
-`generate`, where transformers chooses the positions.
+The comparison is with the masked reference.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from perturbkv.audit_trace import AUTO, FLOORS, IN_CACHE, ORIGINAL, AuditRun, DecodeDistances, PlainUse
+from perturbkv.audit_trace import AUTO, FLOORS, IN_CACHE, ORIGINAL, AuditRun, DecodeDistances
 from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
@@ -47,9 +44,8 @@ from perturbkv.auditing.reference import (
 from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
 from perturbkv.configs.plugins import external_code
-from perturbkv.errors import PerturbkvError, UnreadableCacheError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.variants.presses import restore_model
 
 _MOST_SHIFT = 4096
@@ -397,59 +393,3 @@ def _stack_field(distances: Sequence[Distance], name: str) -> np.ndarray:
 def _to_numpy(tensor: Tensor) -> np.ndarray:
     """Return a tensor as a float64 array."""
     return tensor.detach().cpu().double().numpy()
-
-
-def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
-    """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
-
-    Each call of `generate` gets a new cache; exceptions are recorded.
-    """
-    lengths: list[int] = []
-
-    token = situation.new_tokens(0)[:, :1]
-    prompt_and_token = torch.cat([situation.ids, token], dim=-1)  # as a user of `generate` passes them
-
-    def new_cache() -> Cache:
-        return eviction.read(adapter.model, situation.ids, situation.attention_mask)
-
-    with restore_model(adapter):
-        first = new_cache()
-        return PlainUse(
-            position=_next_position(first),
-            expected=situation.entries if situation.cached is None else situation.cached[0],
-            failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
-            fed=lengths[0] if lengths else 0,
-            continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
-        )
-
-
-def _next_position(cache: Cache) -> int | None:
-    """Return the next token's position in the call `model(token, past_key_values=cache)`; None if the call fails."""
-    try:
-        with external_code("", FailedError):
-            return int(cache.get_seq_length())
-    except FailedError:
-        return None
-
-
-def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -> None:
-    """Generate one token from a cache and `ids`; append the token count of every forward pass to `lengths`."""
-
-    def count(layer: int, hidden: Tensor) -> None:
-        if layer == 0:
-            lengths.append(hidden.shape[1])
-
-    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-    with warnings.catch_warnings(), capture(adapter, Observer(hidden=count)):
-        warnings.simplefilter("ignore")
-        adapter.model.generate(ids, past_key_values=cache, **options)
-
-
-def _failure(call: Callable[[], object]) -> str:
-    """Return the exception raised by a call as one line of text; empty if none is raised."""
-    try:
-        with external_code("", FailedError):
-            call()
-    except PerturbkvError as error:
-        return str(error).strip()
-    return ""

@@ -152,9 +152,12 @@ def patch_forward(loaded: Any) -> None:
 def test_replaced_functions_are_put_back_before_the_reference_runs(damage: Callable[[Any], None]) -> None:
     """They stay for the eviction's own decoding, which then differs."""
     model.cache_clear()
-    result = audited("llama", after(damage), situations=["single"])
-    assert (result.verdict, result.faults[0].kind) == ("differs", "decoding")
-    assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
+    loaded = model("llama").model
+    with torch.no_grad():
+        plain = loaded(torch.arange(9).unsqueeze(0)).logits
+        result = audited("llama", after(damage), situations=["single"], losses=True)
+        assert (result.verdict, result.faults[0].kind) == ("differs", "decoding")
+        assert torch.equal(loaded(torch.arange(9).unsqueeze(0)).logits, plain)
     model.cache_clear()
 
 
