@@ -1,0 +1,65 @@
+"""Tiny models on GPUs that are not there: on one, or their layers on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from perturbkv.cache import ragged
+from perturbkv.models import projection
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import ByteTokenizer
+from perturbkv.scoring import value_norms
+from tests.rehearsal.pretend_gpu import Rehearsal, as_kernel, pretend_gpus
+from tests.support.models import tiny_model
+from tests.support.varlen import varlen
+
+
+@contextmanager
+def rehearsal(count: int = 1) -> Iterator[Rehearsal]:
+    """Pretended GPUs, with stand-ins for kernels that only a real one has; its Triton does not run."""
+    with pretend_gpus(count) as counted, ExitStack() as stack:
+        kernel = as_kernel(varlen)
+        stack.enter_context(mock.patch.object(ragged, "variable_length_attention", lambda: kernel))
+        stack.enter_context(mock.patch.object(value_norms, "triton_unavailable_reason", lambda device: "no GPU"))
+        stack.enter_context(mock.patch.object(projection, "is_plain", lambda found: type(found) is nn.Linear))
+        yield counted
+
+
+def tiny(family: str = "llama", gpus: int = 0, **more: Any) -> Adapter:
+    """A tiny model on the CPU, on one pretended GPU, or on two: the embedding and the first half of layers on the first."""
+    model = tiny_model(family, **more)
+    layers = len(model.model.layers)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": gpus - 1}
+    places |= {f"model.layers.{layer}": layer * gpus // layers for layer in range(layers)}
+    for name, place in places.items() if gpus else ():
+        module = model.get_submodule(name)
+        _move(module, torch.device("cuda", place))
+        if gpus > 1:
+            module.register_forward_pre_hook(_follow(torch.device("cuda", place)), with_kwargs=True)
+    return Adapter(model, ByteTokenizer(), f"tiny-{family}", "test", True)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module's weights to a device, as new parameters: tensors of another class cannot replace their data."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module._parameters[name] = nn.Parameter(parameter.detach().to(device), requires_grad=False)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        module._buffers[name] = buffer.to(device)
+    for child in module.children():
+        _move(child, device)
+
+
+def _follow(device: torch.device) -> Any:
+    """A hook that moves a module's inputs to its device, as accelerate does where a model lies on several."""
+
+    def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda one: one.to(device), (args, kwargs))
+
+    return move
