@@ -28,6 +28,11 @@ def linked(link: Any) -> Change:
     return change
 
 
+def another_name(file: h5py.File) -> None:
+    del file["theta"]
+    file["theta"] = file["theta_hat"]
+
+
 def virtual(file: h5py.File) -> None:
     layout = h5py.VirtualLayout(file["theta"].shape, "f8")
     layout[...] = h5py.VirtualSource(".", "theta_hat", file["theta"].shape)
@@ -54,6 +59,7 @@ def unpacked_by_others(file: h5py.File) -> None:
             "'theta' in the file itself, got a link that leads elsewhere",
         ),
         (lambda file: file.__setitem__("mine", h5py.ExternalLink("other.h5", "/")), "'mine' in the file itself"),
+        (another_name, "numbers of theta's own, got those of another name too"),
         (virtual, "the numbers of theta in the file itself, got numbers that lie elsewhere"),
         (unpacked_by_others, "theta under deflate, shuffle and Fletcher32 alone, got the filters [32015]"),
         (

@@ -184,11 +184,13 @@ class StoredFile:
         return self._datasets[name]
 
     def _check_storage(self, name: str, item: h5py.Dataset) -> None:
-        """Raise TraceError for numbers stored in other files or datasets, and for third-party filters."""
+        """Raise TraceError for numbers of other files, datasets or names, and for third-party filters."""
         properties = item.id.get_create_plist()
         filters = {properties.get_filter(index)[0] for index in range(properties.get_nfilters())}
         if properties.get_layout() not in _LOCAL_LAYOUTS or properties.get_external_count():
             self.refuse(f"the numbers of {name} in the file itself", "numbers that lie elsewhere")
+        if h5py.h5o.get_info(item.id).rc > 1:
+            self.refuse(f"numbers of {name}'s own", "those of another name too")
         if not filters <= _FILTERS:
             self.refuse(f"{name} under deflate, shuffle and Fletcher32 alone", f"the filters {sorted(filters)}")
 
