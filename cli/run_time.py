@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _MEASURED_OVER_PLAIN = 1.3
 """Time of a measured prefill over that of a plain one, explanation/cost.md: 1.1 for two configurations, 1.25 for 24."""
-_MOST_ROWS = 512
+_MOST_ROWS, _MOST_WIDTH = 512, 8192
+"""Rows and width of the product whose rate is measured, which larger ones share."""
 _PROBE_S = 0.1
 WORTH_A_NOTE_S = 10.0
 _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 86400.0, "days"))
@@ -41,10 +42,11 @@ def estimate_seconds(planned: Plan) -> float:
 
 
 def _operations_per_second(planned: Plan, rows: int) -> float:
-    """Return the floating-point operations per second of a projection of the model's width, measured on `rows` rows."""
+    """Return the floating-point operations per second of a projection of about the model's width, on `rows` rows."""
     import torch
 
-    placement, width = planned.placement, Shape.from_config(planned.files.config, 1, 0).d_model
+    placement = planned.placement
+    width = min(Shape.from_config(planned.files.config, 1, 0).d_model, _MOST_WIDTH)
     inputs = torch.ones(rows, width, dtype=placement.dtype, device=placement.device)
     weights = torch.ones(width, 4 * width, dtype=placement.dtype, device=placement.device)
 

@@ -22,6 +22,12 @@ def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype |
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
+def on_first_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors from several devices on the first one's; the copies are asynchronous."""
+    found = list(tensors)
+    return [tensor.to(found[0].device, non_blocking=True) for tensor in found]
+
+
 def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
     """Return tensors from several devices, stacked along `dim` on one device; the copies are asynchronous."""
     return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)

@@ -91,7 +91,7 @@ class Row:
         """Return the field `id`, else the row's index followed by LongBench's `_id`, which may repeat."""
         if "id" in self.fields:
             return self.identity("id")
-        longbench_id = self.identity("_id") if self.fields.get("_id") else ""
+        longbench_id = self.identity("_id") if self.fields.get("_id") not in (None, "") else ""
         return f"{self.index}-{longbench_id}" if longbench_id else str(self.index)
 
     def sample(self, **fields: Any) -> Sample:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv import theory
+from perturbkv.devices import on_first_device
 from perturbkv.errors import ConfigError
 
 
@@ -102,7 +103,7 @@ class LayerBudget:
     def counts_among_model_top(self) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries among the model's k highest scores, k the budget of the model."""
         rows, total = self.layers * self.kept_heads, self.layers * self.kept_heads * self.free
-        order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(list(layers))))
+        order = self.compute_model_wide("order", lambda layers: rows_by_score(torch.cat(on_first_device(layers))))
         counts = self.compute_model_wide(
             ("counts", self.free), lambda _: count_rows(order[:total], rows).to(torch.int64)
         )

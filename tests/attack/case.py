@@ -126,15 +126,23 @@ def refused(*words: str, alone: bool = False) -> Callable[[Outcome, Path], Flaw]
     return flaw
 
 
+VERDICTS = ("Smallest budget with", "did nothing: ", "not compared: ")
+"""Beginnings of answers whose exit code, 1 or 2, is part of the answer."""
+
+
+def _is_answer(outcome: Outcome) -> bool:
+    """Return whether a command has answered."""
+    return outcome.code == 0 or (outcome.out.startswith(VERDICTS) and outcome.code in (1, 2))
+
+
 def answers(outcome: Outcome, folder: Path) -> Flaw:
-    """Expect exit code 0 and text that no terminal obeys."""
-    return crashed(outcome) or (f"exit code {outcome.code}: {outcome.err[-300:]!r}" if outcome.code else None)
+    """Expect an answer, of text that no terminal obeys."""
+    return crashed(outcome) or (None if _is_answer(outcome) else f"exit code {outcome.code}: {outcome.err[-300:]!r}")
 
 
 def answers_or_refused(outcome: Outcome, folder: Path) -> Flaw:
-    """Expect an answer or one line; of some commands the exit code is the answer."""
-    verdict = outcome.out.startswith("Smallest budget with") and outcome.code == 1
-    return answers(outcome, folder) if outcome.code == 0 or verdict else refused()(outcome, folder)
+    """Expect an answer or one line."""
+    return answers(outcome, folder) if _is_answer(outcome) else refused()(outcome, folder)
 
 
 def run(

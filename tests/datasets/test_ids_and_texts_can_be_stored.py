@@ -32,6 +32,7 @@ def loaded(path: Path) -> Any:
         (json.dumps({"prompt": "a", "id": "x" * 1001}), "at most 1,000 characters, got 1,001"),
         ('{"prompt": "a", "id": ' + "9" * 5_000 + "}", "a whole number of 5,000 digits"),
         ('{"prompt": "a", "id": NaN}', "expected `id` to be text or a whole number"),
+        ('{"context": "a", "_id": {}}', "expected `_id` to be text or a whole number"),
         ('{"prompt": "a", "more": ' + "[" * 10_000, "too deep"),
     ],
 )

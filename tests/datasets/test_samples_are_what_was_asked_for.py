@@ -102,8 +102,8 @@ def test_a_row_keeps_its_own_id_whatever_else_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     asked = {"context": "c", "input": "q", "answers": ["a"]}
     jsonl(path, {"id": "a", "prompt": "p"}, {"id": "c", **asked}, {"id": 7, "dataset": "qasper", **asked},
-          {"_id": "x", **asked}, {"id": None, **asked}, asked)  # fmt: skip
-    assert [sample.id for sample in loaded(str(path), 6).samples] == ["a", "c", "7", "3-x", "4", "5"]
+          {"_id": "x", **asked}, {"id": None, **asked}, asked, {"_id": 0, **asked})  # fmt: skip
+    assert [sample.id for sample in loaded(str(path), 7).samples] == ["a", "c", "7", "3-x", "4", "5", "6-0"]
     jsonl(path, {"id": "c", **asked}, {"id": "c", **asked})
     with pytest.raises(DatasetError, match="line 2: expected every id once, got 'c' again"):
         loaded(str(path), 2)

@@ -54,15 +54,17 @@ def drawn(*shape: int) -> torch.Tensor:
 def test_turning_back_undoes_the_models_rotation(kind: str) -> None:
     adapter, vectors, positions = made(kind), drawn(4, 50, 8), range(30, 80)
     there = turned(adapter, vectors, positions)
-    assert Rotations(adapter)(positions).cosine.shape == (50, 4 if kind == "partial" else 8)
+    assert Rotations(adapter)(positions, adapter.device).cosine.shape == (50, 4 if kind == "partial" else 8)
     assert (there - vectors).abs().max() > 0.5
-    torch.testing.assert_close(Rotations(adapter)(positions).unrotate(there), vectors, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        Rotations(adapter)(positions, adapter.device).unrotate(there), vectors, rtol=1e-5, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mean_rotation_turns_a_vector_to_the_mean_of_where_the_model_turns_it(kind: str) -> None:
     adapter, vectors, positions = made(kind), drawn(4, 1, 8), range(60, 99)
-    mean = Rotations(adapter)(positions).mean(8)
+    mean = Rotations(adapter)(positions, adapter.device).mean(8)
     everywhere = turned(adapter, vectors.expand(-1, len(positions), -1), positions)
     torch.testing.assert_close(vectors[:, 0].double() @ mean.T, everywhere.double().mean(dim=1), rtol=1e-5, atol=1e-6)
 
@@ -90,7 +92,7 @@ def test_asking_for_later_positions_changes_nothing_of_the_model() -> None:
     """Dynamic frequencies grow with the positions asked for, and would stay so."""
     adapter = tiny_adapter(positions=32, rope_parameters=DYNAMIC)
     before = adapter.rotary.inv_freq.clone()
-    later = Rotations(adapter)(range(60, 100))
+    later = Rotations(adapter)(range(60, 100), adapter.device)
     assert torch.equal(adapter.rotary.inv_freq, before)
     grown = adapter.rotary(drawn(1, 1), torch.tensor([list(range(60, 100))]))[0][0]
     assert not torch.equal(adapter.rotary.inv_freq, before), "the model's own module changes when it is asked"

@@ -33,7 +33,7 @@ def rehearsal(count: int = 1) -> Iterator[Rehearsal]:
 
 
 def tiny(family: str = "llama", gpus: int = 0, **more: Any) -> Adapter:
-    """A tiny model on the CPU, on one pretended GPU, or on two: the embedding and the first half of layers on the first."""
+    """A tiny model on the CPU or on pretended GPUs: its layers on one after the other, the embedding on the first."""
     model = tiny_model(family, **more)
     layers = len(model.model.layers)
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": gpus - 1}

@@ -140,7 +140,7 @@ class Rehearsal(TorchDispatchMode):
     def _check_devices(
         self, function: Any, place: torch.device, gpus: list[torch.device], tensors: list[Tensor], generator: Any
     ) -> None:
-        """Raise RuntimeError for operations on tensors of several devices, and for random numbers of another device's."""
+        """Raise RuntimeError for operations on tensors of several devices, and for another device's random numbers."""
         strangers = [tensor for tensor in tensors if tensor.device.type == "cpu"] if gpus else []
         takes_numbers = function in _INDEXING or torch.Tag.pointwise in function.tags
         mixed = any(tensor.ndim for tensor in strangers) or (strangers and not takes_numbers)
@@ -169,7 +169,9 @@ def _on_cpu(function: Any, args: Any, kwargs: Any) -> Any:
     """What an operation gives for the numbers that are held."""
     args, kwargs = tree_map_only(PretendTensor, lambda one: one.held, (args, kwargs))
     kwargs = {name: _CPU if name == "device" else one for name, one in kwargs.items() if name != "pin_memory"}
-    if function is _aten.histc.default and not args[0].is_floating_point():  # a GPU counts whole numbers, a CPU does not
+    if (
+        function is _aten.histc.default and not args[0].is_floating_point()
+    ):  # a GPU counts whole numbers, a CPU does not
         return function(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     return function(*args, **kwargs)
 
@@ -211,6 +213,7 @@ def pretend_gpus(count: int = 1) -> Iterator[Rehearsal]:
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_reserved": lambda device=None: 0,
         "memory_allocated": lambda device=None: 0,
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: mock.Mock(is_integrated=False, total_memory=MEMORY),
     }
     lifted = torch._C._only_lift_cpu_tensors()

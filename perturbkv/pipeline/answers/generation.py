@@ -215,7 +215,7 @@ def generate(
                 cache.keep_rows(open_indices)
                 batch_rows, following = (
                     [batch_rows[index] for index in open_indices],
-                    following[to_device(open_indices, adapter.device)],
+                    following[to_device(open_indices, following.device)],
                 )
             following = _next_tokens(adapter, cache, following.unsqueeze(-1), finite)
     return answers

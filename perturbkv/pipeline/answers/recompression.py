@@ -18,6 +18,7 @@ from perturbkv import theory
 from perturbkv.cache.compact import CompactCache, CompactLayer
 from perturbkv.cache.entries import KeptEntries, close_gaps
 from perturbkv.configs.resources import Resources
+from perturbkv.devices import on_first_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.compute import layer_scores
@@ -114,7 +115,7 @@ class Compressor:
             if before <= self.limit:
                 continue
             measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
-            stacked = [torch.stack(kind).cpu() for kind in zip(*measured, strict=True)]
+            stacked = [torch.stack(on_first_device(kind)).cpu() for kind in zip(*measured, strict=True)]
             after = mean_entries(self.cache, row)
             self.compressions.append(Compression(index, generated, before, after, *stacked))
 

@@ -18,6 +18,7 @@ from perturbkv.cache.entries import KeptBatch, Lengths, borrow, gather_kept, len
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import stack_on_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
@@ -186,7 +187,8 @@ class _BatchDecoder:
         answers = self._answers(cache, question_logits, indices) if self.run.generate else {}
         first = evicted_layers[0]
         isolated = {
-            index: torch.stack([layer.isolated[index] for layer in evicted_layers], dim=-2) for index in first.isolated
+            index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
+            for index in first.isolated
         }
         kept = [layer.masks for layer in evicted_layers]
         return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,21 +47,22 @@ class Rotations:
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self._adapter, self._rotations = adapter, dict[range, Rotation]()
+        self._adapter, self._rotations = adapter, dict[tuple[range, torch.device], Rotation]()
 
-    def __call__(self, positions: range) -> Rotation:
-        """Return the rotation of these positions, computed once."""
-        if positions not in self._rotations:
-            self._rotations[positions] = self._rotation(positions)
-        return self._rotations[positions]
+    def __call__(self, positions: range, device: torch.device) -> Rotation:
+        """Return the rotation of these positions on a device, computed once."""
+        if (positions, device) not in self._rotations:
+            self._rotations[positions, device] = self._rotation(positions, device)
+        return self._rotations[positions, device]
 
-    def _rotation(self, positions: range) -> Rotation:
+    def _rotation(self, positions: range, device: torch.device) -> Rotation:
         """Return the rotation, as cosines and sines, at a range of positions."""
         like = torch.empty(0, dtype=self._adapter.dtype, device=self._adapter.device)
-        position_ids = torch.tensor(positions, device=like.device).unsqueeze(0)
-        cosine, sine = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
-        twice = 2 * len(self._adapter.frequencies) // cosine.shape[-1]  # some modules give each pair's angle once
-        return Rotation(cosine[0].repeat(1, twice), sine[0].repeat(1, twice))
+        position_ids = torch.arange(positions.start, positions.stop, positions.step, device=like.device).unsqueeze(0)
+        parts = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
+        twice = 2 * len(self._adapter.frequencies) // parts[0].shape[-1]  # some modules give each pair's angle once
+        cosine, sine = (part[0].repeat(1, twice).to(device, non_blocking=True) for part in parts)
+        return Rotation(cosine, sine)
 
 
 Source = Callable[
@@ -300,7 +302,7 @@ class _PromptReader:
             sample=self.statistics.sample,
             window=0,
             attention_input=self.input,
-            rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else self.rotations,
+            rotary=None if self.needs.isdisjoint(ROTATION_NEEDS) else partial(self.rotations, device=query.device),
             sinks=self.adapter.sinks(layer),
             template=self.template,
         )

@@ -33,6 +33,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import option
+from perturbkv.devices import on_first_device
 from perturbkv.scoring.score import Score
 from perturbkv.scoring.scores import lava
 from perturbkv.selection.layer_budget import LayerBudget, count_rows
@@ -81,7 +82,7 @@ def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: i
 
     `scores` are those of each layer, in order.
     """
-    entropies = torch.stack([entropy(layer) for layer in scores]).cpu()
+    entropies = torch.stack(on_first_device(entropy(layer) for layer in scores)).cpu()
     total = float(entropies.sum())
     shares = entropies / total if total > 0 else torch.full_like(entropies, 1 / len(entropies))
     return apportion(len(entropies) * mean * shares, len(entropies) * mean, most)
