@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -19,6 +22,11 @@ from perturbkv.scoring import value_norms
 from tests.rehearsal.pretend_gpu import Rehearsal, as_kernel, pretend_gpus
 from tests.support.models import tiny_model
 from tests.support.varlen import varlen
+
+WITH_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None and "CI" not in os.environ, reason="no g++, which the pretended GPU needs"
+)
+"""Of every file that uses `rehearsal`; in a CI a missing compiler is a failure."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
-from perturbkv.devices import stack_on_device
+from perturbkv.devices import on_first_device, stack_on_device
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
@@ -92,16 +92,16 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
 
     Where any configuration has such, the perturbation by eviction alone and by the change alone come with them.
     """
-    if not any(batch.isolated for batch in batches):
+    changed = {index: tensor for batch in batches for index, tensor in batch.isolated.items()}
+    if not changed:
         return {}
     apart = arrays["perturbation_isolated"]
     result = {"perturbation_eviction": apart, "perturbation_change": np.zeros_like(apart)}
     result |= {name: arrays[name].copy() for name in stored.CHANGED_VARIABLES if name in arrays}
-    for batch in batches:
-        for index, changed in batch.isolated.items():
-            for name, tensor in zip(stored.CHANGED_VARIABLES, changed.unbind(dim=1), strict=True):
-                array = to_numpy(tensor, VARIABLES[name].dtype)
-                result[name][index] = np.where(np.isnan(array), result[name][index], array)
+    together = torch.stack(list(changed.values())).unbind(dim=2)
+    for name, tensor in zip(stored.CHANGED_VARIABLES, together, strict=True):
+        for index, array in zip(changed, to_numpy(tensor, VARIABLES[name].dtype), strict=True):
+            result[name][index] = np.where(np.isnan(array), result[name][index], array)
     return result
 
 
@@ -127,10 +127,11 @@ def step_arrays(batches: Sequence[BatchResult]) -> Arrays:
     for name in batches[0].steps[0]:
         dims = VARIABLES[name].dims
         stacked = [
-            to_numpy(torch.stack([step[name] for step in batch.steps], dim=dims.index("step")), VARIABLES[name].dtype)
+            torch.stack([step[name] for step in batch.steps], dim=dims.index("step"))
             for batch in (batches if "config" in dims else batches[:1])
         ]
-        arrays[name] = np.concatenate(stacked)[run_order] if "config" in dims else stacked[0]
+        array = to_numpy(torch.cat(stacked), VARIABLES[name].dtype)
+        arrays[name] = array[run_order] if "config" in dims else array
     return arrays
 
 
@@ -145,18 +146,19 @@ def kept_arrays(
     offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
-        for layer, masks in enumerate(batch.kept):
+        masks = to_numpy(torch.cat(on_first_device(batch.kept)), "uint8")
+        for layer, layer_masks in enumerate(np.split(masks, len(layers))):
             batch_lengths = [lengths[layer][index] for index in batch.order]
-            code, code_sizes = kept_codec.encode_masks(to_numpy(masks, "uint8"), np.concatenate(batch_lengths))
+            code, code_sizes = kept_codec.encode_masks(layer_masks, np.concatenate(batch_lengths))
             begins = start + code_sizes.cumsum() - code_sizes
             for values, target in ((begins, offsets), (code_sizes, sizes), (np.concatenate(batch_lengths), counts)):
                 _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
             rows.append(code)
             start += len(code)
-    for layer, measured in enumerate(layers):
-        for group in measured.groups:
-            first = group.budgets.stage1_entries.repeat_interleave(heads // group.kept_heads, dim=1)
-            stage1[list(group.config_indices), layer] = to_numpy(first, "int64")
+    for groups in zip(*(layer.groups for layer in layers), strict=True):  # one group of every layer
+        first = torch.stack(on_first_device(group.budgets.stage1_entries for group in groups), dim=1)
+        per_head = to_numpy(first, "int64").repeat(heads // groups[0].kept_heads, axis=-1)
+        stage1[list(groups[0].config_indices)] = per_head
     return {
         "kept_offset": offsets, "kept_length": sizes, "kept_code": np.concatenate(rows), "kept_count": counts,
         "stage1_count": stage1,

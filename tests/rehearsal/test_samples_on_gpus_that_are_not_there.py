@@ -1,0 +1,128 @@
+"""Whole samples on one and on two GPUs that are not there give the CPU's numbers, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perturbkv as pk
+from perturbkv.models.adapter import Adapter
+from perturbkv.selection.policies import registry
+from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
+from tests.support.models import FAMILIES, token_ids
+from tests.support.resolved import answer, resolved_run, trace_sample
+
+pytestmark = WITH_COMPILER
+PROMPT = pk.Prompt("p", token_ids(90), 0, question_tokens=12, answers=("3",))
+TWO = [
+    *pk.grid(24, policy="snapkv", selection="two-stage", window=8),
+    *pk.grid(24, policy="adakv", selection="attention", window=8),
+]
+CLOCKED = ("prefill_seconds", "prefill_seconds_full")
+Measure = Callable[[Adapter], dict[str, Any]]
+
+
+def traced(configs: Sequence[pk.EvictionConfig], **settings: Any) -> Measure:
+    """All variables of a sample, but those that a clock made."""
+
+    def measure(model: Adapter) -> dict[str, Any]:
+        arrays = trace_sample(model, PROMPT, resolved_run(configs, **settings)).arrays
+        return {name: array for name, array in arrays.items() if name not in CLOCKED}
+
+    return measure
+
+
+def answered(configs: Sequence[pk.EvictionConfig], most: int = 12, **options: Any) -> Measure:
+    """The answers of a sample, and what was measured on the way."""
+
+    def measure(model: Adapter) -> dict[str, Any]:
+        found = answer(model, PROMPT, configs, most, **options)
+        compressions = [
+            (one.config, one.generated, one.before, one.after, one.perturbation.tolist(), one.retained_mass.tolist())
+            for one in found.compressions
+        ]
+        return {"full": found.full, "evicted": found.evicted, "held": list(found.held), "compressions": compressions}
+
+    return measure
+
+
+def check(measure: Measure, gpus: int, family: str = "llama", **model: Any) -> None:
+    """Compare what a measurement gives on pretended GPUs with what it gives on the CPU."""
+    expected = measure(tiny(family, **model))
+    with rehearsal(gpus):
+        found = measure(tiny(family, gpus=gpus, **model))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        else:
+            assert found[name] == value, name
+
+
+def of_policy(name: str) -> list[pk.EvictionConfig]:
+    """A policy with every selection that it takes."""
+    info = registry.info(name)
+    signed = {"knorm": ("attention", "random")}
+    budget = 48 if name == "quest" else 24
+    return [
+        config
+        for selection in signed.get(name, info.selections)
+        for config in pk.grid(budget, policy=name, selection=selection, window=8)
+    ]
+
+
+def test_the_main_path_on_one_gpu() -> None:
+    check(traced(TWO, generate=3), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.names())
+def test_every_policy_and_selection_on_two_gpus(name: str) -> None:
+    scores = ((1.0, 2.0, 3.0, 4.0),) * 2 if registry.info(name).needs_scores else ()
+    check(traced(of_policy(name), steps=2, generate=3, head_scores=scores), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_two_gpus(family: str) -> None:
+    check(traced(TWO, steps=2), 2, family)
+    check(answered(TWO, 6), 2, family)
+
+
+@pytest.mark.parametrize(
+    ("settings", "grid"),
+    [
+        ({"scenario": "context-only", "generate": 3}, {}),
+        ({"cache": "rectangular"}, {"policy": "pyramidkv"}),
+        ({"save": ("outputs",)}, {}),
+        ({"generate": 2}, {"precision": "quantise(bits=4)"}),
+        ({"generate": 2}, {"policy": "adakv(positions=in-cache)"}),
+        ({"scenario": "context-only"}, {"correction": "corrected"}),
+        ({}, {"correction": "corrected(mass=stored)"}),
+        ({}, {"granularity": "query"}),
+        ({}, {"granularity": "layer"}),
+    ],
+    ids=str,
+)
+def test_every_kind_of_cache_on_two_gpus(settings: dict[str, Any], grid: dict[str, Any]) -> None:
+    configs = pk.grid(24, window=8, selection="attention", **grid)
+    check(traced(configs, steps=2, **settings), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "configs",
+    [
+        TWO,
+        [*pk.grid(24, policy=("h2o", "tova", "random"), selection="attention", window=8),
+         *pk.grid(24, policy="streaming-llm", selection="position", window=8)],
+        pk.grid(24, policy="snapkv(positions=in-cache)", selection="attention", window=8),
+        pk.grid(24, selection="attention", window=8, precision="quantise(bits=4)"),
+    ],
+    ids=["by score", "by time", "in-cache", "quantised"],
+)  # fmt: skip
+def test_caches_that_are_compressed_while_decoding_on_two_gpus(configs: list[pk.EvictionConfig]) -> None:
+    check(answered(configs, compress_every=4), 2)

@@ -1,0 +1,111 @@
+"""What a host waits for and how many kernels it starts on a GPU that is not there; planted faults are seen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import perturbkv as pk
+from perturbkv.selection.policies import adakv
+from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
+from tests.rehearsal.pretend_gpu import Rehearsal
+from tests.rehearsal.test_samples_on_gpus_that_are_not_there import PROMPT, TWO
+from tests.support.resolved import resolved_run, trace_sample
+
+pytestmark = WITH_COMPILER
+MANY = pk.grid(
+    (20, 24, 28, 32), policy=("snapkv", "adakv", "pyramidkv"), selection=("attention", "two-stage"), window=8
+)
+COPIES = "pipeline/sample/measure.py"
+"""Where finished numbers come to the host, an array at a time, after all work of a sample."""
+MOST_WAITS = {"pipeline/sample/prefill.py": 1, "pipeline/sample/capture.py": 2, "cache/entries.py": 1,
+              "pipeline/sample/assembly.py": 1}  # fmt: skip
+"""File -> waits of a sample: its tokens go there, activations are finite, lengths of caches, decoded tokens."""
+MOST_LAUNCHES = {"two": 760, "many": 1700}
+"""Configurations -> kernels of a layer: 727 and 1,622 of TWO and of MANY when this was written."""
+
+
+@functools.cache
+def counted(layers: int, which: str) -> Rehearsal:
+    with rehearsal() as counts:
+        model = tiny(layers=layers, gpus=1)
+        counts.clear()
+        trace_sample(model, PROMPT, resolved_run(TWO if which == "two" else MANY))
+    return counts
+
+
+def waits(layers: int, which: str) -> dict[str, int]:
+    """File -> waits, without those of `COPIES`."""
+    found: dict[str, int] = {}
+    for place, count in counted(layers, which).waits.items():
+        file = place.partition(":")[0]
+        found[file] = found.get(file, 0) + count
+    found.pop(COPIES)
+    return found
+
+
+@pytest.mark.parametrize("which", ["two", "many"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_no_layer_and_no_configuration_is_waited_for(layers: int, which: str) -> None:
+    assert waits(layers, which) == MOST_WAITS
+
+
+def test_finished_numbers_come_an_array_at_a_time() -> None:
+    def copies(layers: int, which: str) -> int:
+        return sum(count for place, count in counted(layers, which).waits.items() if place.startswith(COPIES))
+
+    assert copies(1, "two") == copies(3, "two")
+    assert max(copies(layers, which) for layers in (1, 3) for which in ("two", "many")) < 60
+
+
+@pytest.mark.parametrize("which", ["two", "many"])
+def test_the_kernels_of_a_layer_are_bounded(which: str) -> None:
+    of_layer = (counted(3, which).launches.total() - counted(1, which).launches.total()) / 2
+    assert of_layer <= MOST_LAUNCHES[which]
+
+
+def sample(change: Any) -> Rehearsal:
+    """Counts of a sample in which adakv's budgets go through `change`."""
+    plain = adakv.AdaKV.allocate
+    with rehearsal() as counts:
+        model = tiny(layers=1, gpus=1)
+        counts.clear()
+        with mock.patch.object(adakv.AdaKV, "allocate", lambda *args: change(plain(*args))):
+            trace_sample(model, PROMPT, resolved_run(TWO))
+    return counts
+
+
+def test_a_planted_read_is_counted_at_its_line() -> None:
+    extra = sample(lambda counts: counts + 0 * int(counts.sum().item())).waits - sample(lambda counts: counts).waits
+    assert any(place.endswith("aten._local_scalar_dense.default") for place in extra)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda counts: counts[torch.zeros(2, dtype=torch.int64)] + torch.ones(2).long(), RuntimeError, "one device"),
+        (lambda counts: counts + torch.tensor(counts.numpy()), TypeError, "Use Tensor.cpu()"),
+        (lambda counts: counts.gather(0, torch.zeros(2, dtype=torch.int64)), RuntimeError, "one device"),
+    ],
+    ids=["an operand", "numpy", "an index"],
+)
+def test_a_planted_mixture_of_devices_is_refused(change: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        sample(change)
+
+
+def test_what_cuda_refuses_is_refused() -> None:
+    with rehearsal(2):
+        first, second = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+        with pytest.raises(RuntimeError, match="one device"):
+            first + second
+        with pytest.raises(RuntimeError, match="one device"):
+            torch.rand(2, device="cuda:0", generator=torch.Generator())
+        with pytest.raises(RuntimeError, match="one device"):
+            torch.cat([first, second])
+        assert (first + second.to("cuda:0")).tolist() == [2, 2]
+        assert float(first.sum() + torch.tensor(1.0)) == 3  # a number of the CPU may come along
