@@ -166,10 +166,11 @@ class Audit(Result):
     def obstacle(self) -> str:
         """Reason why there is no verdict; empty if the audit has a verdict."""
         runs = self.trace.runs
+        judged = any(run.entries is not None or run.damage for run in runs)
+        if judged and (self.faults or not self.trace.unreadable):
+            return ""
         if self.trace.unreadable or not runs:
             return self.trace.unreadable
-        if any(run.entries is not None or run.damage for run in runs):
-            return ""
         return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
 
     @property
@@ -235,16 +236,17 @@ class Audit(Result):
         suite = ElementTree.Element("testsuite", name="perturbkv audit")
         for run in self.runs:
             case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name=run.name)
-            if run.refused:
-                ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
-            elif run.fault is not None:
+            if run.fault is not None:
                 message = escape_line(run.difference)
                 failure = ElementTree.SubElement(case, "failure", type=run.fault.kind, message=message)
                 failure.text = _fault_clause(run.fault)
-        if self.verdict not in (EXACT, DIFFERS):
+            elif run.refused:
+                ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
+        if self.verdict not in (EXACT, DIFFERS) or self.trace.unreadable:
             case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
-            tag = "failure" if self.exit_code == 1 else "error"
-            ElementTree.SubElement(case, tag, type=self.verdict, message=escape_line(self.summary))
+            kind = UNREADABLE if self.trace.unreadable else self.verdict
+            tag = "failure" if kind == IDLE else "error"
+            ElementTree.SubElement(case, tag, type=kind, message=escape_line(self.summary))
         counts = {tag: str(len(suite.findall(f"testcase/{tag}"))) for tag in ("failure", "error", "skipped")}
         suite.attrib |= {
             "tests": str(len(suite)), "failures": counts["failure"], "errors": counts["error"],
@@ -277,7 +279,8 @@ class Audit(Result):
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
-        return f"{_fault_clause(first)}{also}"
+        then = f"; then unreadable: {self.trace.unreadable}" if self.trace.unreadable else ""
+        return f"{_fault_clause(first)}{also}{then}"
 
     def _exact_clause(self) -> str:
         """Return a clause that the eviction is exact, with its largest distance from the reference."""
@@ -286,8 +289,14 @@ class Audit(Result):
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
             f"{plural(len(decoded), 'run')}{self._positions_clause()}{self._allowed_clause()}"
-            f"{self._evicted_ends_clauses()}"
+            f"{self._evicted_ends_clauses()}{self._idle_runs_clause()}"
         )
+
+    def _idle_runs_clause(self) -> str:
+        """Return a clause on the runs in which nothing was evicted; empty where something was in all."""
+        pairs = zip(self.runs, self.trace.runs, strict=True)
+        idle = [run.name for run, measured in pairs if measured.entries and not measured.entries.evicted]
+        return f"; nothing was evicted in {', '.join(idle)}" if idle else ""
 
     def _positions_clause(self) -> str:
         """Return a clause that keys stand at their places in the cache; empty where they do not."""

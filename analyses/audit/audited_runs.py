@@ -177,10 +177,8 @@ class AuditedRun(Record):
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
         """The first difference from the reference."""
-        if self.refused:
-            return f"refused: {self.refused}"
         if self.fault is None:
-            return "none"
+            return f"refused: {self.refused}" if self.refused else "none"
         where = self.fault.location()
         return f"{where}: {self.fault.what}" if where else self.fault.what
 

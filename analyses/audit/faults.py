@@ -16,6 +16,7 @@ _LARGE = 1e4
 KINDS: Mapping[str, str] = {
     "model": "the eviction changed the model, so that nothing can be compared any more",
     "uneven": "a layer was not evicted, and the others were",
+    "empty": "a layer keeps no entry of the prompt",
     "row": CHANGES["row"],
     "padding": "padding is attended to",
     "repeated": "every entry is cached once per query head",
@@ -85,7 +86,8 @@ def fault_of_run(run: AuditRun, allowed: Collection[str] = ()) -> Fault | None:
     Changes of the kinds `allowed` are none; decoding is then compared with the plain model on the changed entries.
     """
     if run.damage:
-        return Fault(run.sample, run.situation, run.row, "model", run.damage)
+        raised = f", and {run.failed}" if run.failed else ""
+        return Fault(run.sample, run.situation, run.row, "model", f"{run.damage}{raised}")
     entries = [] if run.entries is None else [*_entry_differences(run.entries)]
     refused = [difference for difference in entries if difference.kind not in allowed]
     decoded = run.decoded if len(refused) == len(entries) or run.on_own_entries is None else run.on_own_entries
@@ -112,6 +114,9 @@ def _entry_differences(entries: CacheEntries) -> Iterator[Difference]:
         times = _repetitions_text(entries)
         what = f"every entry is cached {times}, once per query head (repeat_kv before caching)"
         yield Difference("repeated", what, layer, 0, 0)
+    for layer, sets in enumerate(entries.kept):
+        if not any(map(len, sets)) and not entries.strangers[layer].any() and not entries.padded[layer].any():
+            yield Difference("empty", "no entry of the prompt is kept", layer, step=0)
     yield from _counted_differences("padding", entries.padded, "{} of padding attended to")
     yield from _counted_differences("foreign", entries.strangers, "{} like none of the prompt's")
     for layer, heads in enumerate(entries.altered):

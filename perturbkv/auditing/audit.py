@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from perturbkv.audit_trace import ALLOWED, AUTO, IN_CACHE, POSITIONS, SITUATIONS
 from perturbkv.auditing import loss, reference, situations
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.external_run import run_eviction
-from perturbkv.auditing.model_state import ModelState
+from perturbkv.auditing.model_state import ModelState, describe_damage, foreign_code
 from perturbkv.auditing.plain_use import plain_use
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
@@ -101,18 +101,22 @@ def audit(
         adapter.kv_heads,
         allowed=settings.allow,
     )
+    runs: list[AuditRun] = []
+    plain, damage = None, ""
     try:
-        runs, before = [], _plain_model(adapter)
+        before = _plain_model(adapter)
         for prompt in used:
-            runs += _audit_prompt(adapter, prompt, eviction, settings, before)
+            for run in _audit_prompt(adapter, prompt, eviction, settings, before):
+                runs.append(run)
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
-        plain = _measure_plain_use(adapter, used[0], eviction, runs[0], before) if settings.plain_use else None
-        trace = dataclasses.replace(blank, runs=tuple(runs), plain=plain)
+        if settings.plain_use:
+            plain, damage = _measure_plain_use(adapter, used[0], eviction, runs[0], before)
     except UnreadableCacheError as error:
-        return dataclasses.replace(blank, unreadable=error.reason)
-    return _with_losses(trace, adapter, used, resources) if settings.losses else trace
+        return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
+    trace = dataclasses.replace(blank, runs=tuple(runs), plain=plain, lossless=damage)
+    return _with_losses(trace, adapter, used, resources) if settings.losses and not damage else trace
 
 
 def estimate_seconds(
@@ -156,22 +160,22 @@ def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> di
 
 def _plain_model(adapter: Adapter) -> ModelState:
     """Return the model before any eviction. Raises UnreadableCacheError where the eviction's file replaced its code."""
-    before = ModelState.of(adapter.model)
-    if name := before.replaced_on_import():
-        msg = f"its file replaces {name} on import, so that no plain model is left; replace it inside the eviction"
+    if found := foreign_code(adapter.model):
+        msg = f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
         raise UnreadableCacheError(msg)
-    return before
+    return ModelState.of(adapter.model)
 
 
 def _audit_prompt(
     adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: Settings, before: ModelState
-) -> list[AuditRun]:
-    """Return the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
+) -> Iterator[AuditRun]:
+    """Yield the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     if isinstance(eviction, KeptFile):
-        return [audit_file(adapter, ids, eviction, prompt.sample_id)]
+        yield audit_file(adapter, ids, eviction, prompt.sample_id)
+        return
     tokens, full = reference.greedy(adapter, ids, situations.token_count(settings.steps, settings.situations))
-    alone, results = None, []
+    alone = None
     for name in settings.situations:
         situation = situations.situation(name, ids, tokens, settings.steps)
         if situation.rows == 1:
@@ -179,29 +183,32 @@ def _audit_prompt(
         else:
             prompts = reference.prompt_entries(adapter, situation)
         run = run_eviction(adapter, eviction, situation, prompts, before, bool(settings.allow), settings.positions)
-        results += run.results(prompt.sample_id)
-        if results[-1].damage:
+        yield from run.results(prompt.sample_id)
+        if run.damage:
             break
-    return results
 
 
 def _measure_plain_use(
     adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, run: AuditRun, before: ModelState
-) -> PlainUse | None:
-    """Return how plain model calls use the evicted cache; None for a failing eviction or one with its own decoding.
+) -> tuple[PlainUse | None, str]:
+    """Return how plain model calls use the evicted cache, and how that changed the model, in words.
 
-    `run` is the prompt's first run, which shows at which position the next token belongs.
+    None for a failing eviction or one with its own decoding. `run` is the prompt's first run, which shows at which
+    position the next token belongs.
     """
     if isinstance(eviction, KeptFile) or eviction.decode is not None:
-        return None
+        return None, ""
     ids = torch.tensor(prompt.token_ids, device=adapter.device)
     try:
         single = situations.situation("single", ids, ids[-1:], 1)
         if run.positions == IN_CACHE and run.entries is not None:
             single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept[0]),))
-        return plain_use(adapter, eviction, single, before)
+        found = plain_use(adapter, eviction, single)
     except (FailedError, RefusedError):  # the runs record what reading raises
-        return None
+        found = None
+    finally:
+        damage = describe_damage(before.restore())
+    return found, damage
 
 
 def _with_losses(trace: AuditTrace, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> AuditTrace:

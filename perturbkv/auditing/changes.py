@@ -92,6 +92,8 @@ def describe_scale(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "
     `floor` is the noise floor of an entry, relative to its length.
     """
     own, known = entries.double(), full.double()
+    if not bool(own.any()):
+        return "multiplied by 0"
     factor = float((own * known).sum() / known.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
     rest = torch.linalg.vector_norm(own - factor * known) / torch.linalg.vector_norm(own)
     if abs(factor - 1) <= FLOORS * floor or not bool(rest <= FLOORS * max(floor, torch.finfo(entries.dtype).eps)):

@@ -29,6 +29,7 @@ from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
 
+_LOGITS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTION, CLASS, PRESS = "function", "cache class", "press"
 _TAKES = ("model", "input_ids", "attention_mask")
 
@@ -88,11 +89,13 @@ class Eviction:
         rows, new, vocabulary = *token.shape, int(model.config.get_text_config().vocab_size)
         if isinstance(logits, Tensor) and logits.ndim == 2:
             logits = logits.unsqueeze(1)
-        if not isinstance(logits, Tensor) or tuple(logits.shape) not in {
-            (rows, count, vocabulary) for count in (1, new)
-        }:
+        expected = {(rows, count, vocabulary) for count in (1, new)}
+        if not isinstance(logits, Tensor) or tuple(logits.shape) not in expected:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             msg = f"{what} gives {shape}, expected logits (batch, new, vocab) {(rows, new, vocabulary)}"
+            raise FailedError(msg)
+        if logits.dtype not in _LOGITS or logits.layout != torch.strided or logits.device != token.device:
+            msg = f"{what} gives {logits.dtype} on {logits.device}, expected floating-point logits on {token.device}"
             raise FailedError(msg)
         return logits
 

@@ -17,7 +17,7 @@ from perturbkv.audit_trace import AUTO, FLOORS, IN_CACHE, ORIGINAL, AuditRun, De
 from perturbkv.auditing import changes
 from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
 from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first_of_groups, repeat_heads
-from perturbkv.auditing.model_state import ModelState
+from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
     UNROTATED,
     decode_moving,
@@ -46,7 +46,6 @@ from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows,
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.variants.presses import restore_model
 
 _MOST_SHIFT = 4096
 _CLEARLY = 10
@@ -159,11 +158,10 @@ def run_eviction(
     """
     tracker = EntryTracker(adapter, situation, prompts.full, masks_itself=eviction.masks)
     external = ExternalRun(adapter, situation, prompts, tracker)
-    with restore_model(adapter):
+    try:
         _read_and_decode(external, eviction, own_entries, positions)
-    if changed := before.restore():
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        external.damage = f"it changed the model ({changed[0]}{more})"
+    finally:
+        external.damage = describe_damage(before.restore())
     return external
 
 

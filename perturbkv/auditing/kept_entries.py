@@ -417,7 +417,7 @@ class EntryComparison:
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return Change("changed", f"{name} changed", first)
         if not bool(entries.isfinite().all()):
-            return Change("changed", f"{name} not finite", first)
+            return Change("finite", f"{name} not finite", first)
         head_entries = self._full_entries(full, layer, head)
         own = head_entries[positions]
         frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries

@@ -1,28 +1,44 @@
 """The model before an audited eviction runs, and what the eviction changed in it (METHOD: Audit, 3).
 
-Everything replaced is put back. Hooks, masks and functions (forwards of modules, methods of their classes, functions of
-the model's file) go without a word, as the eviction's decoding may need them. Weights, modules, and numbers such as an
-attention's scaling are named, and so is a model that computes other logits than before, whatever the reason.
+Everything replaced is put back, and everything added is removed. Of hooks, functions, classes, settings and additions
+nothing is said, as the eviction's decoding may need them: forwards, methods, the model's file, and what models share
+(attention functions, caches, `torch.nn.functional`). Changed weights, replaced parts and numbers such as an attention's
+scaling are named, and so is a model that computes other logits than before, whatever the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from perturbkv.auditing.evictions import FailedError
 from perturbkv.cache.external_cache import bits
-from perturbkv.configs.plugins import defined_in_user_file, external_code
+from perturbkv.configs.plugins import external_code, is_of_library
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TOKENS = 8
-"""Tokens of the prompt whose logits are compared before and after."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+_SHARED = (
+    "transformers.cache_utils", "transformers.masking_utils", "transformers.integrations.sdpa_attention",
+    "torch.nn.functional", "torch.nn.modules.linear", "torch.nn.modules.module",
+)  # fmt: skip
+"""Python modules whose functions and classes all models use."""
+_REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+_TOKENS, _PADDING = 12, 4
+"""Size of the batch whose logits are compared before and after, and padding of its second row."""
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +49,20 @@ class ModelState:
         model: the model.
         parts: (module, attribute, its items) of every module: parameters, buffers, modules and hooks.
         attributes: (module, name -> value) of every module: everything else.
-        code: (class or Python module, name -> value) of the model's own classes and the files that define them.
-        config: the model's configuration.
+        classes: (module, class) of every module.
+        code: (class or Python module, name -> value) of the model's own and of what all models share.
+        registries: (dict, its items) of attention and mask functions and of hooks of all modules.
+        config: settings of the model's configuration.
         checksums: name -> checksum of a parameter's or buffer's numbers.
-        logits: bits of the logits after a few tokens.
+        logits: bits of logits of a padded batch, read at once and continued.
     """
 
     model: nn.Module
     parts: tuple[tuple[nn.Module, str, dict[str, Any]], ...]
     attributes: tuple[tuple[nn.Module, dict[str, Any]], ...]
+    classes: tuple[tuple[nn.Module, type], ...]
     code: tuple[tuple[Any, dict[str, Any]], ...]
+    registries: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
     config: dict[str, Any]
     checksums: dict[str, tuple[int, int]]
     logits: Tensor
@@ -50,56 +70,69 @@ class ModelState:
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """Return the present state of a model."""
-        modules = list(model.modules())
+        modules, config = list(model.modules()), model.config
         return cls(
             model=model,
             parts=tuple((module, name, dict(getattr(module, name))) for module in modules for name in _PARTS + _HOOKS),
             attributes=tuple((module, _attributes(module)) for module in modules),
+            classes=tuple((module, type(module)) for module in modules),
             code=tuple((owner, dict(vars(owner))) for owner in _code(model)),
-            config=_config(model),
+            registries=tuple((items, dict(items)) for items in _registries()),
+            config=dict(vars(config)),
             checksums={name: _checksum(tensor) for name, tensor in _tensors(model)},
             logits=_logits(model),
         )
 
-    def replaced_on_import(self) -> str:
-        """Return the name of a part of the model's code that a user's file has replaced; empty where none has."""
-        replaced = (
-            f"{owner.__name__}.{name}" for owner, values in self.code for name, value in values.items()
-            if defined_in_user_file(value)
-        )  # fmt: skip
-        return next(replaced, "")
-
     def restore(self) -> list[str]:
         """Put back what was replaced, and return in words what was changed: 'weights of lm_head', 'replaced: model'."""
-        names = {module: name or "the model" for name, module in self.model.named_modules()}
-        changed = self._restore_parts(names)
-        for module, before in self.attributes:
-            changed += [f"{name} of {names.get(module, type(module).__name__)}" for name in _put_back(module, before)]
-        for owner, values in self.code:
-            for name, value in values.items():
-                if vars(owner).get(name) is not value:
-                    setattr(owner, name, value)
-        present: Any = self.model.config
-        for name, value in _config(self.model).items():
-            if name in self.config and value != self.config[name]:
-                changed.append(f"config.{name}")
-                setattr(present, name, self.config[name])
+        for owner, items in self.code:
+            _restore_code(owner, items)
+        for present, before in self.registries:
+            if not _same(present, before):
+                present.clear()
+                present.update(before)
+        for module, kind in self.classes:
+            if type(module) is not kind:
+                module.__class__ = kind
+        changed = [words for module, before in self.attributes for words in self._restore_attributes(module, before)]
+        changed = self._restore_parts() + changed
+        settings = vars(self.model.config)
+        settings.clear()
+        settings.update(self.config)
         after = {name: _checksum(tensor) for name, tensor in _tensors(self.model)}
         changed += [f"weights of {name}" for name, before in self.checksums.items() if after.get(name) != before]
         return changed or self._compare_logits()
 
-    def _restore_parts(self, names: Mapping[nn.Module, str]) -> list[str]:
-        """Put back parameters, buffers, modules and hooks, and return in words which were others, hooks aside."""
+    def _name(self, module: nn.Module) -> str:
+        """Return a module's name in the model."""
+        names = {known: name or "the model" for name, known in self.model.named_modules()}
+        return names.get(module, type(module).__name__)
+
+    def _restore_attributes(self, module: nn.Module, before: Mapping[str, Any]) -> list[str]:
+        """Put back a module's attributes, and return in words which numbers were others."""
+        values, changed = vars(module), []
+        for name in [name for name in values if name not in before and name not in _PARTS + _HOOKS]:
+            del values[name]
+        for name, value in before.items():
+            if _equal(values.get(name), value):
+                continue
+            if isinstance(value, _PLAIN) or isinstance(value, Tensor):
+                changed.append(f"{name} of {self._name(module)}")
+            values[name] = value
+        return changed
+
+    def _restore_parts(self) -> list[str]:
+        """Put back parameters, buffers, modules and hooks, and return in words which parts were others or gone."""
         replaced = []
         for module, attribute, items in self.parts:
             present: dict[str, Any] = getattr(module, attribute)
             if _same(present, items):
                 continue
-            if attribute in _PARTS:
-                replaced.append(f"replaced: parts of {names.get(module, type(module).__name__)}")
+            if attribute in _PARTS and not _same({name: present.get(name) for name in items}, items):
+                replaced.append((module, f"replaced: parts of {self._name(module)}"))
             present.clear()
             present.update(items)
-        return replaced
+        return [words for _, words in replaced]
 
     def _compare_logits(self) -> list[str]:
         """Return in words how the model computes otherwise than before; nothing where it does not."""
@@ -111,19 +144,18 @@ class ModelState:
         return [] if same else ["plain calls of it give other logits, though its weights and parts are as before"]
 
 
-def _put_back(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """Put back a module's attributes and return the names of changed ones; functions that were replaced go silently."""
-    changed, values = [], vars(module)
-    for name in [name for name in values if name not in before and hasattr(type(module), name)]:
-        del values[name]  # it hides the class's own, such as `forward`
-    for name, value in before.items():
-        present = values.get(name)
-        if present is value or (isinstance(value, int | float | str | tuple) and present == value):
-            continue
-        if not callable(value):
-            changed.append(name)
-        values[name] = value
-    return changed
+def foreign_code(model: nn.Module) -> str:
+    """Return which function of a model's code is of no installed library, and its file; empty where none is."""
+    values = [(f"{owner.__name__}.{name}", value) for owner in _code(model) for name, value in vars(owner).items()]
+    values += [(f"'{name}' of a registry", value) for items in _registries() for name, value in items.items()]
+    found = ((name, _foreign_file(value)) for name, value in values)
+    return next((f"{name} is of {file}" for name, file in found if file), "")
+
+
+def describe_damage(changed: Sequence[str]) -> str:
+    """Return in words that the model was changed; empty where it was not."""
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return f"it changed the model ({changed[0]}{more})" if changed else ""
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -131,29 +163,75 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _PARTS + _HOOKS}
 
 
+def _equal(value: Any, other: Any) -> bool:
+    """Return whether two values are the same object, equal plain values, or equal configurations."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, _PLAIN):
+        return bool(value == other)
+    if isinstance(value, Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    return False
+
+
 def _code(model: nn.Module) -> Iterator[Any]:
-    """Yield the Python modules that define a model's classes, and all classes of theirs."""
+    """Yield the Python modules that define a model's classes, what all models share, and all classes of these."""
     files = {type(module).__module__ for module in model.modules()}
-    for name in sorted(file for file in files if not file.startswith("torch.")):
-        file = sys.modules[name]
+    own = sorted(file for file in files if not file.startswith("torch."))
+    for file in [*(sys.modules[name] for name in own), *map(importlib.import_module, _SHARED)]:
         yield file
-        yield from (value for value in vars(file).values() if isinstance(value, type) and value.__module__ == name)
+        yield from (
+            value for value in vars(file).values() if isinstance(value, type) and value.__module__ == file.__name__
+        )
 
 
-def _config(model: nn.Module) -> dict[str, Any]:
-    """Return a model's configuration as a dict of its own."""
-    config: Any = model.config
-    return dict(config.to_dict())
+def _restore_code(owner: Any, before: Mapping[str, Any]) -> None:
+    """Put back what was replaced in a class or Python module, and remove what was added."""
+    present = vars(owner)
+    for name, value in before.items():
+        if present.get(name) is not value:
+            setattr(owner, name, value)
+    for name in [name for name in present if name not in before]:
+        with contextlib.suppress(AttributeError):
+            delattr(owner, name)
+
+
+def _registries() -> Iterator[dict[Any, Any]]:
+    """Yield the dicts of attention and mask functions, and of hooks of all modules."""
+    for registry in _REGISTRIES:
+        yield registry._global_mapping
+        yield registry._local_mapping
+    hooks = importlib.import_module("torch.nn.modules.module")
+    yield from (value for name, value in vars(hooks).items() if name.startswith("_global_") and isinstance(value, dict))
+
+
+def _foreign_file(value: Any) -> str:
+    """Return the file that defines a function, where no installed library does; else an empty text."""
+    while isinstance(value, functools.partial | staticmethod | classmethod):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    value = value.fget if isinstance(value, property) else value
+    if not inspect.isfunction(value) or value.__code__.co_filename.startswith("<"):  # some are generated
+        return ""
+    file = Path(value.__code__.co_filename)
+    return "" if is_of_library(file) else file.name
 
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
-    """Return the bits of a model's logits after a few tokens, read as plain calls read them."""
-    ids = torch.arange(_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
-    return bits(model(input_ids=ids).logits)
+    """Return the bits of logits of a padded batch, read at once and continued by a token."""
+    ids = torch.arange(_TOKENS, device=next(model.parameters()).device).expand(2, -1)
+    mask = torch.ones_like(ids)
+    mask[1, :_PADDING] = 0
+    cache: Cache = DynamicCache()
+    read = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    mask = torch.cat([mask, mask[:, :1] * 0 + 1], dim=-1)
+    continued = model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    return bits(torch.cat([read, continued], dim=1))
 
 
-def _same(items: dict[str, Any], others: dict[str, Any]) -> bool:
+def _same(items: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
     """Return whether two dicts hold the same objects under the same names in the same order."""
     return list(items) == list(others) and all(value is others[name] for name, value in items.items())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,19 +12,17 @@ from transformers import Cache
 
 from perturbkv.audit_trace import PlainUse
 from perturbkv.auditing.evictions import Eviction, FailedError
-from perturbkv.auditing.model_state import ModelState
 from perturbkv.auditing.situations import Situation
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.presses import restore_model
 
 
-def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation, before: ModelState) -> PlainUse:
+def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
     """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
 
-    Each call of `generate` gets a new cache; exceptions are recorded. The model is put back to what it was `before`.
+    Each call of `generate` gets a new cache; exceptions are recorded.
     """
     lengths: list[int] = []
 
@@ -35,16 +32,14 @@ def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation, before
     def new_cache() -> Cache:
         return eviction.read(adapter.model, situation.ids, situation.attention_mask)
 
-    with restore_model(adapter), contextlib.ExitStack() as stack:
-        stack.callback(before.restore)
-        first = new_cache()
-        return PlainUse(
-            position=_next_position(first),
-            expected=situation.entries if situation.cached is None else situation.cached[0],
-            failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
-            fed=lengths[0] if lengths else 0,
-            continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
-        )
+    first = new_cache()
+    return PlainUse(
+        position=_next_position(first),
+        expected=situation.entries if situation.cached is None else situation.cached[0],
+        failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
+        fed=lengths[0] if lengths else 0,
+        continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
+    )
 
 
 def _next_position(cache: Cache) -> int | None:

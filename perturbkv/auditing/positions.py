@@ -88,10 +88,10 @@ def match_at_zero(
         (_rotate_to_zero(keys, positions, frequencies).unsqueeze(0), values.unsqueeze(0))
         for keys, values, positions in (
             (own[0][row], own[1][row], places),
-            (known[0][row, :, padding:], known[1][row, :, padding:], before[row, padding:]),
+            (known[0][row], known[1][row], before[row]),
         )
     ]
-    (kept,) = recover(at_zero[:1], at_zero[1:])
+    (kept,) = recover(at_zero[:1], at_zero[1:], padding=padding)
     return kept
 
 

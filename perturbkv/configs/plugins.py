@@ -19,6 +19,7 @@ import random
 import re
 import shlex
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from perturbkv.user_files import MIB, FileKind
 
 PACKAGE_PREFIX = "perturbkv."
 _PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = ("stdlib", "purelib", "platlib")
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _MODULE_PREFIX = "perturbkv_plugin_"
@@ -53,9 +55,9 @@ def check_file(name: str) -> None:
     _KIND.check(Path(name.rpartition(":")[0]))
 
 
-def defined_in_user_file(value: object) -> bool:
-    """Return whether a class or function was defined in a file that `load_module` imported."""
-    return str(getattr(value, "__module__", "")).startswith(_MODULE_PREFIX)
+def is_of_library(file: Path) -> bool:
+    """Return whether a file is of Python, of an installed package or of this one."""
+    return any(file.is_relative_to(folder) for folder in (_PACKAGE, *map(Path, map(sysconfig.get_path, _LIBRARIES))))
 
 
 def is_builtin(kind: type) -> bool:
@@ -66,7 +68,7 @@ def is_builtin(kind: type) -> bool:
 def commands_for_signed(score: type) -> str:
     """Return as advice the commands that rank by a score alone, without products, so that it may be below 0."""
     name = getattr(score, "name", score.__name__)
-    if defined_in_user_file(score):
+    if score.__module__.startswith(_MODULE_PREFIX):
         path = Path(inspect.getfile(score))
         name = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{score.__name__}"
     policy = f"--policy {shlex.quote(name)}"
@@ -141,8 +143,9 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
     """Run code that is not ours inside the block: whatever it raises is one line, and what it set is set back.
 
     Its output goes to stderr. An exception, `SystemExit` among them, becomes an `error` that begins with `what`; Ctrl-C
-    passes, and so do errors of ours that our own code raised. Working directory, environment, warnings, random states,
-    numpy's handling of errors, and torch's threads, default type and default device are afterwards as before.
+    passes, and so do errors of ours that no code of the user's led to. Working directory, environment, warnings, random
+    states, numpy's handling of errors, and torch's threads, default type, default device and choice of attention
+    kernels are afterwards as before.
     """
     with _process_state(), contextlib.redirect_stdout(sys.stderr):
         try:
@@ -168,8 +171,8 @@ def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Return whether code of ours raised an error."""
-    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_PACKAGE)
+    """Return whether code of ours raised an error, and no code of the user's called it."""
+    return all(is_of_library(Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
@@ -180,7 +183,7 @@ def _process_state() -> Iterator[None]:
     torch: Any = sys.modules.get("torch")  # which code that reads traces does without
     if torch is not None:
         drawn, kind, threads = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
-        device = torch.get_default_device()
+        device, kernels = torch.get_default_device(), [read() for read, _ in _kernel_choices(torch)]
     try:
         yield
     finally:
@@ -199,6 +202,21 @@ def _process_state() -> Iterator[None]:
                 torch.set_default_device(device)
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
+            for (_, choose), chosen in zip(_kernel_choices(torch), kernels, strict=True):
+                choose(chosen)
+
+
+def _kernel_choices(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return functions that read and set which kernels torch takes for attention and matrix products."""
+    cuda = torch.backends.cuda
+    return [
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+    ]
 
 
 def format_error(error: BaseException) -> str:

@@ -419,6 +419,14 @@ def not_finite(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     return cache
 
 
+def empty_layer(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+    """Layer 1 keeps nothing."""
+    cache = right(model, input_ids, attention_mask)
+    layer = cache.layers[1]
+    layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
+    return cache
+
+
 def foreign_entry(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """An entry of layer 0 is random."""
     cache, draw = right(model, input_ids, attention_mask), torch.Generator().manual_seed(0)

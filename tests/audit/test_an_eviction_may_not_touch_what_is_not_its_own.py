@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import os
 import random
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import perturbkv as pk
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, PluginError
 from tests.audit import planted
@@ -77,21 +83,23 @@ def other_activation(loaded: Any) -> None:
     loaded.model.layers[0].mlp.act_fn = torch.nn.ReLU()
 
 
-def other_configuration(loaded: Any) -> None:
-    loaded.config.rms_norm_eps = 0.1
+def scaling_per_head(loaded: Any) -> None:
+    loaded.model.layers[0].self_attn.scaling = torch.ones(4, 1, 1)
 
 
 def patch_torch(loaded: Any) -> None:
-    """Scaled dot products of torch itself, for all that follows."""
-    plain = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = lambda *args, **named: 0.9 * plain(*args, **named)
+    """A function of torch itself, for all that follows."""
+    plain = torch.rsqrt
+    monkeypatched.setattr(torch, "rsqrt", lambda *args, **named: 0.9 * plain(*args, **named))
+
+
+monkeypatched = pytest.MonkeyPatch()
 
 
 @pytest.fixture(autouse=True)
-def torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention
-    )
+def torch_as_it_is() -> Iterator[None]:
+    yield
+    monkeypatched.undo()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         (larger_epsilon, "variance_epsilon of model.norm"),
         (train, "training of the model"),
         (other_activation, "replaced: parts of model.layers.0.mlp"),
-        (other_configuration, "config.rms_norm_eps"),
+        (scaling_per_head, "scaling of model.layers.0.self_attn"),
         (patch_torch, "plain calls of it give other logits, though its weights and parts are as before"),
         (scale_weights, "weights of lm_head.weight"),
         (nan_weights, "weights of model.layers.1.mlp.down_proj.weight"),
@@ -148,7 +156,52 @@ def patch_forward(loaded: Any) -> None:
     mlp.forward = lambda hidden: 0.9 * plain(hidden)
 
 
-@pytest.mark.parametrize("damage", [patch_class, patch_function, patch_forward])
+def patch_registry(loaded: Any) -> None:
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, *args: Any, **named: Any) -> Any:
+        return plain(module, 0.9 * query, *args, **named)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+
+
+def patch_kernel(loaded: Any) -> None:
+    plain = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = lambda *args, **named: 0.9 * plain(*args, **named)
+
+
+def patch_linear(loaded: Any) -> None:
+    torch.nn.Linear.forward = lambda module, rows: 0.9 * torch.nn.functional.linear(rows, module.weight, module.bias)
+
+
+def swap_class(loaded: Any) -> None:
+    kind = type(loaded.model.layers[0].mlp)
+
+    class Faint(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden: Any) -> Any:
+            return 0.9 * super().forward(hidden)
+
+    loaded.model.layers[0].mlp.__class__ = Faint
+
+
+def call_of_class(loaded: Any) -> None:
+    """A method that the class did not have."""
+    kind = type(loaded.model.layers[0].mlp)
+    kind.__call__ = lambda module, hidden: 0.9 * module.forward(hidden)
+
+
+def hook_everywhere(loaded: Any) -> None:
+    def faint(module: Any, inputs: Any, output: Any) -> Any:
+        return 0.9 * output if type(module).__name__.endswith("MLP") else output
+
+    torch.nn.modules.module.register_module_forward_hook(faint)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [patch_class, patch_function, patch_forward, patch_registry, patch_kernel, patch_linear, swap_class, call_of_class,
+     hook_everywhere],
+)  # fmt: skip
 def test_replaced_functions_are_put_back_before_the_reference_runs(damage: Callable[[Any], None]) -> None:
     """They stay for the eviction's own decoding, which then differs."""
     model.cache_clear()
@@ -156,7 +209,7 @@ def test_replaced_functions_are_put_back_before_the_reference_runs(damage: Calla
     with torch.no_grad():
         plain = loaded(torch.arange(9).unsqueeze(0)).logits
         result = audited("llama", after(damage), situations=["single"], losses=True)
-        assert (result.verdict, result.faults[0].kind) == ("differs", "decoding")
+        assert result.verdict == "differs"
         assert torch.equal(loaded(torch.arange(9).unsqueeze(0)).logits, plain)
     model.cache_clear()
 
@@ -177,16 +230,183 @@ def test_a_file_that_replaces_the_model_on_import_is_told(tmp_path: Path) -> Non
     finally:
         modeling_llama.LlamaMLP.forward = plain
     assert (result.verdict, result.exit_code) == ("unreadable", 2)
-    assert "its file replaces LlamaMLP.forward on import" in result.conclusion()
+    assert "no plain model is left to compare with: LlamaMLP.forward is of patches.py" in result.conclusion()
 
 
-def test_an_error_class_of_ours_is_no_way_out() -> None:
-    def refuse(loaded: Any) -> None:
-        msg = "not today"
-        raise ConfigError(msg)
+def test_a_function_of_the_registry_is_told_too() -> None:
+    model("llama")
+    with monkeypatched.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", functools.wraps(sdpa)(lambda *args: None))
+        result = audited("llama", planted.right, situations=["single"])
+    assert "'sdpa' of a registry is of test_an_eviction_may_not" in result.conclusion()
 
-    result = audited("llama", after(refuse))
-    assert "reading the prompt raises ConfigError: not today (test_an_" in result.conclusion()
+
+def buffer(loaded: Any) -> None:
+    loaded.model.layers[0].self_attn.register_buffer("kept", torch.ones(3))
+
+
+def scorer(loaded: Any) -> None:
+    loaded.model.layers[0].scorer = torch.nn.Linear(2, 2)
+
+
+def settings(loaded: Any) -> None:
+    loaded.config.use_cache = False
+    loaded.config.window_size = 32
+    del loaded.config.rms_norm_eps
+    loaded.model.layers[0].self_attn.config = copy.copy(loaded.config)
+
+
+def flag(loaded: Any) -> None:
+    loaded.patched = type(loaded).patched = True
+
+
+@pytest.mark.parametrize("addition", [buffer, scorer, settings, flag])
+def test_additions_and_settings_are_removed_and_no_fault(addition: Callable[[Any], None]) -> None:
+    model.cache_clear()
+    loaded = model("llama").model
+    before = list(loaded.state_dict()), loaded.config.to_dict()
+    assert audited("llama", after(addition)).verdict == "exact"
+    assert (list(loaded.state_dict()), loaded.config.to_dict()) == before
+    assert not hasattr(loaded, "patched")
+
+
+def test_an_eviction_that_is_patched_in_once_evicts_in_every_situation() -> None:
+    """A flag on the model's class goes with the forward that it stands for."""
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        attention = type(loaded.model.layers[0].self_attn)
+        if not getattr(attention, "is_patched", False):
+            attention.is_patched, plain = True, attention.forward
+
+            def forward(module: Any, *args: Any, past_key_values: Any, **named: Any) -> Any:
+                result = plain(module, *args, past_key_values=past_key_values, **named)
+                layer = past_key_values.layers[module.layer_idx]
+                if layer.keys.shape[2] == input_ids.shape[1]:
+                    layer.keys, layer.values = layer.keys[:, :, -20:], layer.values[:, :, -20:]
+                return result
+
+            attention.forward = forward
+        return planted.full(loaded, input_ids, attention_mask)
+
+    for _ in range(2):
+        result = audited("llama", evict)
+        assert result.verdict == "exact", result.conclusion()
+        assert "nothing was evicted" not in result.conclusion()
+        assert all(run.entries.evicted for run in result.trace.runs)
+
+
+def test_situations_without_eviction_are_named() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        cache = planted.full(loaded, input_ids, attention_mask)
+        return cache if len(input_ids) > 1 else planted.gathered(cache, attention_mask)
+
+    evict.decode = masked_decode  # type: ignore[attr-defined]
+    result = audited("llama", evict, situations=["single", "batch"])
+    assert result.verdict == "exact", result.conclusion()
+    assert result.conclusion().endswith("; nothing was evicted in p: batch, row 0, p: batch, row 1")
+
+
+def masked_decode(loaded: Any, cache: Any, token: torch.Tensor, step: int) -> torch.Tensor:
+    """A decoding that hides the padding of a batch."""
+    rows, padding = len(token), 60 // 8
+    mask = torch.ones(rows, cache.layers[0].keys.shape[2] + token.shape[1], dtype=torch.int64)
+    mask[1:, :padding] = 0
+    first = torch.tensor([[60], [60 - padding]])[:rows] + step
+    return loaded(
+        input_ids=token, attention_mask=mask, position_ids=first + torch.arange(token.shape[1]), past_key_values=cache
+    ).logits
+
+
+def test_keeping_everything_of_a_batch_did_nothing() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return planted.full(loaded, input_ids, attention_mask)
+
+    evict.decode = masked_decode  # type: ignore[attr-defined]
+    assert audited("llama", evict).verdict == "did nothing"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+def test_the_model_is_put_back_whatever_ends_an_audit(raised: type[BaseException]) -> None:
+    model.cache_clear()
+    loaded = model("llama").model
+    forward = type(loaded.model.layers[0].mlp).forward
+
+    def evict(given: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        patch_class(given)
+        if raised is KeyboardInterrupt:
+            raise raised
+        return []  # no cache, which ends the audit
+
+    with contextlib.suppress(KeyboardInterrupt):
+        assert audited("llama", evict).verdict == "unreadable"
+    assert type(loaded.model.layers[0].mlp).forward is forward
+
+
+def test_damage_in_plain_use_leaves_no_loss() -> None:
+    model.cache_clear()
+    calls = []
+
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            scale_weights(loaded)
+        return planted.right(loaded, input_ids, attention_mask)
+
+    result = audited("llama", evict, situations=["single"], losses=True)
+    assert not result.losses
+    assert result.lossless == "it changed the model (weights of lm_head.weight)"
+    model.cache_clear()
+
+
+def test_faults_stay_where_a_later_situation_cannot_be_read() -> None:
+    def evict(loaded: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return planted.swapped_values(loaded, input_ids, attention_mask) if len(input_ids) == 1 else []
+
+    result = audited("llama", evict)
+    assert (result.verdict, result.exit_code) == ("differs", 1)
+    assert "values of head 1" in result.conclusion()
+    assert "then unreadable: expected evict to return a transformers Cache, got list" in result.conclusion()
+    suite = ElementTree.fromstring(result.to_junit())
+    assert (suite.get("failures"), suite.get("errors")) == ("2", "1")
+
+
+def test_damage_and_what_is_raised_after_it_are_both_told() -> None:
+    model.cache_clear()
+
+    def raises(loaded: Any) -> None:
+        scale_weights(loaded)
+        msg = "boom"
+        raise ValueError(msg)
+
+    result = audited("llama", after(raises))
+    assert "it changed the model (weights of lm_head.weight), and reading the prompt raises ValueError: boom" in (
+        result.conclusion()
+    )
+    model.cache_clear()
+
+    def refuses(loaded: Any) -> None:
+        scale_weights(loaded)
+        raise NotImplementedError
+
+    suite = ElementTree.fromstring(audited("llama", after(refuses)).to_junit())
+    assert (suite.get("failures"), suite.get("skipped")) == ("1", "0")
+    model.cache_clear()
+
+
+def unknown_model(loaded: Any) -> None:
+    pk.load_model("no-such-draft")
+
+
+def own_class(loaded: Any) -> None:
+    msg = "not today"
+    raise ConfigError(msg)
+
+
+@pytest.mark.parametrize(
+    ("raises", "words"), [(own_class, "ConfigError: not today (test_an_"), (unknown_model, "UnknownNameError: unknown")]
+)
+def test_an_error_class_of_ours_is_no_way_out(raises: Callable[[Any], None], words: str) -> None:
+    assert f"reading the prompt raises {words}" in audited("llama", after(raises)).conclusion()
 
 
 class OwnError(BaseException):
@@ -231,7 +451,8 @@ def process_state() -> tuple[Any, ...]:
     return (
         os.getcwd(), dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(),  # noqa: NPY002
         list(warnings.filters), np.geterr(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
-        torch.get_num_threads(), torch.get_default_device(),
+        torch.get_num_threads(), torch.get_default_device(), torch.backends.cuda.flash_sdp_enabled(),
+        torch.is_grad_enabled(),
     )  # fmt: skip
 
 
@@ -249,6 +470,8 @@ def test_the_process_is_as_before(tmp_path: Path, ending: type[Exception] | None
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_device("meta")
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.set_grad_enabled(not torch.is_grad_enabled())
         if ending is not None:
             raise ending
     assert process_state() == before
@@ -286,6 +509,8 @@ def decoded_by(decode: Callable[..., Any]) -> Evict:
 @pytest.mark.parametrize(
     ("logits", "words"),
     [
+        (torch.zeros(1, 1, 260, dtype=torch.bool), "torch.bool on cpu, expected floating-point logits on cpu"),
+        (torch.zeros(1, 1, 260, device="meta"), "torch.float32 on meta, expected floating-point logits on cpu"),
         ([1, 2], "list"),
         (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"),
         (torch.zeros(3, 1, 260), r"\(3, 1, 260\)"),
@@ -296,8 +521,9 @@ def decoded_by(decode: Callable[..., Any]) -> Evict:
 )
 def test_logits_of_another_shape_are_a_failure(logits: Any, words: str) -> None:
     evict = decoded_by(lambda loaded, cache, token, step: logits)
-    expected = rf"decoding token 0 gives {words}, expected logits \(batch, new, vocab\) \(1, 1, 260\)"
-    assert re.search(expected, audited("llama", evict, situations=["single"]).conclusion())
+    shape = "" if "expected" in words else r", expected logits \(batch, new, vocab\) \(1, 1, 260\)"
+    found = audited("llama", evict, situations=["single"]).conclusion()
+    assert re.search(f"decoding token 0 gives {words}{shape}", found)
 
 
 def test_decoding_row_by_row_or_token_by_token_cannot_be_read() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.audit_trace import SITUATIONS, AuditRun
+from perturbkv.audit_trace import FLOORS, SITUATIONS, AuditRun
 from perturbkv.auditing import reference, situations
 from perturbkv.auditing.evictions import eviction
 from perturbkv.auditing.external_run import run_eviction
@@ -49,7 +49,7 @@ REAL_MODELS = [name for name, *_ in REAL.values()]
 FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
 SEEDS = {"chosen": range(10), "judged": range(100, 120)}
 FOLDER = Path(__file__).parents[2] / "docs" / "audit-threshold"
-COUNTED = ("hidden", "repeated", "padding", "duplicate", "uneven", "raised")
+COUNTED = ("hidden", "repeated", "padding", "duplicate", "uneven", "raised", "empty")
 """Kinds of faults that are found by counting, whatever the distance."""
 DISTANCES = ["keys", "values", "heads", "hidden", "logits"]
 TEXT = Path("/usr/share/common-licenses/GPL-3")
@@ -281,7 +281,7 @@ def threshold(chosen: NDArray[np.float64]) -> int:
 def report() -> None:
     """Print the table of docs/results/audit.md and draw its figure."""
     chosen, judged, faults = distances_of("chosen"), distances_of("judged"), read_rows(FOLDER / "faults.csv")
-    limit = threshold(chosen)
+    limit, by_rule = FLOORS, threshold(chosen)
     lines = [
         "| | clean situations | largest distance | median | above the threshold | 95 % interval |",
         "|---" * 6 + "|",
@@ -295,7 +295,10 @@ def report() -> None:
         )
     floors = np.array([float(row["floors"]) for row in faults if row["kind"] not in COUNTED])
     rightly = sum(row["found"] == "rightly" for row in faults)
-    lines.append(f"\nthreshold {limit}; {rightly} of {len(faults)} faults named rightly; least {np.sort(floors)[:5]}")
+    lines.append(
+        f"\nthreshold {limit}, by these rows {by_rule}; {rightly} of {len(faults)} faults named rightly; least "
+        f"{np.sort(floors)[:5]}"
+    )
     sys.stdout.write("\n".join(lines) + "\n")
     figure, axes = plt.subplots(figsize=(5.5, 3), layout="constrained")
     grid = np.geomspace(0.3, 1e7, 600)
