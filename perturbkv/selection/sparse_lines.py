@@ -261,7 +261,8 @@ class SparsePrefillGroup:
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
         """Return the entries attended to by the last query, for the configurations in the slice `rows`."""
         slashes = self.chosen[0].lines.slash
-        masks = self.attention_masks(torch.tensor([slashes.shape[1] - 1], device=slashes.device))
+        last = torch.full((1,), slashes.shape[1] - 1, device=slashes.device)
+        masks = self.attention_masks(last)
         return KeptSets(masks.kept[rows].squeeze(2), masks.stage1[rows].squeeze(2))
 
     def decoding_mask(self, heads: int) -> Bool[Tensor, "config head key"]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import perturbkv as pk
+from perturbkv.pipeline.answers import recompression
 from perturbkv.selection.policies import adakv
 from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
 from tests.rehearsal.pretend_gpu import Rehearsal
-from tests.rehearsal.test_samples_on_gpus_that_are_not_there import PROMPT, TWO
+from tests.rehearsal.test_samples_on_gpus_that_are_not_there import PROMPT, TWO, answered, traced
 from tests.support.resolved import resolved_run, trace_sample
 
 pytestmark = WITH_COMPILER
@@ -52,6 +53,59 @@ def waits(layers: int, which: str) -> dict[str, int]:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_no_layer_and_no_configuration_is_waited_for(layers: int, which: str) -> None:
     assert waits(layers, which) == MOST_WAITS
+
+
+def grown(**choices: Any) -> tuple[list[pk.EvictionConfig], list[pk.EvictionConfig]]:
+    """One configuration, and five of its kind."""
+    one = pk.grid(48, window=8, **{"selection": "attention", **choices})
+    return one, [*one, *pk.grid((40, 44, 52, 56), window=8, **{"selection": "attention", **choices})]
+
+
+def of_measure(measure: Any, layers: int) -> Rehearsal:
+    with rehearsal() as counts:
+        model = tiny(layers=layers, gpus=1)
+        counts.clear()
+        measure(model)
+    return counts
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"policy": name} for name in ("adakv", "defensive-layer", "h2o", "kvzip", "lava", "quest", "dropkv")},
+    "in few bits": {"precision": "quantise(bits=4)"},
+    "corrected": {"correction": "corrected"},
+    "in-cache": {"policy": "adakv(positions=in-cache)"},
+    "random": {"policy": "random", "selection": "random"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_of_eviction_waits_for_a_layer_or_a_configuration(kind: str) -> None:
+    one, five = grown(**KINDS[kind])
+    alone, deep, many = (
+        of_measure(traced(configs, steps=2), layers) for configs, layers in ((one, 1), (one, 3), (five, 1))
+    )
+    assert deep.waits == alone.waits
+    more = many.waits - alone.waits
+    assert more.total() <= 2, more  # as the groups of kept sets are more
+    assert all(place.startswith(COPIES) for place in more), more
+
+
+@pytest.mark.slow
+def test_a_compression_while_decoding_waits_for_a_row_and_for_what_it_measured() -> None:
+    one, five = grown(policy="adakv")
+
+    def compressed(configs: list[pk.EvictionConfig], layers: int) -> tuple[int, int]:
+        counts = of_measure(answered(configs, 9, compress_every=4), layers)
+        return sum(n for place, n in counts.waits.items() if "recompression.py" in place), len(configs)
+
+    with mock.patch.object(
+        recompression.Compressor, "compress", autospec=True, side_effect=recompression.Compressor.compress
+    ) as event:
+        for configs, layers in ((one, 1), (one, 3), (five, 3)):
+            event.reset_mock()
+            waits_, rows = compressed(configs, layers)
+            assert waits_ <= event.call_count * (rows + 1)
 
 
 def test_finished_numbers_come_an_array_at_a_time() -> None:

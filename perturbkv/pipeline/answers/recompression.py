@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
-from perturbkv.cache.compact import CompactCache, CompactLayer
+from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, close_gaps
 from perturbkv.configs.resources import Resources
-from perturbkv.devices import on_first_device
+from perturbkv.devices import on_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.compute import layer_scores
@@ -108,39 +108,50 @@ class Compressor:
         self.queries[layer] = torch.cat([self.queries[layer], query], dim=2)[:, :, -self.window :]
 
     def compress(self, generated: int) -> None:
-        """Compress every row above the limit; `generated` is the number of tokens decoded so far."""
+        """Compress every row above the limit; `generated` is the number of tokens decoded so far.
+
+        Waits for the device once per row, for the sizes of its kept sets, and once for what was measured.
+        """
+        measured: list[Tensor] = []
+        sizes: list[tuple[int, float, float]] = []
         for index, config in enumerate(self.configs):
             row = self.first + index
             before = mean_entries(self.cache, row)
-            if before <= self.limit:
-                continue
-            measured = [self._compress_layer(layer, row, config, generated) for layer in range(len(self.queries))]
-            stacked = [torch.stack(on_first_device(kind)).cpu() for kind in zip(*measured, strict=True)]
-            after = mean_entries(self.cache, row)
-            self.compressions.append(Compression(index, generated, before, after, *stacked))
+            if before > self.limit:
+                measured += self._compress_row(row, config, generated)
+                sizes.append((index, before, mean_entries(self.cache, row)))
+        if measured:
+            by_row = torch.stack(on_first_device(measured)).cpu().unflatten(0, (len(sizes), -1))
+            self.compressions += [
+                Compression(index, generated, before, after, *quantities.unbind(dim=1))
+                for (index, before, after), quantities in zip(sizes, by_row, strict=True)
+            ]
 
     def tokens_until_limit(self) -> int:
         """Return the number of tokens, at least 1, that can be decoded before any row exceeds the limit."""
         fullest = max(mean_entries(self.cache, self.first + index) for index in range(len(self.configs)))
         return max(1, int(self.limit - fullest) + 1)
 
-    def _compress_layer(
-        self, layer: int, row: int, config: ResolvedConfig, generated: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compress one row in one layer, and return its perturbation, output norm and retained mass, each (head,)."""
-        cached_layer: CompactLayer = self.cache.evicted[layer]
-        sets = cached_layer.entries(row).sets()
+    def _compress_row(self, row: int, config: ResolvedConfig, generated: int) -> list[Tensor]:
+        """Compress one row, and return per layer its perturbation, output norm and retained mass, (3, head)."""
+        views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
+        kept = [select(config, view.statistics(config, self.head_scores), view.longest).kept for view in views]
+        counts = torch.stack(on_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
+        for view, sets, lengths in zip(views, kept, counts, strict=True):
+            indices = view.kept_indices(sets, lengths)
+            remaining = view.take(indices)
+            if config.in_cache:
+                remaining = close_gaps(remaining, torch.cat(indices), view.lengths, self.adapter.frequencies)
+            self.cache.evicted[view.layer].replace({row: remaining})
+        return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
+
+    def _view(self, layer: int, row: int, config: ResolvedConfig, generated: int) -> _RowView:
+        """Return the entries of one row in one layer."""
+        sets = self.cache.evicted[layer].entries(row).sets()
         if config.granularity.name == "query":
             sets = [kept_set for kept_set in sets for _ in range(self.adapter.heads // len(sets))]
         sample = f"{self.sample}/{generated}"
-        view = _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
-        kept = select(config, view.statistics(config, self.head_scores), view.longest).kept
-        kept_indices = view.kept_indices(kept)
-        remaining = view.take(kept_indices)
-        if config.in_cache:
-            remaining = close_gaps(remaining, torch.cat(kept_indices), view.lengths, self.adapter.frequencies)
-        cached_layer.replace({row: remaining})
-        return view.perturbation(kept)
+        return _RowView(self.adapter, sets, self.queries[layer][row], layer, sample, self.resources)
 
 
 class _RowView:
@@ -181,7 +192,7 @@ class _RowView:
         score = config.system.score.unpooled()
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
-        lengths = torch.tensor(self.lengths, device=self.norms.device)
+        lengths = to_device(self.lengths, self.norms.device)
         indices = torch.arange(self.longest - window, device=self.norms.device)
         return LayerStatistics(
             accumulated=_align_ends(accumulated, self.longest - window),
@@ -195,10 +206,12 @@ class _RowView:
             euclidean=self._euclidean()[:, : self.longest - window] if config.euclidean else None,
         )
 
-    def kept_indices(self, kept: Bool[Tensor, "kept_head key"]) -> list[Tensor]:
-        """Return, per kept set, the indices of the kept entries in the unpadded set."""
+    def kept_indices(self, kept: Bool[Tensor, "kept_head key"], counts: Sequence[int]) -> list[Tensor]:
+        """Return, per kept set, the indices of its `counts` kept entries in the unpadded set, in order."""
+        order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
         return [
-            row.nonzero().squeeze(-1) - (self.longest - length) for row, length in zip(kept, self.lengths, strict=True)
+            row[:count] - (self.longest - length)
+            for row, count, length in zip(order, counts, self.lengths, strict=True)
         ]
 
     def take(self, indices: Sequence[Tensor]) -> KeptEntries:

@@ -54,7 +54,7 @@ def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: 
     lengths = to_device(entries.lengths, device)
     rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
     evicted = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
-    evicted[rows, entries.index % stride] = False
+    evicted.view(-1).index_fill_(0, rows * prompt_tokens + entries.index % stride, False)
     return evicted.repeat_interleave(heads // sets, dim=0)
 
 

@@ -69,7 +69,7 @@ class LAVa(Pooled):
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries: the floor, plus its share of the layer's budget by scores."""
         mean, heads = available.free, available.kept_heads
-        layers = available.compute_model_wide(("lava", mean), lambda rows: layer_budgets(rows, mean, available.prefix))
+        layers = layer_budgets(available.compute_model_wide("entropies", entropies), mean, available.prefix)
         floors = torch.full_like(layers, mean) if self.floor_of == "model" else layers
         totals = apportion(heads * ((1 - self.floor) * layers + self.floor * floors), heads * int(layers.sum()))
         layer_mean, least, total = (int(budgets[available.layer]) for budgets in (layers, floors, totals))
@@ -77,15 +77,19 @@ class LAVa(Pooled):
         return apportion((1 - self.floor) * counts + self.floor * least, total)
 
 
-def layer_budgets(scores: Iterable[Float[Tensor, "kept_head position"]], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """Return the number of entries per kept set of every layer, on the CPU; the mean is `mean`, none exceeds `most`.
+def entropies(scores: Iterable[Float[Tensor, "kept_head position"]]) -> Float[Tensor, " layer"]:
+    """Return the entropy of each layer's scores, on the CPU, for which the host waits."""
+    return torch.stack(on_first_device(entropy(layer) for layer in scores)).cpu()
 
-    `scores` are those of each layer, in order.
+
+def layer_budgets(by_layer: Float[Tensor, " layer"], mean: int, most: int) -> Int[Tensor, " layer"]:
+    """Return the number of entries per kept set of every layer, by their entropies; the mean is `mean`.
+
+    None exceeds `most`.
     """
-    entropies = torch.stack(on_first_device(entropy(layer) for layer in scores)).cpu()
-    total = float(entropies.sum())
-    shares = entropies / total if total > 0 else torch.full_like(entropies, 1 / len(entropies))
-    return apportion(len(entropies) * mean * shares, len(entropies) * mean, most)
+    total = float(by_layer.sum())
+    shares = by_layer / total if total > 0 else torch.full_like(by_layer, 1 / len(by_layer))
+    return apportion(len(by_layer) * mean * shares, len(by_layer) * mean, most)
 
 
 def entropy(scores: Float[Tensor, "kept_head position"]) -> Float[Tensor, ""]:
