@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,10 @@ from typer import Option
 
 from perturbkv.cli import console
 from perturbkv.cli.options import DEFAULT_SELECTIONS, JsonOption, RunOptions
-from perturbkv.cli.saving import new_file
 from perturbkv.configs import option
 from perturbkv.errors import ConfigError
+from perturbkv.storage.atomic_files import write_atomically
+from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _MOST_ENTRIES = 2**20
-GPU_ROWS = ("triton-time", "triton-rate", "cuda-24", "cuda-decode")
+GPU_ROWS = (("triton-time", "triton-rate"), ("cuda-24",), ("cuda-decode",))
+"""Rows of the benchmark that are measured together."""
 _HALVES = ("bfloat16", "float16")
 
 
@@ -51,24 +54,23 @@ def selfcheck(
 ) -> None:  # fmt: skip
     """Compare what runs on a GPU with its reference.
 
-    The compact cache, the Triton kernel, layers over several GPUs; then the table of ties in half precision, and the
-    benchmark's rows of a GPU. Exits with 1 where something is not equal, or could not be checked.
+    The compact cache, the Triton kernel, samples of every policy, layers over several GPUs; then the table of ties in
+    half precision, and the benchmark's rows of a GPU, the longest last. The file is written anew after each of them, so
+    that a run that is cut off keeps what it found. Exits with 1 where something is not equal, or could not be checked.
     """
     place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
     _check_sizes(samples, length, entries)
-    start = time.monotonic()
-    with new_file(path, overwrite) as temporary:
-        checks = [check for group in _run_checks(place, entries, placed) for check in group]
-        ties = _measure_ties(trained, samples, length, device)
-        bench = _run_bench(place)
-        document = _document(checks, ties, bench, device, time.monotonic() - start)
-        temporary.write_text(console.as_json(document), encoding="utf-8")
+    found = _Found(device, time.monotonic())
+    with OutputFolder(path.parent, overwrite).claim(OutputFile(path), writer=path):
+        for _ in found.measure(place, entries, placed, partial(_measure_ties, trained, samples, length, device)):
+            document = console.as_json(found.to_dict())
+            write_atomically(path, lambda stream, text=document: stream.write(text.encode()))  # type: ignore[misc]
     if as_json:
-        console.print_json(document)
+        console.print_json(found.to_dict())
     else:
-        _print_tables(checks, document)
-        console.say(f"written to {path}, after {document['seconds']:.0f} s")
-    if not document["equal"]:
+        found.print_tables()
+        console.say(f"written to {path}, after {time.monotonic() - found.start:.0f} s")
+    if not found.equal:
         raise typer.Exit(1)
 
 
@@ -111,21 +113,6 @@ def _ties_model(model: str | None) -> str:
     return model
 
 
-def _run_checks(device: torch.device, entries: int, placed: str) -> Iterator[list[Check]]:
-    """Yield the checks of one group at a time; a note is printed when a group begins."""
-    from perturbkv.selfcheck import checks, equality
-
-    sizes = equality.Sizes(entries)
-    work = {
-        **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
-        "Triton norms": partial(checks.check_kernel, device),
-        "--device-map auto": partial(checks.check_placement, placed, device, 256),
-    }
-    for name, check in work.items():
-        console.note(name)
-        yield checks.run_check(name, "", check)
-
-
 def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tuple[str, Ties]]:
     """Return (dtype, comparison of its verdicts with float32's) pairs, from needle prompts; none without a model."""
     if not model:
@@ -151,58 +138,112 @@ def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tu
         ]
 
 
-def _run_bench(device: torch.device) -> Report:
-    """Return the report of the benchmark's rows of a GPU."""
-    from perturbkv.benchmark import rows, suite
+@dataclass
+class _Found:
+    """What a self-check has found so far.
 
-    console.note("bench")
-    return suite.measure(suite.Settings(device=str(device)), rows.find_targets(GPU_ROWS))
+    Attributes:
+        device: the device's name.
+        start: when it began, by the monotonic clock.
+        finished: whether nothing is left to do.
+        checks, ties, reports: checks, comparisons of verdicts by dtype, and reports of the benchmark.
+        failed: why the ties were not measured.
+    """
 
+    device: str
+    start: float
+    finished: bool = False
+    checks: list[Check] = field(default_factory=list)
+    ties: list[tuple[str, Ties]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    failed: str = ""
 
-def _document(
-    checks: list[Check], ties: list[tuple[str, Ties]], bench: Report, device: str, seconds: float
-) -> dict[str, Any]:
-    """Return the command's JSON document, with checks, ties and benchmark report."""
-    from perturbkv.benchmark.subprocesses import machine
+    def measure(
+        self, device: torch.device, entries: int, placed: str, ties: Callable[[], list[tuple[str, Ties]]]
+    ) -> Iterator[None]:
+        """Check and measure, one thing after the other; yield after each. A note is printed when one begins."""
+        from perturbkv.benchmark import rows, suite
+        from perturbkv.selfcheck import checks, equality, samples
 
-    return {
-        "format": FORMAT,
-        "machine": dict(machine(device, "auto")),
-        "seconds": seconds,
-        "equal": all(check.equal or not check.needed for check in checks) and not bench.failed,
-        "checks": [check.to_dict() for check in checks],
-        "ties": [{"dtype": dtype, **one.to_dict()} for dtype, one in ties],
-        "bench": bench.to_dict(),
-    }
+        sizes = equality.Sizes(entries)
+        work = {
+            **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
+            "Triton norms": partial(checks.check_kernel, device),
+            "samples": partial(samples.check_samples, device),
+            "--device-map auto": partial(checks.check_placement, placed, device, 256),
+        }
+        for name, check in work.items():
+            console.note(name)
+            self.checks += checks.run_check(name, "", check)
+            yield
+        try:
+            self.ties = ties()
+        except Exception as error:  # whatever it is, the rows of the benchmark do not depend on it
+            self.failed = " ".join(str(error).split())[:200] or type(error).__name__
+        yield
+        for names in GPU_ROWS:
+            console.note(f"bench: {', '.join(names)}")
+            self.reports.append(suite.measure(suite.Settings(device=str(device)), rows.find_targets(names)))
+            yield
+        self.finished = True
+        yield
 
+    @property
+    def equal(self) -> bool:
+        """True if everything was done, and every check that the device needs is equal."""
+        checked = all(check.equal or not check.needed for check in self.checks)
+        return self.finished and checked and not self.failed and not any(report.failed for report in self.reports)
 
-def _print_tables(checks: list[Check], document: dict[str, Any]) -> None:
-    """Print tables of checks, ties and benchmark rows."""
-    rows = [
-        (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}", _verdict(check))
-        for check in checks
-    ]
-    console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], rows)
-    ties = [
-        (
-            one["dtype"],
-            f"{one['kind']} {one['distance']}",
-            f"{one['by_difference']['decided']:,}",
-            _percent(one["by_difference"]["share"]),
-        )
-        for one in document["ties"]
-    ]
-    console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], ties)
-    bench = [
-        (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
-        for row in document["bench"]["rows"]
-    ]
-    console.table("bench", ["row", "#value", ""], bench)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the command's JSON document, with checks, ties and the benchmark's report."""
+        from perturbkv.benchmark.subprocesses import machine
+
+        bench = self.reports[0].to_dict() if self.reports else {"rows": []}
+        return {
+            "format": FORMAT,
+            "machine": dict(machine(self.device, "auto")),
+            "seconds": time.monotonic() - self.start,
+            "finished": self.finished,
+            "equal": self.equal,
+            "checks": [check.to_dict() for check in self.checks],
+            "ties": [{"dtype": dtype, **one.to_dict()} for dtype, one in self.ties],
+            "ties_failed": self.failed,
+            "bench": {**bench, "rows": [row for report in self.reports for row in report.to_dict()["rows"]]},
+        }
+
+    def print_tables(self) -> None:
+        """Print tables of checks, ties and benchmark rows."""
+        document = self.to_dict()
+        rows = [
+            (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}",
+             _verdict(check))
+            for check in self.checks
+        ]  # fmt: skip
+        console.table(document["machine"]["device"], ["check", "#distance", "#bound", ""], rows)
+        ties = [
+            (
+                one["dtype"],
+                f"{one['kind']} {one['distance']}",
+                f"{one['by_difference']['decided']:,}",
+                _percent(one["by_difference"]["share"]),
+            )
+            for one in document["ties"]
+        ]
+        console.table("ties", ["dtype", "measure", "#heads decided", "#float32's verdict"], ties)
+        if self.failed:
+            console.say(f"ties: NOT CHECKED: {self.failed}")
+        bench = [
+            (row["name"], "–" if row["value"] is None else f"{row['value']:.3f}", row["verdict"])
+            for row in document["bench"]["rows"]
+        ]
+        console.table("bench", ["row", "#value", ""], bench)
 
 
 def _verdict(check: Check) -> str:
-    """Return a check's verdict as text: equal, NOT EQUAL, or the reason why it was not run."""
-    return check.reason or ("equal" if check.equal else "NOT EQUAL")
+    """Return a check's verdict as text: equal, NOT EQUAL, or why it was not checked, loud where it is needed."""
+    if check.reason:
+        return f"NOT CHECKED: {check.reason}" if check.needed else check.reason
+    return "equal" if check.equal else "NOT EQUAL"
 
 
 def _percent(share: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -114,27 +113,29 @@ def _borrowed_block(
 
 
 def kernel_for(like: Tensor) -> Kernel | None:
-    """Return torch's variable-length attention if it supports tensors like `like` (CUDA, 16 bits), else None."""
-    fits = like.device.type == "cuda" and like.dtype in (torch.float16, torch.bfloat16)
-    return variable_length_attention() if fits else None
+    """Return torch's variable-length attention where it takes tensors like `like`, else None.
+
+    It takes 16 bits on a GPU from Ampere on.
+    """
+    if like.device.type != "cuda" or like.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return variable_length_attention() if torch.cuda.get_device_capability(like.device) >= (8, 0) else None
 
 
 @functools.cache
 def variable_length_attention() -> Kernel | None:
-    """Return torch's variable-length attention with log-sum-exps; None if torch is too old."""
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    except ImportError:
-        return None
-    if not {"return_aux", "scale", "enable_gqa", "seqused_k"} <= set(inspect.signature(varlen_attn).parameters):
+    """Return torch's flash attention over segments, with log-sum-exps (head, query); None where torch is without it.
+
+    It is the operator below `torch.nn.attention.varlen`, whose function takes fewer arguments in older versions.
+    """
+    if not torch.backends.cuda.is_flash_attention_available():
         return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
         *layout, scale, lengths = sizes
-        result = varlen_attn(
-            query, key, value, *layout, return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=query.shape[1] > 1,
-            seqused_k=lengths,
-        )  # fmt: skip
-        return result[0], result[1]
+        output, totals, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *layout, 0.0, False, False, scale=scale, seqused_k=lengths
+        )
+        return output, totals
 
     return attend

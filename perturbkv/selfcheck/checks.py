@@ -17,7 +17,6 @@ from torch import Tensor
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.errors import PerturbkvError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import load_model
 from perturbkv.pipeline.sample.one_sample import trace_sample
@@ -36,7 +35,7 @@ class Check:
         bound: the largest allowed distance.
         rule: the bound in words.
         reason: why it was not measured.
-        needed: False where the checked feature does not exist on the device and another check covers its replacement.
+        needed: False where the checked feature does not exist on a CPU and another check covers its replacement.
     """
 
     name: str
@@ -62,7 +61,7 @@ def run_check(name: str, rule: str, work: Callable[[], list[Check]]) -> list[Che
     """Return the checks of `work`; if it fails, a single check with the reason, so that later checks still run."""
     try:
         return work()
-    except (PerturbkvError, RuntimeError) as error:  # torch raises RuntimeErrors: no memory, no such kernel
+    except Exception as error:  # whatever a driver or kernel raises costs its own check alone
         reason = " ".join(str(error).split()) or type(error).__name__
         return [Check(name, None, 0.0, rule, reason[:200])]
 

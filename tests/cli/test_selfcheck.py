@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.cli.commands import selfcheck
 from perturbkv.models import aliases
 from perturbkv.selfcheck import checks, equality
 from tests.support.asked import refused
@@ -65,7 +64,7 @@ def test_what_is_not_equal_gives_exit_code_1_and_stands_in_the_file(
 def test_random_weights_have_no_ties_and_no_model_is_said(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selfcheck, "_run_checks", lambda *asked: iter([]))
+    monkeypatch.setattr(checks, "run_check", lambda *asked: [])
     monkeypatch.setattr("perturbkv.models.sources.embedded_gguf", lambda: None)
     ran = perturbkv("doctor", "selfcheck", "--device", "cpu", "--model", "random:small", "-o", "gpu.json")
     refused(ran, "random:small")
@@ -74,3 +73,42 @@ def test_random_weights_have_no_ties_and_no_model_is_said(
     assert ran.code == 0, ran.err
     assert "trained model" in ran.err
     assert json.loads(Path("gpu.json").read_text())["ties"] == []
+
+
+def test_the_file_is_written_after_every_check_and_a_missing_kernel_of_a_gpu_is_not_equal(
+    perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is cut off in its ties keeps its checks."""
+    left = []
+
+    def checked(name: str, rule: str, work: object) -> list[checks.Check]:
+        if Path("gpu.json").exists():
+            left.append(len(json.loads(Path("gpu.json").read_text())["checks"]))
+        return [checks.Check(name, None, 0.0, rule, "no such kernel")]
+
+    def cut_off(*asked: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_check", checked)
+    monkeypatch.setattr("perturbkv.analyses.heads.half_precision.compare", cut_off)
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    assert ran.code == 130
+    told = json.loads(Path("gpu.json").read_text())
+    assert (told["finished"], told["equal"], len(told["checks"])) == (False, False, 6)
+    assert left == [1, 2, 3, 4, 5]
+
+
+def test_a_failure_of_the_ties_leaves_the_rows_of_the_benchmark(
+    perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*asked: object) -> None:
+        msg = "no gguf"
+        raise ImportError(msg)
+
+    monkeypatch.setattr(checks, "run_check", lambda *asked: [])
+    monkeypatch.setattr("perturbkv.analyses.heads.half_precision.compare", fails)
+    ran = perturbkv("doctor", "selfcheck", "--device", "cpu", *small, "-o", "gpu.json")
+    told = json.loads(Path("gpu.json").read_text())
+    assert (ran.code, told["finished"], told["equal"], told["ties_failed"]) == (1, True, False, "no gguf")
+    assert len(told["bench"]["rows"]) == 4
+    assert "ties: NOT CHECKED: no gguf" in ran.out

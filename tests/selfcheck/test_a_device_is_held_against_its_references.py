@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor
 from perturbkv.cache import ragged
 from perturbkv.errors import ConfigError
 from perturbkv.models import aliases
+from perturbkv.selection.policies import registry
 from perturbkv.selfcheck import checks as kernel
 from perturbkv.selfcheck import checks as placement
-from perturbkv.selfcheck import equality
+from perturbkv.selfcheck import equality, samples
 from perturbkv.selfcheck.checks import Check, run_check
 from tests.support.varlen import varlen
 
@@ -33,7 +35,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", equality.LAYOUTS)
 def test_every_layout_equals_the_masked_reference(layout: str) -> None:
     checks = equality.check_layout(CPU, SIZES, layout)
-    assert len(checks) == 2 * 2 * (2 if layout == "packed" else 3)
+    assert len(checks) == 2 * 3 * (2 if layout == "packed" else 3)
     assert [check for check in checks if not check.equal] == []
     assert all(check.rule for check in checks)
 
@@ -113,3 +115,48 @@ def test_nan_is_not_equal_and_is_json() -> None:
     check = Check("it", math.nan, 1.0, "rule")
     assert not check.equal
     assert check.to_dict()["distance"] == "nan"
+
+
+@pytest.mark.slow
+def test_samples_of_every_policy_equal_the_cpus() -> None:
+    checks = samples.check_samples(CPU)
+    assert {check.name for check in checks} >= {f"policy {name}" for name in registry.names()} | set(samples.KINDS)
+    assert [check for check in checks if not check.equal] == []
+
+
+@pytest.mark.parametrize("share", [1.01, float("nan")])
+def test_a_sample_that_differs_or_is_no_number_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = [], samples.trace_sample
+
+    def other(*asked: Any) -> Any:
+        made.append(plain(*asked))
+        if len(made) % 2 == 0:
+            made[-1].arrays["theta"] *= share
+        return made[-1]
+
+    monkeypatch.setattr(samples, "trace_sample", other)
+    (check,) = [samples._check_sums("snapkv", CPU, samples._grid())]
+    assert not check.equal
+
+
+def test_answers_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = [], samples.answer
+
+    def other(*asked: Any) -> Any:
+        made.append(plain(*asked))
+        return made[-1] if len(made) % 2 else replace(made[-1], full=[7] * 24)
+
+    monkeypatch.setattr(samples, "answer", other)
+    check = samples._check_answers("answers", CPU, None)
+    assert check.distance is not None
+    assert 0.2 < check.distance <= 0.25
+    assert not check.equal
+
+
+def test_whatever_a_check_raises_costs_it_alone() -> None:
+    def fails() -> list[Check]:
+        msg = "illegal memory\naccess"
+        raise OSError(msg)
+
+    (check,) = run_check("packed", "rule", fails)
+    assert (check.name, check.reason, check.equal, check.needed) == ("packed", "illegal memory access", False, True)
