@@ -11,6 +11,7 @@ import string
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -214,11 +215,11 @@ def test_a_ctrl_c_while_grading_is_no_score() -> None:
     assert found is not None
     text = " ".join(f"w{number}" for number in range(5000))
     timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before, end = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic() + 60
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(200):
+            while time.monotonic() < end:
                 found.grade(text, [text], ())
     finally:
         timer.join()
