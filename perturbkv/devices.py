@@ -1,8 +1,9 @@
-"""Copies of numbers to a device, and between devices, without waiting for them to finish."""
+"""Copies of numbers to a device and between devices that are not waited for; products in full precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,20 @@ _CACHE_BYTES = 8 * 2**20
 def working_bytes(device: torch.device, most: int) -> int:
     """Return the bytes of working memory to use at once on a device: `most`, limited to `_CACHE_BYTES` on a CPU."""
     return min(most, _CACHE_BYTES) if device.type == "cpu" else most
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Multiply float32 in float32 inside, even where the process allows TF32 or bfloat16; works as a decorator too."""
+    libraries = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    before = [library.fp32_precision for library in libraries]
+    for library in libraries:
+        library.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for library, precision in zip(libraries, before, strict=True):
+            library.fp32_precision = precision
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

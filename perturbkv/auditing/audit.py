@@ -20,6 +20,7 @@ from perturbkv.auditing.plain_use import plain_use
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
+from perturbkv.devices import full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
@@ -71,6 +72,7 @@ class Settings:
 
 @torch.inference_mode()
 @memory.translate_allocation_errors()
+@full_precision()
 def audit(
     adapter: Adapter,
     prompts: Sequence[Prompt],

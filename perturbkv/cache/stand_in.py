@@ -80,7 +80,7 @@ def make_stand_in(
     gone: Bool[Tensor, "head key"],
     scale: float,
 ) -> StandIn:
-    """Return the correction for the evicted entries (mask `gone`), rounded to the cache's dtype.
+    """Return the correction for the evicted entries (mask `gone`): vectors in the cache's dtype, log-masses in float32.
 
     Evicted values and keys are averaged with the attention weights of `query`, the window's mean query.
     """
@@ -92,7 +92,7 @@ def make_stand_in(
     key = theory.weighted_sums(weights, keys)[0].to(keys.dtype)
     key = key if correction["mass"] == LINEAR else torch.zeros_like(key)
     bias = logits.logsumexp(dim=-1) - (query.to(theory.WORK) * key.to(theory.WORK)).sum(dim=-1) * scale
-    return PredictedStandIn(value, key, bias.to(keys.dtype))
+    return PredictedStandIn(value, key, bias.to(torch.promote_types(keys.dtype, torch.float32)))
 
 
 def merge_stand_ins(

@@ -208,12 +208,12 @@ def _process_state() -> Iterator[None]:
 
 def _kernel_choices(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Return functions that read and set which kernels torch takes for attention and matrix products."""
-    cuda = torch.backends.cuda
+    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     return [
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
         (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (lambda: matmul.fp32_precision, lambda chosen: setattr(matmul, "fp32_precision", chosen)),
         (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
         (torch.is_grad_enabled, torch.set_grad_enabled),
     ]

@@ -29,6 +29,7 @@ PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     },
 }
 FULL_BITS = 16
+_MASS_BITS = 32
 _GROUP_BITS = 2 * 16
 """Bits of a group's scale and minimum."""
 
@@ -101,12 +102,12 @@ CORRECTION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 def correction_bits(correction: Choice, evicted: int, heads: int, d_head: int) -> int:
     """Return the bits of a correction for a kept set with `evicted` evicted entries and `heads` query heads.
 
-    0 where nothing was evicted. Per head a mean value and a log-mass, with `linear` a mean key too; for the oracle a
-    mean value per head, and the evicted keys once for all heads.
+    0 where nothing was evicted. Per head a mean value and a log-mass of 32 bits, with `linear` a mean key too; for the
+    oracle a mean value per head, and the evicted keys once for all heads.
     """
     if correction.name == NONE or not evicted:
         return 0
     if correction.name == ORACLE:
         return FULL_BITS * d_head * (heads + evicted)
     vectors = 2 if correction["mass"] == LINEAR else 1
-    return FULL_BITS * heads * (vectors * d_head + 1)
+    return heads * (FULL_BITS * vectors * d_head + _MASS_BITS)

@@ -193,7 +193,7 @@ def test_what_is_kept_and_its_bounds_are_those_of_the_uncorrected(corrected: dic
 def test_bytes_are_counted_for_each_head_that_loses_any() -> None:
     linear, oracle = (complete_choice(parse(one), "correction", CORRECTION_OPTIONS[parse(one).name])
                       for one in CORRECTIONS[1:])  # fmt: skip
-    assert correction_bits(linear, 10, 3, 64) == 16 * 3 * (2 * 64 + 1)
+    assert correction_bits(linear, 10, 3, 64) == 3 * (16 * 2 * 64 + 32)
     assert correction_bits(oracle, 10, 3, 64) == 16 * 64 * (3 + 10)
     assert correction_bits(oracle, 0, 3, 64) == 0
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache.compact import full_cache
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import full_precision
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
@@ -52,6 +53,7 @@ class HeadScores:
 
 
 @memory.translate_allocation_errors()
+@full_precision()
 def head_scores(
     adapter: Adapter, prompts: Iterable[Evidence], finished: Callable[[], None] = lambda: None
 ) -> HeadScores:

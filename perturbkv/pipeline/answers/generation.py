@@ -23,7 +23,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import to_device
+from perturbkv.devices import full_precision, to_device
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
@@ -264,6 +264,7 @@ class AnswerOptions:
 
 
 @memory.translate_allocation_errors()
+@full_precision()
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:

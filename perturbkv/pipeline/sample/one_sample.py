@@ -18,7 +18,7 @@ from perturbkv.cache.entries import KeptBatch, Lengths, borrow, gather_kept, len
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import stack_on_device
+from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import generate
@@ -85,6 +85,7 @@ def trace(
 
 
 @torch.inference_mode()
+@full_precision()
 def trace_sample(
     adapter: Adapter,
     prompt: Prompt,

@@ -22,6 +22,7 @@ from perturbkv.cache.entries import borrow, check_positions, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import full_precision
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import grading
@@ -83,6 +84,7 @@ class MixtureSample:
     """
 
     @memory.translate_allocation_errors()
+    @full_precision()
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, prompt: Prompt, run: ResolvedRun, resources: Resources, rows: int) -> None:
         check_positions(run.configs, adapter.config, adapter.name)
@@ -113,6 +115,7 @@ class MixtureSample:
         return torch.stack([(layer.kept[0] == layer.kept[1]).all(dim=-1).cpu() for layer in self.layers])
 
     @memory.translate_allocation_errors()
+    @full_precision()
     @torch.inference_mode()
     def measure(self, mixtures: Sequence[Mixture], by_head: Collection[Mixture] = ()) -> PatchingBatch:
         """Decode from the given mixtures in one batch, and return their measurements.
