@@ -18,10 +18,15 @@ def working_bytes(device: torch.device, most: int) -> int:
     return min(most, _CACHE_BYTES) if device.type == "cpu" else most
 
 
+def block_bytes(device: torch.device) -> int:
+    """Return the bytes of a block of a long loop: a 64th of a GPU's memory, or what fits in a processor's cache."""
+    return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else _CACHE_BYTES
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Multiply float32 in float32 inside, even where the process allows TF32 or bfloat16; works as a decorator too."""
-    libraries = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    libraries: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [library.fp32_precision for library in libraries]
     for library in libraries:
         library.fp32_precision = "ieee"

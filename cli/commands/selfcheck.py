@@ -140,7 +140,7 @@ def _measure_ties(model: str, samples: int, length: int, device: str) -> list[tu
 
 @dataclass
 class _Found:
-    """What a self-check has found so far.
+    """Findings of a self-check so far.
 
     Attributes:
         device: the device's name.
@@ -163,13 +163,13 @@ class _Found:
     ) -> Iterator[None]:
         """Check and measure, one thing after the other; yield after each. A note is printed when one begins."""
         from perturbkv.benchmark import rows, suite
-        from perturbkv.selfcheck import checks, equality, samples
+        from perturbkv.selfcheck import checks, equality, whole_samples
 
         sizes = equality.Sizes(entries)
         work = {
             **{f"{layout} cache": partial(equality.check_layout, device, sizes, layout) for layout in equality.LAYOUTS},
             "Triton norms": partial(checks.check_kernel, device),
-            "samples": partial(samples.check_samples, device),
+            "samples": partial(whole_samples.check_samples, device),
             "--device-map auto": partial(checks.check_placement, placed, device, 256),
         }
         for name, check in work.items():

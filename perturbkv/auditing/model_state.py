@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from torch.nn import functional
+from torch.nn.modules import linear
+from torch.nn.modules import module as module_file
+from transformers import Cache, DynamicCache, cache_utils, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,10 +33,7 @@ from perturbkv.configs.plugins import external_code, is_of_library
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
-_SHARED = (
-    "transformers.cache_utils", "transformers.masking_utils", "transformers.integrations.sdpa_attention",
-    "torch.nn.functional", "torch.nn.modules.linear", "torch.nn.modules.module",
-)  # fmt: skip
+_SHARED = (cache_utils, masking_utils, sdpa_attention, functional, linear, module_file)
 """Python modules whose functions and classes all models use."""
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 _TOKENS, _PADDING = 12, 4
@@ -180,7 +180,7 @@ def _code(model: nn.Module) -> Iterator[Any]:
     """Yield the Python modules that define a model's classes, what all models share, and all classes of these."""
     files = {type(module).__module__ for module in model.modules()}
     own = sorted(file for file in files if not file.startswith("torch."))
-    for file in [*(sys.modules[name] for name in own), *map(importlib.import_module, _SHARED)]:
+    for file in [*(sys.modules[name] for name in own), *_SHARED]:
         yield file
         yield from (
             value for value in vars(file).values() if isinstance(value, type) and value.__module__ == file.__name__
@@ -203,8 +203,8 @@ def _registries() -> Iterator[dict[Any, Any]]:
     for registry in _REGISTRIES:
         yield registry._global_mapping
         yield registry._local_mapping
-    hooks = importlib.import_module("torch.nn.modules.module")
-    yield from (value for name, value in vars(hooks).items() if name.startswith("_global_") and isinstance(value, dict))
+    named = vars(module_file).items()
+    yield from (value for name, value in named if name.startswith("_global_") and isinstance(value, dict))
 
 
 def _foreign_file(value: Any) -> str:

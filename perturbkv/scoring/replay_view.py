@@ -14,11 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.scoring.window_attention import causal_blocks
 from perturbkv.theory import WORK
-
-_BLOCK_ENTRIES = 2**20
-"""Attention weights of one block."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,9 @@ class ReplayView:
 
         The softmax is over all keys that the score sees.
         """
-        heads, count, keys = len(self.queries), self.queries.shape[1], self.keys.shape[1]
         dtype = torch.promote_types(self.queries.dtype, torch.float32)
-        block = max(1, _BLOCK_ENTRIES // (self.group * keys))
-        for head in range(0, heads, self.group):
-            group, key = slice(head, head + self.group), self.keys[head // self.group].to(dtype)
-            for start in range(0, count, block):
-                queries = slice(start, min(start + block, count))
-                first = keys - count + start
-                sinks = None if self.sink_logits is None else self.sink_logits[group]
-                weights = causal_rows(self.queries[group, queries].to(dtype), key, self.scale, first, sinks)
-                yield group, queries, weights[..., self.part]
+        for heads, queries, weights in causal_blocks(self.queries, self.keys, self.scale, self.sink_logits, dtype):
+            yield heads, queries, weights[..., self.part]
 
     def norms(self) -> Float[Tensor, "head chunk"]:
         """Return the projected value norms ‖v_j W_O^h‖₂ of the part's entries, without storing projections."""

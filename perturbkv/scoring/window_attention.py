@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from perturbkv.devices import block_bytes
 from perturbkv.theory import WORK, softmax_with_sinks
 
 
@@ -33,6 +35,34 @@ def causal_rows(
     `sinks` are logits that add to every softmax denominator.
     """
     return softmax_with_sinks(causal_logits(query, key, scale, first), sinks)[0]
+
+
+def causal_blocks(
+    queries: Float[Tensor, "_head _query d_head"],
+    keys: Float[Tensor, "_kv_head _key d_head"],
+    scale: float,
+    sinks: Float[Tensor, " _head"] | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[slice, slice, Float[Tensor, "_head _query _key"]]]:
+    """Yield (slice of heads, slice of queries, their attention weights in `dtype`), block by block.
+
+    The queries are the last tokens of the keys; a block has the keys up to its last query. A GPU takes all heads at
+    once, a CPU those of a key/value head, and as many queries as the device's memory suggests.
+    """
+    kv_heads, (heads, count) = len(keys), queries.shape[:2]
+    group, first = heads // kv_heads, keys.shape[1] - count
+    together = kv_heads if keys.is_cuda else 1
+    rows = max(1, block_bytes(keys.device) // (dtype.itemsize * together * group * keys.shape[1]))
+    for start in range(0, kv_heads, together):
+        block = slice(start * group, (start + together) * group)
+        for begin in range(0, count, rows):
+            end = min(begin + rows, count)
+            seen, part = keys[start : start + together, : first + end].to(dtype), queries[block, begin:end].to(dtype)
+            logits = part.reshape(together, -1, part.shape[-1]) @ seen.mT * scale
+            logits = logits.view(together * group, end - begin, -1)
+            position = torch.arange(first + begin, first + end, device=keys.device)
+            logits.masked_fill_(torch.arange(first + end, device=keys.device) > position.unsqueeze(-1), -torch.inf)
+            yield block, slice(begin, end), softmax_with_sinks(logits, None if sinks is None else sinks[block])[0]
 
 
 def pool(score: Float[Tensor, "head prefix"], kind: str, kernel: int) -> Float[Tensor, "head prefix"]:

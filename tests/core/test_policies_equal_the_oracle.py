@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError, UnknownNameError
+from perturbkv.scoring import window_attention
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.scores import h2o
@@ -54,9 +55,11 @@ def test_h2o_makes_no_square_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come in blocks, equal to those in one piece."""
     seen, score = layer_view(4, 2, n=30, seed=2), h2o.H2O()
     whole, made = score.score(seen), []
-    original = h2o.causal_rows
-    monkeypatch.setattr(h2o, "_BLOCK_ENTRIES", 4 * 30)
-    monkeypatch.setattr(h2o, "causal_rows", lambda *given: made.append(original(*given)) or made[-1])
+    original = window_attention.softmax_with_sinks
+    monkeypatch.setattr(window_attention, "block_bytes", lambda device: 8 * 4 * 30)
+    monkeypatch.setattr(
+        window_attention, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given)
+    )
     torch.testing.assert_close(score.score(seen), whole, rtol=1e-12, atol=1e-15)
     assert max(block.numel() for block in made) <= 4 * 30
 

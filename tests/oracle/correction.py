@@ -56,9 +56,9 @@ def extra(
 
 
 def bits(kind: str, gone: int, heads: int, d_head: int) -> int:
-    """Of 16 each: a mean value and a log-mass per head, a mean key for `linear`; all lost keys for the oracle."""
+    """Per head a mean value of 16 each, a log-mass of 32, a mean key for `linear`; all lost keys for the oracle."""
     if kind == "none" or gone == 0:
         return 0
     if kind == "oracle":
         return 16 * d_head * heads + 16 * d_head * gone
-    return sum(16 * d_head + 16 + (16 * d_head if kind == "linear" else 0) for _ in range(heads))
+    return sum(16 * d_head + 32 + (16 * d_head if kind == "linear" else 0) for _ in range(heads))

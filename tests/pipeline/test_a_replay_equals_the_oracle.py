@@ -19,7 +19,7 @@ from perturbkv.models.loading import ByteTokenizer
 from perturbkv.pipeline.sample import prefill as reading
 from perturbkv.pipeline.sample.replay import replay_passes
 from perturbkv.schema import VARIABLES
-from perturbkv.scoring import replay_view
+from perturbkv.scoring import replay_view, window_attention
 from perturbkv.scoring.compute import compute_replay
 from perturbkv.scoring.replay_view import Replay
 from perturbkv.scoring.scores.kvzip import KVzip
@@ -87,9 +87,11 @@ def test_blocks_of_queries_are_bounded_and_change_nothing(monkeypatch: pytest.Mo
         return prefill(adapter, PROMPT.token_ids, [chosen], Resources(), "s").statistics.scored[asked(chosen)]
 
     whole, made = scores(), []
-    original = replay_view.causal_rows
-    monkeypatch.setattr(replay_view, "_BLOCK_ENTRIES", 300)
-    monkeypatch.setattr(replay_view, "causal_rows", lambda *given: made.append(original(*given)) or made[-1])
+    original = window_attention.softmax_with_sinks
+    monkeypatch.setattr(window_attention, "block_bytes", lambda device: 8 * 300)
+    monkeypatch.setattr(
+        window_attention, "softmax_with_sinks", lambda *given: made.append(given[0]) or original(*given)
+    )
     for one, other in zip(scores(), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
     assert max(block.numel() for block in made) <= 300

@@ -17,7 +17,8 @@ from perturbkv.models import aliases
 from perturbkv.selection.policies import registry
 from perturbkv.selfcheck import checks as kernel
 from perturbkv.selfcheck import checks as placement
-from perturbkv.selfcheck import equality, samples
+from perturbkv.selfcheck import equality
+from perturbkv.selfcheck import whole_samples as samples
 from perturbkv.selfcheck.checks import Check, run_check
 from tests.support.varlen import varlen
 
@@ -135,7 +136,7 @@ def test_a_sample_that_differs_or_is_no_number_is_found(share: float, monkeypatc
         return made[-1]
 
     monkeypatch.setattr(samples, "trace_sample", other)
-    (check,) = [samples._check_sums("snapkv", CPU, samples._grid())]
+    (check,) = samples._check_sums("snapkv", CPU, samples._grid())
     assert not check.equal
 
 
@@ -147,7 +148,7 @@ def test_answers_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         return made[-1] if len(made) % 2 else replace(made[-1], full=[7] * 24)
 
     monkeypatch.setattr(samples, "answer", other)
-    check = samples._check_answers("answers", CPU, None)
+    (check,) = samples._check_answers("answers", CPU, None)
     assert check.distance is not None
     assert 0.2 < check.distance <= 0.25
     assert not check.equal

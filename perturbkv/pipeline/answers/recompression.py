@@ -121,10 +121,10 @@ class Compressor:
                 measured += self._compress_row(row, config, generated)
                 sizes.append((index, before, mean_entries(self.cache, row)))
         if measured:
-            by_row = torch.stack(on_first_device(measured)).cpu().unflatten(0, (len(sizes), -1))
+            by_row = torch.stack(on_first_device(measured)).cpu().view(len(sizes), len(self.queries), 3, -1)
             self.compressions += [
-                Compression(index, generated, before, after, *quantities.unbind(dim=1))
-                for (index, before, after), quantities in zip(sizes, by_row, strict=True)
+                Compression(index, generated, before, after, *layers.unbind(dim=1))
+                for (index, before, after), layers in zip(sizes, by_row, strict=True)
             ]
 
     def tokens_until_limit(self) -> int:

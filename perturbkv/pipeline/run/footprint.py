@@ -19,6 +19,7 @@ import numpy as np
 from perturbkv import memory
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
+from perturbkv.devices import block_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
@@ -80,7 +81,7 @@ def footprint(planned: Plan) -> Footprint:
 def memory_bytes(planned: Plan) -> int:
     """Return the bytes of weights, longest prompt's full cache, largest evicted batch and working memory, summed."""
     weights = planned.files.weights_bytes(planned.placement.dtype)
-    return weights + planned.caches_bytes() + planned.resources.chunk_bytes
+    return weights + planned.caches_bytes() + _working_bytes(planned)
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
@@ -120,7 +121,12 @@ def _memory_in_16_bits(planned: Plan) -> int:
     import torch
 
     weights = planned.files.weights_bytes(torch.bfloat16)
-    return weights + planned.caches_bytes() * 2 // planned.placement.dtype.itemsize + planned.resources.chunk_bytes
+    return weights + planned.caches_bytes() * 2 // planned.placement.dtype.itemsize + _working_bytes(planned)
+
+
+def _working_bytes(planned: Plan) -> int:
+    """Return the bytes of working memory: what the run was given, or a block of the longest loops on a GPU."""
+    return max(planned.resources.chunk_bytes, block_bytes(planned.placement.device))
 
 
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv import kept_codec
 from perturbkv.cache.entries import Lengths
 from perturbkv.cache.quantisation import layer_bits
 from perturbkv.configs.choice import Choice
@@ -38,7 +37,7 @@ class BatchResult:
         configs: indices of the configurations in the run.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
         order: indices of the configurations in the order of `kept`.
-        kept: per layer the kept sets as bits.
+        kept: per layer the codes of the kept sets and byte lengths of these, as of `kept_codes.encode`.
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
             cache; empty where nothing is generated.
@@ -50,7 +49,7 @@ class BatchResult:
     configs: tuple[int, ...]
     steps: list[dict[str, Tensor]]
     order: tuple[int, ...]
-    kept: list[UInt8[Tensor, "kept_set byte"]]
+    kept: list[tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]]
     cache_bytes: int
     padding_bytes: int
     generated: dict[int | None, list[int]]
@@ -146,15 +145,16 @@ def kept_arrays(
     offsets, sizes, counts, stage1 = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     rows, start = [], 0
     for batch in batches:
-        masks = to_numpy(torch.cat(on_first_device(batch.kept)), "uint8")
-        for layer, layer_masks in enumerate(np.split(masks, len(layers))):
+        padded, code_sizes = (torch.cat(on_first_device(parts)) for parts in zip(*batch.kept, strict=True))
+        codes, ends = to_numpy(padded, "uint8"), to_numpy(code_sizes, "int64").cumsum()
+        own_sizes = np.diff(ends, prepend=0)
+        by_layer = zip(np.split(start + ends - own_sizes, len(layers)), np.split(own_sizes, len(layers)), strict=True)
+        for layer, (begins, layer_sizes) in enumerate(by_layer):
             batch_lengths = [lengths[layer][index] for index in batch.order]
-            code, code_sizes = kept_codec.encode_masks(layer_masks, np.concatenate(batch_lengths))
-            begins = start + code_sizes.cumsum() - code_sizes
-            for values, target in ((begins, offsets), (code_sizes, sizes), (np.concatenate(batch_lengths), counts)):
+            for values, target in ((begins, offsets), (layer_sizes, sizes), (np.concatenate(batch_lengths), counts)):
                 _assign_to_heads(values, batch_lengths, batch.order, target[:, layer])
-            rows.append(code)
-            start += len(code)
+        rows.append(codes[np.arange(codes.shape[1]) < own_sizes[:, np.newaxis]])
+        start += len(rows[-1])
     for groups in zip(*(layer.groups for layer in layers), strict=True):  # one group of every layer
         first = torch.stack(on_first_device(group.budgets.stage1_entries for group in groups), dim=1)
         per_head = to_numpy(first, "int64").repeat(heads // groups[0].kept_heads, axis=-1)

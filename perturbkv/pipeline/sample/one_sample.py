@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from perturbkv import memory
 from perturbkv.cache import entries as positions
-from perturbkv.cache import quantisation
+from perturbkv.cache import kept_codes, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import KeptBatch, Lengths, borrow, gather_kept, lengths
 from perturbkv.configs.eviction import EvictionConfig
@@ -152,13 +152,14 @@ class _EvictedLayer:
 
     Attributes:
         cache: the layer of the compact cache.
-        order, masks: the configurations and their kept sets, as in `entries.KeptBatch`.
+        order: the configurations, as in `entries.KeptBatch`.
+        codes: codes of their kept sets and byte lengths of these, as of `kept_codes.encode`.
         isolated: index of a configuration that changes what it keeps -> its isolated perturbation in this layer.
     """
 
     cache: CompactLayer
     order: tuple[int, ...]
-    masks: UInt8[Tensor, "kept_set byte"]
+    codes: tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]
     isolated: dict[int, Tensor]
 
 
@@ -191,7 +192,7 @@ class _BatchDecoder:
             index: stack_on_device(self.adapter.device, (layer.isolated[index] for layer in evicted_layers), dim=-2)
             for index in first.isolated
         }
-        kept = [layer.masks for layer in evicted_layers]
+        kept = [layer.codes for layer in evicted_layers]
         return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
 
     def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
@@ -211,7 +212,9 @@ class _BatchDecoder:
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
         layer, configs = self.sample.layer(index), self.run.configs
-        kept = gather_kept(self.layers[index].groups, set(indices), self.kept[index], layer.keys, layer.values)
+        counts = self.kept[index]
+        kept = gather_kept(self.layers[index].groups, set(indices), counts, layer.keys, layer.values)
+        codes = kept_codes.encode(kept.position, [n for config in kept.order for n in counts[config]], kept.masks)
         corrections = correcting.corrections(layer, kept.entries, configs)
         corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
         kept, stored_perturbations = self._store_entries(layer, kept)
@@ -225,7 +228,7 @@ class _BatchDecoder:
             row: corrections[config].stand_in for row, config in enumerate(indices, start=1) if config in corrections
         }
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        return _EvictedLayer(cache, kept.order, kept.masks, stored_perturbations | corrected_perturbations)
+        return _EvictedLayer(cache, kept.order, codes, stored_perturbations | corrected_perturbations)
 
     def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
         """Return the kept entries as the cache stores them, and index -> isolated perturbations where they are changed.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from perturbkv import theory
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import KeptEntries, borrow
-from perturbkv.configs.resources import Resources
-from perturbkv.devices import stack_on_device, to_device, working_bytes
+from perturbkv.configs.resources import CHUNK_BYTES, Resources
+from perturbkv.devices import block_bytes, stack_on_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, FiniteCheck, intercept_attention
@@ -184,7 +184,10 @@ class _LineAttention:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, per chunk of queries, outputs (head, query, d_head) and the mean number of attended entries."""
         lines, n = self._choose_lines(layer, query, key, value), key.shape[1]
-        size = max(1, working_bytes(key.device, self.resources.chunk_bytes) // (16 * len(query) * n))
+        most = block_bytes(key.device)
+        if self.resources.chunk_bytes < CHUNK_BYTES:  # less than by default was asked for
+            most = min(most, self.resources.chunk_bytes)
+        size = max(1, most // (16 * len(query) * n))
         for first in range(0, n, size):
             end = min(first + size, n)
             mask = lines.attention_mask(torch.arange(first, end, device=key.device))[..., :end]

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.scoring.window_attention import causal_blocks
 from perturbkv.theory import WORK
-
-_BLOCK_ENTRIES = 2**20
-"""Attention weights of one block."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,8 @@ class H2O(Score):
 
     def score(self, layer: LayerView) -> Float[Tensor, "rows prefix"]:
         """Return the mean attention of all queries on the entry, in at least float32 per row and float64 in sums."""
-        queries, keys = layer.queries.shape[1], layer.entries
         dtype = torch.promote_types(layer.queries.dtype, torch.float32)
-        block = max(1, _BLOCK_ENTRIES // (layer.group * keys))
-        total = torch.zeros(layer.kv_heads, layer.group, keys, dtype=WORK, device=layer.keys.device)
-        for kv_head, rows in enumerate(layer.queries.view(layer.kv_heads, layer.group, queries, -1)):
-            for start in range(0, queries, block):
-                end = min(start + block, queries)
-                seen = layer.keys[kv_head, :end].to(dtype)
-                weights = causal_rows(
-                    rows[:, start:end].to(dtype), seen, layer.scale, start, layer.group_sinks(kv_head)
-                )
-                total[kv_head, :, :end] += weights.sum(dim=1, dtype=WORK)
-        return total.flatten(0, 1)[:, : layer.prefix] / queries
+        total = torch.zeros(layer.heads, layer.entries, dtype=WORK, device=layer.keys.device)
+        for heads, _, weights in causal_blocks(layer.queries, layer.keys, layer.scale, layer.sinks, dtype):
+            total[heads, : weights.shape[-1]] += weights.sum(dim=1, dtype=WORK)
+        return total[:, : layer.prefix] / layer.queries.shape[1]

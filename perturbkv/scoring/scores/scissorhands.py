@@ -18,7 +18,7 @@ from torch import Tensor
 from perturbkv.configs.option import option
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
-from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.scoring.window_attention import causal_blocks
 from perturbkv.theory import WORK
 
 
@@ -37,11 +37,9 @@ class Scissorhands(Score):
         """Return the share of the last `history` queries with above-average attention on the entry, per query head."""
         keys, rows = layer.entries, min(self.history, layer.queries.shape[1])
         average = 1 / torch.arange(keys - rows + 1, keys + 1, dtype=WORK, device=layer.keys.device)
-        last = layer.queries[:, -rows:].view(layer.kv_heads, layer.group, rows, -1)
-        shares = []
-        for kv_head, group in enumerate(last):
-            head_keys, sinks = layer.keys[kv_head].to(WORK), layer.group_sinks(kv_head)
-            weights = causal_rows(group.to(WORK), head_keys, layer.scale, keys - rows, sinks)
-            important = weights[..., : layer.prefix] > average.unsqueeze(-1)
-            shares.append(important.to(WORK).mean(dim=-2))
-        return torch.cat(shares)
+        votes = torch.zeros(layer.heads, keys, dtype=WORK, device=layer.keys.device)
+        last = layer.queries[:, -rows:]
+        for heads, queries, weights in causal_blocks(last, layer.keys, layer.scale, layer.sinks, WORK):
+            important = weights > average[queries].unsqueeze(-1)
+            votes[heads, : weights.shape[-1]] += important.sum(dim=1)
+        return votes[:, : layer.prefix] / rows

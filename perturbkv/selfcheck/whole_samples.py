@@ -57,15 +57,15 @@ def check_samples(device: torch.device) -> list[Check]:
     work["attention sinks"] = partial(_check_sums, "attention sinks", device, _grid(), "gpt_oss")
     for name, limit in (("answers", None), ("answers, compressed again", 8)):
         work[name] = partial(_check_answers, name, device, limit)
-    return [check for name, one in work.items() for check in run_check(name, _SUMS_RULE, lambda one=one: [one()])]
+    return [check for name, one in work.items() for check in run_check(name, _SUMS_RULE, one)]
 
 
-def _grid(**choices: Any) -> list[EvictionConfig]:
+def _grid(**choices: Any) -> tuple[EvictionConfig, ...]:
     """Return a configuration with these choices."""
     return grid(_BUDGET, **{"window": _WINDOW, "selection": "attention", **choices})
 
 
-def _of_policy(name: str) -> list[EvictionConfig]:
+def _of_policy(name: str) -> tuple[EvictionConfig, ...]:
     """Return the configurations of a policy, one per selection that ranks by its own score."""
     selections = registry.info(name).selections
     return _grid(policy=name, selection="attention" if "attention" in selections else selections[0])
@@ -101,19 +101,21 @@ def _run(configs: Sequence[EvictionConfig], **settings: Any) -> ResolvedRun:
     return ResolvedRun.from_run(RunConfig("small", "random tokens", tuple(configs), head_scores=scores, **settings))
 
 
-def _check_sums(name: str, device: torch.device, configs: Sequence[EvictionConfig], family: str = "llama") -> Check:
+def _check_sums(
+    name: str, device: torch.device, configs: Sequence[EvictionConfig], family: str = "llama"
+) -> list[Check]:
     """Return the check of a sample's sums over heads."""
     expected, found = (
         trace_sample(_model(family, place), _prompt(), _run(configs, steps=2)).arrays
         for place in (torch.device("cpu"), device)
     )
     distances = [_relative(_summed(found[one]), _summed(expected[one])) for one in _VARIABLES if one in expected]
-    return Check(name, max(distances), _SUMS, _SUMS_RULE)
+    return [Check(name, max(distances), _SUMS, _SUMS_RULE)]
 
 
 def _summed(array: np.ndarray) -> np.ndarray:
     """Return sums over the last axis, that of heads or layers, in float64."""
-    return np.nansum(array.astype(np.float64), axis=-1)
+    return np.asarray(np.nansum(array.astype(np.float64), axis=-1))
 
 
 def _relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -122,7 +124,7 @@ def _relative(found: np.ndarray, expected: np.ndarray) -> float:
     return distance if np.isfinite(found).all() else float("inf")
 
 
-def _check_answers(name: str, device: torch.device, compress_every: int | None) -> Check:
+def _check_answers(name: str, device: torch.device, compress_every: int | None) -> list[Check]:
     """Return the check of greedy answers from the full cache and from evicted ones."""
     configs = [*_grid(), *_grid(policy="adakv"), *_grid(policy="streaming-llm", selection="position")]
     options = AnswerOptions(compress_every=compress_every)
@@ -134,7 +136,7 @@ def _check_answers(name: str, device: torch.device, compress_every: int | None) 
     differs = sum(
         one != other for first, second in pairs for one, other in zip(_padded(first), _padded(second), strict=True)
     )
-    return Check(name, differs / (len(pairs) * _ANSWER), _ANSWERS, _ANSWERS_RULE)
+    return [Check(name, differs / (len(pairs) * _ANSWER), _ANSWERS, _ANSWERS_RULE)]
 
 
 def _padded(tokens: Sequence[int]) -> list[int]:
