@@ -132,6 +132,7 @@ def _groups(settings: Settings, names: set[str]) -> Iterator[Group]:
     yield "norms", ("norms-time",), lambda: _norms(settings)
     yield "norms' memory", ("norms-memory",), lambda: _norms_memory(settings)
     yield "writing", ("writing-24", "writing-200"), lambda: _writing(settings, names)
+    yield "kept coding", ("kept-coding",), _kept_coding
     yield "generation", ("generation",), lambda: _generation(settings)
     yield "quality", ("quality-12",), lambda: _quality(settings)
     yield "startup", ("startup-help", "startup-figure"), lambda: _startup(settings)
@@ -219,6 +220,12 @@ def _writing(settings: Settings, names: set[str]) -> Values:
             parts = zip(spent["run"], spent["journal"], spent["file"], strict=True)
             values[name] = (statistics.median((journal + file) / run for run, journal, file in parts), spent)
     return values
+
+
+def _kept_coding() -> Values:
+    """Return the row of the seconds of a sample whose kept sets are coded and written beside the next prefill."""
+    spent = in_process("kept_coding", samples=20, prefill=1.5, layers=32, sets=32, tokens=32768)
+    return {"kept-coding": (statistics.median(spent["seconds"]), spent)}
 
 
 def _generation(settings: Settings) -> Values:

@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from perturbkv.benchmark.many_workers import coordinating, merging, one_sample, speed_up
+from perturbkv.benchmark.report_pages import synthetic_trace
 from perturbkv.benchmark.subprocesses import Result, peak, seconds, wait
+from perturbkv.cache import kept_codes
 from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import KeptEntries
+from perturbkv.cache.entries import KeptEntries, pack_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig, Settings
@@ -34,6 +39,8 @@ from perturbkv.pipeline.progress import timed
 from perturbkv.pipeline.run.plan import Placement, plan
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
+from perturbkv.pipeline.sample.overlap import Finisher
+from perturbkv.schema import DIGEST
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -258,6 +265,48 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
     return {name: spent[1:] for name, spent in taken.items()}
 
 
+def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: int) -> Result:
+    """Return the seconds of every made-up sample but the first, of finishing the file, and the file's bytes.
+
+    A prefill sleeps; meanwhile the kept sets of the sample before are coded and its journal is written.
+    """
+    configs = grid((0.025, 0.05, 0.1, 0.4), policy=("snapkv", "pyramidkv", "adakv"), selection=_SELECTIONS)
+    counts = [int(config.budget.value * tokens) for config in configs]
+    order = torch.rand(sets, tokens, generator=torch.Generator().manual_seed(0)).argsort(dim=-1)
+    kept = torch.zeros(len(configs), sets, tokens, dtype=torch.bool)
+    for index, count in enumerate(counts):
+        kept[index].scatter_(-1, order[:, :count].roll(index, dims=0), True)
+    masks, position = pack_bits(kept.flatten(0, 1)), kept.nonzero()[:, -1].to(torch.int32)
+    per_set = [count for count in counts for _ in range(sets)]
+    run = ResolvedRun.from_run(RunConfig("made", "made", configs, samples=samples))
+    made = synthetic_trace(1, layers, sets, tokens, configs=configs, kept=False).sample("p0")
+    assert isinstance(made, SampleTrace)
+    others = {name: array for name, array in made.arrays.items() if name != DIGEST}
+    names, taken = [f"p{number}" for number in range(samples)], []
+
+    def finish(name: str) -> None:
+        coded = [kept_codes.encode(position, per_set, masks) for _ in range(layers)]
+        lengths = np.stack([length.numpy().reshape(len(configs), sets) for _, length in coded])
+        codes = [part.numpy()[np.arange(part.shape[1]) < length.numpy()[:, None]] for part, length in coded]
+        offsets = lengths.cumsum().reshape(lengths.shape) - lengths
+        own = {"kept_length": lengths.swapaxes(0, 1), "kept_offset": offsets.swapaxes(0, 1)}
+        writer.append(SampleTrace(name, {**others, **own, "kept_code": np.concatenate(codes)}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TraceWriter(Path(folder) / "trace.h5", run, names, {})
+        with Finisher() as finisher:
+            for name in names:
+                begin = time.monotonic()
+                time.sleep(prefill)
+                finisher.add(partial(finish, name))
+                taken.append(time.monotonic() - begin)
+            begin = time.monotonic()
+        waited = time.monotonic() - begin
+        finishing = seconds(writer.finish, torch.device("cpu"))
+        size = (Path(folder) / "trace.h5").stat().st_size
+    return {"seconds": taken[1:], "waited": waited, "finish": finishing, "bytes": size}
+
+
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
     """Return the peak bytes of prefill and generation from the full or an evicted cache, and the cache's bytes."""
     adapter = load_model(model, dtype, device)
@@ -342,7 +391,7 @@ def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None
         ids = logits[:, -1:].argmax(dim=-1)
 
 
-_WORKS = (times, presses, peaks, growth, writing, generating, norms, norms_peak, scoring, decoding,
+_WORKS = (times, presses, peaks, growth, writing, kept_coding, generating, norms, norms_peak, scoring, decoding,
           one_sample, speed_up, coordinating, merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 

@@ -179,6 +179,7 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
     "norms_peak": lambda which, **more: {"extra": 5 if which == "ours" else 100},
     "writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
+    "kept_coding": lambda samples, prefill, **more: {"seconds": [prefill, prefill + 0.1, 2.0], "finish": samples},
     "scoring": lambda tokens, answer, **more: {
         "seconds": {"scored": [6.0, 5.0, 8.0], "plain": [tokens / 750, answer / 32, 2.0]}, "phases": {}, "batches": 1
     },
@@ -199,6 +200,13 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
 
+def test_kept_sets_are_coded_while_the_next_prefill_sleeps() -> None:
+    found = work.kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
+    assert len(found["seconds"]) == 3
+    assert all(0.3 <= spent < 0.6 for spent in found["seconds"])
+    assert found["bytes"] > 0
+
+
 @pytest.mark.usefixtures("answered")
 def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     report = suite.measure(suite.Settings(), rows.TARGETS)
@@ -207,7 +215,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
         "capture-2": pytest.approx(1.1), "sweep-24": pytest.approx(1.34), "sweep-200": pytest.approx(3.0),
         "scores-11": pytest.approx(1.21), "presses-24": None,
         "peak-24": 1.2, "growth": 4.5, "norms-time": 0.5, "norms-memory": 0.05,
-        "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "generation": 0.8,
+        "writing-24": 0.015, "writing-200": pytest.approx(0.0883, rel=1e-3), "kept-coding": 1.6, "generation": 0.8,
         "quality-12": 3.0, "startup-help": 2.0, "startup-figure": 3.0,
         "triton-time": None, "triton-rate": None, "cuda-24": None, "cuda-decode": None,
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -45,6 +46,7 @@ from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
+from perturbkv.pipeline.sample.overlap import Finisher
 from perturbkv.pipeline.sample.sample_run import SampleRun
 from perturbkv.pipeline.variants import corrected as correcting
 from perturbkv.pipeline.variants import page_reading, stored
@@ -69,18 +71,24 @@ def trace(
 ) -> list[FailedSample]:
     """Measure prompts one after the other, pass the samples to `finished`, and return the failed samples.
 
-    `finished` is called with each sample as it is ready. `lacking` maps a sample's id to the configurations that it
-    still lacks; other samples are measured for all of the run's. A sample whose activations are not finite is marked
-    failed and the run goes on. Raises NoMemoryError.
+    `finished` is called with each sample as it is ready, on a GPU by another thread while the next prompt is read.
+    `lacking` maps a sample's id to the configurations that it still lacks; other samples are measured for all of the
+    run's. A sample whose activations are not finite is marked failed and the run goes on. Raises NoMemoryError.
     """
     failed = []
-    for prompt in prompts:
-        try:
-            configs = lacking.get(prompt.sample_id, run.configs)
-            finished(trace_sample(adapter, prompt, run.select_configs(configs), resources))
-        except ActivationError as error:
-            failed.append(FailedSample(prompt.sample_id, str(error)))
-            finished(failed[-1])
+    with Finisher() as finisher:
+        for prompt in prompts:
+            sample: SampleTrace | FailedSample
+            try:
+                configs = lacking.get(prompt.sample_id, run.configs)
+                sample = trace_sample(adapter, prompt, run.select_configs(configs), resources)
+            except ActivationError as error:
+                sample = FailedSample(prompt.sample_id, str(error))
+                failed.append(sample)
+            if adapter.device.type == "cuda":
+                finisher.add(partial(finished, sample))
+            else:
+                finished(sample)
     return failed
 
 
