@@ -307,7 +307,7 @@ def test_comparing_leaves_with_1_only_where_something_regressed(tmp_path: Path) 
 
 
 def test_what_cannot_be_measured_or_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="unknown benchmark row 'sweep'; nearest of 19 known: sweep-24"):
+    with pytest.raises(UnknownNameError, match="unknown benchmark row 'sweep'; nearest of 20 known: sweep-24"):
         rows.find_targets(["sweep"])
     for settings in ({"repeats": 0}, {"tokens": 1024}):
         with pytest.raises(ConfigError, match="--repeats must|--tokens must"):

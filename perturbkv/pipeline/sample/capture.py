@@ -179,6 +179,11 @@ def _hidden_hook(index: int, callback: Callable[[int, Tensor], None]) -> Callabl
 FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
 
 
+def _are_finite(numbers: Tensor) -> Tensor:
+    """Return whether all numbers are finite, as a tensor: their extremes tell, read in one pass without copies."""
+    return torch.isfinite(torch.stack(torch.aminmax(numbers))).all() if numbers.numel() else numbers.new_ones(()).bool()
+
+
 class FiniteCheck:
     """A record of which activations are finite, filled without waiting for the device."""
 
@@ -192,11 +197,11 @@ class FiniteCheck:
 
     def check(self, where: str, activations: Tensor) -> None:
         """Record whether activations are finite; `where` describes the activations in an error message."""
-        self._activations.append((where, torch.isfinite(activations).all()))
+        self._activations.append((where, _are_finite(activations)))
 
     def check_derived(self, where: str, numbers: Tensor) -> None:
         """Record whether numbers computed from activations are finite; an error about activations takes precedence."""
-        self._derived.append((where, torch.isfinite(numbers).all()))
+        self._derived.append((where, _are_finite(numbers)))
 
     def raise_if_not(self, sample: str) -> None:
         """Raise ActivationError for the first record of NaN or Inf, after waiting for the device once."""
