@@ -104,13 +104,15 @@ def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
 
 
 def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
-    """Return, per offset d = 0 … n − 1, the last queries' total weight on the entries d positions before them."""
+    """Return, per offset d = 0 … n − 1, the last queries' total weight on the entries d positions before them.
+
+    From the last key backwards, offset d of row r stands at d + queries − 1 − r: rows shifted so are added at once.
+    """
     heads, queries, n = weights.shape
-    sums = weights.new_zeros(heads, n)
-    for row in range(queries):
-        position = n - queries + row  # the query's own entry, at offset 0
-        sums[:, : position + 1] += weights[:, row, : position + 1].flip(-1)
-    return sums
+    backwards = torch.nn.functional.pad(weights.flip(-1), (0, queries)).contiguous()
+    width = n + queries
+    shifted = backwards.as_strided((heads, queries, n), (queries * width, width - 1, 1), queries - 1)
+    return shifted.sum(dim=1)
 
 
 def _column_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
