@@ -147,7 +147,9 @@ class ModelState:
 def foreign_code(model: nn.Module) -> str:
     """Return which function of a model's code is of no installed library, and its file; empty where none is."""
     values = [(f"{owner.__name__}.{name}", value) for owner in _code(model) for name, value in vars(owner).items()]
-    values += [(f"'{name}' of a registry", value) for items in _registries() for name, value in items.items()]
+    used: Any = model.config
+    own = used._attn_implementation  # others may be registered, as the model does not call them
+    values += [(f"'{own}' of a registry", items[own]) for items in _registries() if own in items]
     found = ((name, _foreign_file(value)) for name, value in values)
     return next((f"{name} is of {file}" for name, file in found if file), "")
 

@@ -241,6 +241,12 @@ def test_a_function_of_the_registry_is_told_too() -> None:
     assert "'sdpa' of a registry is of test_an_eviction_may_not" in result.conclusion()
 
 
+def test_a_function_that_the_model_does_not_call_may_be_registered() -> None:
+    with monkeypatched.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", lambda *args: None)
+        assert audited("llama", planted.right, situations=["single"]).verdict == "exact"
+
+
 def buffer(loaded: Any) -> None:
     loaded.model.layers[0].self_attn.register_buffer("kept", torch.ones(3))
 
