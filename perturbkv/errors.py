@@ -134,6 +134,12 @@ class NoMemoryError(PerturbkvError):
     """Too little memory for a run; the message says how much was needed and what to lower."""
 
 
+class DeviceError(PerturbkvError):
+    """A GPU, or its driver, that fails while it works."""
+
+    exit_code = 1
+
+
 class TraceError(PerturbkvError):
     """A trace file that cannot be read, is of another run, or lacks what an analysis needs."""
 

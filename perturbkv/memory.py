@@ -1,7 +1,7 @@
-"""Free memory, and the error for too little of it.
+"""Free memory, and the errors for too little of it and for a GPU that fails.
 
 The system kills a process that takes more than there is without a message. So a size that is known to be too large is
-refused before it is allocated; a failed allocation becomes a NoMemoryError of one line.
+refused before it is allocated; a failed allocation becomes a NoMemoryError of one line, a driver's a DeviceError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.errors import NoMemoryError
+from perturbkv.errors import DeviceError, NoMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ _MESSAGES = re.compile(
     re.IGNORECASE,
 )
 """Messages of failed allocations: of torch on a CPU and on a GPU, of NumPy, of the system and of its loader."""
+_DEVICE_MESSAGES = re.compile(r"(?:CUDA|HIP)(?: driver)? error|CUBLAS_STATUS|cuDNN error|NCCL error")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TO_IMPORT = 3 * 2**29
 """Bytes of address space that importing torch, transformers and SciPy takes, rounded up."""
@@ -96,7 +97,7 @@ def check(needed: int, device: torch.device, what: str, instead: str) -> None:
 
 @contextmanager
 def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
-    """Turn a failed allocation in the block into a NoMemoryError that ends with `advice`.
+    """Turn a failed allocation in the block into a NoMemoryError that ends with `advice`, a GPU's into a DeviceError.
 
     Works as a decorator too. Other errors pass unchanged.
     """
@@ -104,6 +105,12 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         match = _MESSAGES.search(str(error))
+        if match is None and _DEVICE_MESSAGES.search(str(error)):
+            msg = (
+                f"the GPU or its driver failed ({str(error).strip().splitlines()[0][:200]}); the same command goes on "
+                "after what was finished"
+            )
+            raise DeviceError(msg) from None
         if match is None and not isinstance(error, MemoryError):
             raise
         wanted = f": {_requested_size(match)} wanted" if match and match[1] else ""

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import perturbkv as pk
+from perturbkv.errors import DeviceError
 from perturbkv.pipeline.sample import one_sample
 from perturbkv.pipeline.sample.overlap import Finisher
-from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
+from tests.rehearsal.models import ONE, WITH_COMPILER, rehearsal, tiny
 from tests.support.models import token_ids
 from tests.support.resolved import resolved_run
 
@@ -73,8 +74,29 @@ def test_samples_of_a_gpu_are_finished_by_another_thread_and_in_order() -> None:
         seen.append((sample.sample_id, threading.current_thread() is threading.main_thread()))
 
     with rehearsal():
-        assert one_sample.trace(tiny(gpus=1), prompts, run, finished=finished) == []
+        assert one_sample.trace(tiny(devices=ONE), prompts, run, finished=finished) == []
     assert seen == [("p0", False), ("p1", False), ("p2", False)]
     seen.clear()
     assert one_sample.trace(tiny(), prompts, run, finished=finished) == []
     assert seen == [("p0", True), ("p1", True), ("p2", True)]
+
+
+@WITH_COMPILER
+@pytest.mark.parametrize("words", ["CUDA error: illegal access", "CUBLAS_STATUS_EXECUTION_FAILED when calling"])
+def test_a_gpu_that_fails_is_one_line_and_what_was_measured_stays(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [pk.Prompt(f"p{number}", token_ids(40, seed=number), 0) for number in range(3)]
+    run, seen, plain = resolved_run(pk.grid(16, window=4)), [], one_sample.trace_sample
+
+    def fails(adapter: Any, prompt: Any, *more: Any) -> Any:
+        if prompt.sample_id == "p2":
+            msg = f"{words}\nCUDA kernel errors might be asynchronously reported"
+            raise RuntimeError(msg)
+        return plain(adapter, prompt, *more)
+
+    monkeypatch.setattr(one_sample, "trace_sample", fails)
+    with rehearsal(), pytest.raises(DeviceError) as raised:
+        one_sample.trace(tiny(devices=ONE), prompts, run, finished=lambda sample: seen.append(sample.sample_id))
+    assert (
+        str(raised.value) == f"the GPU or its driver failed ({words}); the same command goes on after what was finished"
+    )
+    assert seen == ["p0", "p1"]

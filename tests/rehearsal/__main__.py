@@ -7,7 +7,7 @@ from typing import Any
 
 import perturbkv as pk
 from perturbkv.selection.policies import registry
-from tests.rehearsal.models import rehearsal, tiny
+from tests.rehearsal.models import ONE, rehearsal, tiny
 from tests.rehearsal.pretend_gpu import Rehearsal
 from tests.rehearsal.test_samples_on_gpus_that_are_not_there import Measure, answered, traced
 
@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def counted(measure: Measure, layers: int) -> Rehearsal:
     """Return what a measurement counts on a pretended GPU."""
     with rehearsal() as counts:
-        model = tiny(layers=layers, gpus=1)
+        model = tiny(layers=layers, devices=ONE)
         counts.clear()
         measure(model)
     return counts

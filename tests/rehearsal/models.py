@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -28,6 +28,10 @@ WITH_COMPILER = pytest.mark.skipif(
 )
 """Of every file that uses `rehearsal`; in a CI a missing compiler is a failure."""
 
+ONE, TWO_GPUS = ("cuda:0",), ("cuda:0", "cuda:1")
+OFFLOADED = ("cuda:0", "cpu")
+"""Devices of a model: one GPU, two, and one with the later layers left on the CPU."""
+
 
 @contextmanager
 def rehearsal(count: int = 1) -> Iterator[Rehearsal]:
@@ -40,17 +44,18 @@ def rehearsal(count: int = 1) -> Iterator[Rehearsal]:
         yield counted
 
 
-def tiny(family: str = "llama", gpus: int = 0, **more: Any) -> Adapter:
-    """A tiny model on the CPU or on pretended GPUs: its layers on one after the other, the embedding on the first."""
+def tiny(family: str = "llama", devices: Sequence[str] = (), **more: Any) -> Adapter:
+    """A tiny model on the CPU, or its layers on one device after the other, the embedding on the first."""
     model = tiny_model(family, **more)
-    layers = len(model.model.layers)
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": gpus - 1, "lm_head": gpus - 1}
-    places |= {f"model.layers.{layer}": layer * gpus // layers for layer in range(layers)}
-    for name, place in places.items() if gpus else ():
-        module = model.get_submodule(name)
-        _move(module, torch.device("cuda", place))
-        if gpus > 1:
-            module.register_forward_pre_hook(_follow(torch.device("cuda", place)), with_kwargs=True)
+    layers, last = len(model.model.layers), len(devices) - 1
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": last, "lm_head": last}
+    places |= {f"model.layers.{layer}": layer * len(devices) // layers for layer in range(layers)}
+    for name, place in places.items() if devices else ():
+        module, device = model.get_submodule(name), torch.device(devices[place])
+        if device.type != "cpu":
+            _move(module, device)
+        if len(devices) > 1:
+            module.register_forward_pre_hook(_follow(device), with_kwargs=True)
     return Adapter(model, ByteTokenizer(), f"tiny-{family}", "test", True)
 
 

@@ -11,7 +11,7 @@ import pytest
 import perturbkv as pk
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
-from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
+from tests.rehearsal.models import OFFLOADED, ONE, TWO_GPUS, WITH_COMPILER, rehearsal, tiny
 from tests.support.models import FAMILIES, token_ids
 from tests.support.resolved import answer, resolved_run, trace_sample
 
@@ -49,11 +49,11 @@ def answered(configs: Sequence[pk.EvictionConfig], most: int = 12, **options: An
     return measure
 
 
-def check(measure: Measure, gpus: int, family: str = "llama", **model: Any) -> None:
+def check(measure: Measure, devices: Sequence[str], family: str = "llama", **model: Any) -> None:
     """Compare what a measurement gives on pretended GPUs with what it gives on the CPU."""
     expected = measure(tiny(family, **model))
-    with rehearsal(gpus):
-        found = measure(tiny(family, gpus=gpus, **model))
+    with rehearsal(2):
+        found = measure(tiny(family, devices, **model))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
@@ -75,21 +75,21 @@ def of_policy(name: str) -> list[pk.EvictionConfig]:
 
 
 def test_the_main_path_on_one_gpu() -> None:
-    check(traced(TWO, generate=3), 1)
+    check(traced(TWO, generate=3), ONE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names())
 def test_every_policy_and_selection_on_two_gpus(name: str) -> None:
     scores = ((1.0, 2.0, 3.0, 4.0),) * 2 if registry.info(name).needs_scores else ()
-    check(traced(of_policy(name), steps=2, generate=3, head_scores=scores), 2)
+    check(traced(of_policy(name), steps=2, generate=3, head_scores=scores), TWO_GPUS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_two_gpus(family: str) -> None:
-    check(traced(TWO, steps=2), 2, family)
-    check(answered(TWO, 6), 2, family)
+    check(traced(TWO, steps=2), TWO_GPUS, family)
+    check(answered(TWO, 6), TWO_GPUS, family)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_every_family_on_two_gpus(family: str) -> None:
 )
 def test_every_kind_of_cache_on_two_gpus(settings: dict[str, Any], grid: dict[str, Any]) -> None:
     configs = pk.grid(24, window=8, selection="attention", **grid)
-    check(traced(configs, steps=2, **settings), 2)
+    check(traced(configs, steps=2, **settings), TWO_GPUS)
 
 
 @pytest.mark.slow
@@ -125,4 +125,10 @@ def test_every_kind_of_cache_on_two_gpus(settings: dict[str, Any], grid: dict[st
     ids=["by score", "by time", "in-cache", "quantised"],
 )  # fmt: skip
 def test_caches_that_are_compressed_while_decoding_on_two_gpus(configs: list[pk.EvictionConfig]) -> None:
-    check(answered(configs, compress_every=4), 2)
+    check(answered(configs, compress_every=4), TWO_GPUS)
+
+
+@pytest.mark.parametrize("devices", [OFFLOADED, OFFLOADED[::-1]], ids=str)
+@pytest.mark.parametrize("policy", ["adakv", "lava", "kvzip"])
+def test_layers_left_on_the_cpu_are_measured_rightly(policy: str, devices: tuple[str, ...]) -> None:
+    check(traced(of_policy(policy)[:1], generate=2), devices)

@@ -12,7 +12,7 @@ import torch
 import perturbkv as pk
 from perturbkv.pipeline.answers import recompression
 from perturbkv.selection.policies import adakv
-from tests.rehearsal.models import WITH_COMPILER, rehearsal, tiny
+from tests.rehearsal.models import ONE, WITH_COMPILER, rehearsal, tiny
 from tests.rehearsal.pretend_gpu import Rehearsal
 from tests.rehearsal.test_samples_on_gpus_that_are_not_there import PROMPT, TWO, answered, traced
 from tests.support.resolved import resolved_run, trace_sample
@@ -33,7 +33,7 @@ MOST_LAUNCHES = {"two": 790, "many": 1830}
 @functools.cache
 def counted(layers: int, which: str) -> Rehearsal:
     with rehearsal() as counts:
-        model = tiny(layers=layers, gpus=1)
+        model = tiny(layers=layers, devices=ONE)
         counts.clear()
         trace_sample(model, PROMPT, resolved_run(TWO if which == "two" else MANY))
     return counts
@@ -63,7 +63,7 @@ def grown(**choices: Any) -> tuple[list[pk.EvictionConfig], list[pk.EvictionConf
 
 def of_measure(measure: Any, layers: int) -> Rehearsal:
     with rehearsal() as counts:
-        model = tiny(layers=layers, gpus=1)
+        model = tiny(layers=layers, devices=ONE)
         counts.clear()
         measure(model)
     return counts
@@ -126,7 +126,7 @@ def sample(change: Any) -> Rehearsal:
     """Counts of a sample in which adakv's budgets go through `change`."""
     plain = adakv.AdaKV.allocate
     with rehearsal() as counts:
-        model = tiny(layers=1, gpus=1)
+        model = tiny(layers=1, devices=ONE)
         counts.clear()
         with mock.patch.object(adakv.AdaKV, "allocate", lambda *args: change(plain(*args))):
             trace_sample(model, PROMPT, resolved_run(TWO))
