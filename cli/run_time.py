@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MEASURED_OVER_PLAIN = 1.3
 """Time of a measured prefill over that of a plain one, explanation/cost.md: 1.1 for two configurations, 1.25 for 24."""
 _MOST_ROWS, _MOST_WIDTH = 512, 8192
-"""Rows and width of the product whose rate is measured, which larger ones share."""
+"""Most rows and width of the product that is timed; larger ones run at about its rate."""
 _PROBE_S = 0.1
 WORTH_A_NOTE_S = 10.0
 _DURATIONS = ((90.0, 1.0, "s"), (90 * 60.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 86400.0, "days"))

@@ -59,7 +59,7 @@ class Change:
 
 CHANGES: Mapping[str, str] = {
     "row": "entries of another prompt of the batch",
-    "finite": "keys or values that are infinite or no numbers",
+    "infinite": "keys or values that are infinite or no numbers",
     "head": "entries of another head",
     "mismatch": "values of other entries than their keys",
     "rotation": "keys rotated to other positions, or with another base",

@@ -1,4 +1,4 @@
-"""Copies of numbers to a device and between devices that are not waited for; products in full precision."""
+"""Asynchronous copies to and between devices, sizes of working memory, and products in full precision."""
 
 from __future__ import annotations
 

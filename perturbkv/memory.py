@@ -1,7 +1,7 @@
 """Free memory, and the errors for too little of it and for a GPU that fails.
 
 The system kills a process that takes more than there is without a message. So a size that is known to be too large is
-refused before it is allocated; a failed allocation becomes a NoMemoryError of one line, a driver's a DeviceError.
+refused before it is allocated; a failed allocation becomes a NoMemoryError of one line, a failed GPU a DeviceError.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check(needed: int, device: torch.device, what: str, instead: str) -> None:
 
 @contextmanager
 def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
-    """Turn a failed allocation in the block into a NoMemoryError that ends with `advice`, a GPU's into a DeviceError.
+    """Turn a failed allocation inside into a NoMemoryError that ends with `advice`, a failed GPU into a DeviceError.
 
     Works as a decorator too. Other errors pass unchanged.
     """
@@ -107,8 +107,8 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
         match = _MESSAGES.search(str(error))
         if match is None and _DEVICE_MESSAGES.search(str(error)):
             msg = (
-                f"the GPU or its driver failed ({str(error).strip().splitlines()[0][:200]}); the same command goes on "
-                "after what was finished"
+                f"the GPU or its driver failed ({str(error).strip().splitlines()[0][:200]}); where a run keeps "
+                "finished samples, the same command goes on with them"
             )
             raise DeviceError(msg) from None
         if match is None and not isinstance(error, MemoryError):

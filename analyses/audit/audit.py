@@ -76,7 +76,7 @@ class Audit(Result):
     def summary(self) -> str:
         """The verdict in one line."""
         clauses = {
-            UNREADABLE: lambda: self.obstacle, DIFFERS: self._faults_clause, EXACT: self._exact_clause,
+            UNREADABLE: lambda: self.obstacle, DIFFERS: self._differs_clause, EXACT: self._exact_clause,
             IDLE: self._idle_clause, UNCOMPARED: self._uncompared_clause,
         }  # fmt: skip
         return f"{self.verdict}: {clauses[self.verdict]()}"
@@ -274,7 +274,7 @@ class Audit(Result):
             worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
         return worst
 
-    def _faults_clause(self) -> str:
+    def _differs_clause(self) -> str:
         """Return a clause on the most telling fault and the other situations with faults."""
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]

@@ -97,10 +97,7 @@ def _list_policies(as_json: bool) -> None:
     console.table(
         "policies",
         ["policy", "what, and its own options", "budgets"],
-        [
-            (row.name, f"{row.summary_line()}\n({', '.join(_own_options(row)) or 'none of its own'})", row.budgets)
-            for row in known()
-        ],
+        [(row.name, f"{row.summary_line()}\n({_own_options(row)})", row.budgets) for row in known()],
     )
     combined = [(textwrap.fill(policies, _POLICIES_COLUMNS), *others) for policies, *others in compatible_choices()]
     console.table("what combines with what", ["policies", "selections", "cache"], combined)

@@ -82,7 +82,7 @@ def audit(
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
 ) -> AuditTrace:
-    """Audit an eviction on every prompt, and return the trace; for an unreadable eviction, with the reason alone.
+    """Audit an eviction on every prompt, and return the trace; of an unreadable one the reason and the runs before.
 
     `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
     ModelError for an attention that takes no masks.
@@ -109,7 +109,7 @@ def audit(
         before = _plain_model(adapter)
         for prompt in used:
             for run in _audit_prompt(adapter, prompt, eviction, settings, before):
-                runs.append(run)
+                runs.append(run)  # at once, as a later situation may be unreadable
             progress()
             if runs[-1].damage:  # there is no reference any more
                 return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)

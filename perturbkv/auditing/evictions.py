@@ -29,7 +29,7 @@ from perturbkv.pipeline.variants.presses import set_ratio
 from perturbkv.selection.policies import kvpress
 from perturbkv.selection.policies.kvpress import is_press
 
-_LOGITS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LOGIT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FUNCTION, CLASS, PRESS = "function", "cache class", "press"
 _TAKES = ("model", "input_ids", "attention_mask")
 
@@ -94,8 +94,11 @@ class Eviction:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             msg = f"{what} gives {shape}, expected logits (batch, new, vocab) {(rows, new, vocabulary)}"
             raise FailedError(msg)
-        if logits.dtype not in _LOGITS or logits.layout != torch.strided or logits.device != token.device:
-            msg = f"{what} gives {logits.dtype} on {logits.device}, expected floating-point logits on {token.device}"
+        if logits.dtype not in _LOGIT_TYPES or logits.layout != torch.strided or logits.device != token.device:
+            msg = (
+                f"{what} gives {logits.dtype} ({logits.layout}) on {logits.device}, expected dense floating-point "
+                f"logits on {token.device}"
+            )
             raise FailedError(msg)
         return logits
 

@@ -1,7 +1,4 @@
-"""Runs of an external eviction in one situation: prefill, decoding at explicit positions, comparison.
-
-The comparison is with the masked reference.
-"""
+"""Runs of an eviction in one situation: prefill, decoding at explicit positions, comparison with a masked reference."""
 
 from __future__ import annotations
 
@@ -326,8 +323,8 @@ def _explain_failure(external: ExternalRun, eviction: Eviction, lengths: Sequenc
         external.failed = f"it was not evicted: it holds all {max(lengths)} entries, others {others}; {external.failed}"
     elif len(set(lengths)) > 1 and eviction.decode is None:
         external.failed = (
-            f"its layers hold {min(lengths)} to {max(lengths)} entries, for which plain calls of the model make one "
-            f"mask; give it a `decode` of its own; {external.failed}"
+            f"its layers hold {min(lengths)} to {max(lengths)} entries, but a plain call of the model makes one "
+            f"mask for all; give it a `decode` of its own; {external.failed}"
         )
 
 
@@ -341,7 +338,8 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int
         raise UnreadableCacheError(msg)
     given = external.situation.new_tokens(len(external.passes)).shape
     if (seen := record.query[0].shape[::2]) != given:  # of the last call, where there were several
-        msg = f"its decoding reads {seen[0]} × {seen[1]} tokens in a call of the model, it got {given[0]} × {given[1]}"
+        one, all_at_once = (f"{rows} × {tokens}" for rows, tokens in (seen, given))
+        msg = f"its decoding gives the model {one} tokens in a call, expected {all_at_once} at once"
         raise UnreadableCacheError(msg)
     attended = external.tracker.add_pass(record)
     if external.tracker.rolls:

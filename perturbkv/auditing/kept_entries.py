@@ -315,7 +315,7 @@ class EntryComparison:
         return np.unique(kept.cpu().numpy())
 
     def _padding_counts(self, layer: int) -> list[int]:
-        """Return per head the number of padding entries attended to: of keys and values, not of values alone."""
+        """Return, per head, how many attended entries are padding, in both keys and values."""
         kept = self.layers[layer]
         heads = zip(kept.positions, kept.key_distance, kept.value_distance, self.attended[layer], strict=True)
         return [
@@ -417,7 +417,7 @@ class EntryComparison:
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return Change("changed", f"{name} changed", first)
         if not bool(entries.isfinite().all()):
-            return Change("finite", f"{name} not finite", first)
+            return Change("infinite", f"{name} not finite", first)
         head_entries = self._full_entries(full, layer, head)
         own = head_entries[positions]
         frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries

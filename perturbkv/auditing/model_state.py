@@ -1,9 +1,9 @@
 """The model before an audited eviction runs, and what the eviction changed in it (METHOD: Audit, 3).
 
-Everything replaced is put back, and everything added is removed. Of hooks, functions, classes, settings and additions
-nothing is said, as the eviction's decoding may need them: forwards, methods, the model's file, and what models share
-(attention functions, caches, `torch.nn.functional`). Changed weights, replaced parts and numbers such as an attention's
-scaling are named, and so is a model that computes other logits than before, whatever the reason.
+Everything replaced is put back, and everything added is removed. Of hooks, settings, additions, functions and classes
+nothing is said, as the eviction's decoding may need them; functions and classes are those of the model, of the file
+that defines it, and of what models share (attention functions, caches, `torch.nn.functional`). Named are changed
+weights, replaced parts, other numbers (an attention's scaling), and a model that computes other logits than before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ModelState:
         )
 
     def restore(self) -> list[str]:
-        """Put back what was replaced, and return in words what was changed: 'weights of lm_head', 'replaced: model'."""
+        """Put back what was replaced, and return in words what was changed, such as 'weights of lm_head.weight'."""
         for owner, items in self.code:
             _restore_code(owner, items)
         for present, before in self.registries:
@@ -94,8 +94,8 @@ class ModelState:
         for module, kind in self.classes:
             if type(module) is not kind:
                 module.__class__ = kind
-        changed = [words for module, before in self.attributes for words in self._restore_attributes(module, before)]
-        changed = self._restore_parts() + changed
+        changed = self._restore_parts()
+        changed += [words for module, before in self.attributes for words in self._restore_attributes(module, before)]
         settings = vars(self.model.config)
         settings.clear()
         settings.update(self.config)
@@ -116,7 +116,7 @@ class ModelState:
         for name, value in before.items():
             if _equal(values.get(name), value):
                 continue
-            if isinstance(value, _PLAIN) or isinstance(value, Tensor):
+            if isinstance(value, (*_PLAIN, Tensor)):
                 changed.append(f"{name} of {self._name(module)}")
             values[name] = value
         return changed
@@ -129,10 +129,10 @@ class ModelState:
             if _same(present, items):
                 continue
             if attribute in _PARTS and not _same({name: present.get(name) for name in items}, items):
-                replaced.append((module, f"replaced: parts of {self._name(module)}"))
+                replaced.append(f"replaced: parts of {self._name(module)}")
             present.clear()
             present.update(items)
-        return [words for _, words in replaced]
+        return replaced
 
     def _compare_logits(self) -> list[str]:
         """Return in words how the model computes otherwise than before; nothing where it does not."""
@@ -147,9 +147,9 @@ class ModelState:
 def foreign_code(model: nn.Module) -> str:
     """Return which function of a model's code is of no installed library, and its file; empty where none is."""
     values = [(f"{owner.__name__}.{name}", value) for owner in _code(model) for name, value in vars(owner).items()]
-    used: Any = model.config
-    own = used._attn_implementation  # others may be registered, as the model does not call them
-    values += [(f"'{own}' of a registry", items[own]) for items in _registries() if own in items]
+    config: Any = model.config
+    own = config._attn_implementation  # others may be registered, as the model does not call them
+    values += [(f"the attention function or mask '{own}'", items[own]) for items in _registries() if own in items]
     found = ((name, _foreign_file(value)) for name, value in values)
     return next((f"{name} is of {file}" for name, file in found if file), "")
 
@@ -166,7 +166,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Return whether two values are the same object, equal plain values, or equal configurations."""
+    """Return whether two values are the same object, equal plain values, or equal tensors."""
     if value is other:
         return True
     if type(value) is not type(other):

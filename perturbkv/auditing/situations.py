@@ -89,7 +89,7 @@ def situation(name: str, ids: Int[Tensor, " token"], tokens: Int[Tensor, " new"]
 
 
 def _padding_token(ids: Int[Tensor, " token"]) -> Int[Tensor, " one"]:
-    """Return a token that the prompt lacks, so that nothing of it is like padding; its last one if it has all."""
+    """Return a token that the prompt lacks, so that no entry of it equals padding; its last one if none is found."""
     absent = torch.isin(torch.arange(int(ids.amax()), device=ids.device), ids, invert=True).nonzero()[:1, 0]
     return absent.to(ids.dtype) if len(absent) else ids[-1:]
 

@@ -49,7 +49,7 @@ TARGETS = (
     Target("norms-memory", "value norms / head-by-head matmul loop, extra memory", 0.2),
     Target("writing-24", "writing the trace / the run, 24 configurations", 0.02),
     Target("writing-200", "writing the trace / the run, 200 configurations", 0.02),
-    Target("kept-coding", "a sample whose kept sets are coded beside a sleep of 1.5 s, 8B shapes, 32k entries, s", 1.8),
+    Target("kept-coding", "seconds a sample: kept sets coded and written beside a sleep of 1.5 s, 8B shapes", 1.8),
     Target("generation", "peak saved / cache saved, generating from an evicted cache", 0.8, at_least=True),
     Target("quality-12", "12 configurations and the full cache, 64 tokens scored / plain prefill + 64 tokens", 3.0),
     Target("startup-help", "processor seconds of perturbkv -h / import numpy", 3.0),

@@ -266,9 +266,10 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
 
 
 def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: int) -> Result:
-    """Return the seconds of every made-up sample but the first, of finishing the file, and the file's bytes.
+    """Return the seconds of every made-up sample but the first, of waiting and finishing, and the file's bytes.
 
-    A prefill sleeps; meanwhile the kept sets of the sample before are coded and its journal is written.
+    A prefill is a sleep. Meanwhile another thread codes the kept sets of the sample before, which a run does on the
+    device, and writes its journal.
     """
     configs = grid((0.025, 0.05, 0.1, 0.4), policy=("snapkv", "pyramidkv", "adakv"), selection=_SELECTIONS)
     counts = [int(config.budget.value * tokens) for config in configs]

@@ -143,7 +143,7 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
     """Run code that is not ours inside the block: whatever it raises is one line, and what it set is set back.
 
     Its output goes to stderr. An exception, `SystemExit` among them, becomes an `error` that begins with `what`; Ctrl-C
-    passes, and so do errors of ours that no code of the user's led to. Working directory, environment, warnings, random
+    passes, and errors of ours unless code of the user's led to them. Working directory, environment, warnings, random
     states, numpy's handling of errors, and torch's threads, default type, default device and choice of attention
     kernels are afterwards as before.
     """
@@ -183,7 +183,7 @@ def _process_state() -> Iterator[None]:
     torch: Any = sys.modules.get("torch")  # which code that reads traces does without
     if torch is not None:
         drawn, kind, threads = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads()
-        device, kernels = torch.get_default_device(), [read() for read, _ in _kernel_choices(torch)]
+        device, kernels = torch.get_default_device(), [read() for read, _ in _torch_settings(torch)]
     try:
         yield
     finally:
@@ -202,12 +202,12 @@ def _process_state() -> Iterator[None]:
                 torch.set_default_device(device)
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-            for (_, choose), chosen in zip(_kernel_choices(torch), kernels, strict=True):
+            for (_, choose), chosen in zip(_torch_settings(torch), kernels, strict=True):
                 choose(chosen)
 
 
-def _kernel_choices(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return functions that read and set which kernels torch takes for attention and matrix products."""
+def _torch_settings(torch: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return functions that read and set torch's attention kernels, precision of products, determinism, gradients."""
     cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     return [
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),

@@ -30,6 +30,7 @@ PRECISION_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 }
 FULL_BITS = 16
 _MASS_BITS = 32
+"""Bits of a log-mass."""
 _GROUP_BITS = 2 * 16
 """Bits of a group's scale and minimum."""
 

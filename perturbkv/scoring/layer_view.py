@@ -261,10 +261,6 @@ class LayerView:
         """Heaviest entry of each window query, and the sums over all other entries."""
         return leave_out_heaviest(self.attention, self.values, lambda: self.logits, self.weights[1], self.sinks)
 
-    def group_sinks(self, kv_head: int) -> Float[Tensor, " group"] | None:
-        """Return the sink logits of one key/value head's query heads; None without sinks."""
-        return None if self.sinks is None else self.sinks[kv_head * self.group : (kv_head + 1) * self.group]
-
     @cached_property
     def outputs(self) -> Float[Tensor, "head query d_head"]:
         """Attention outputs of the window's queries, before W_O."""

@@ -18,9 +18,15 @@ def causal_logits(
     query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
 ) -> Float[Tensor, "group query key"]:
     """Return the attention logits of one key/value head's queries, at positions from `first` on; −∞ on later keys."""
-    position = torch.arange(first, first + query.shape[1], device=key.device)
-    future = torch.arange(key.shape[0], device=key.device) > position.unsqueeze(-1)
-    return (query @ key.T * scale).masked_fill_(future, -torch.inf)
+    return _mask_future(query @ key.T * scale, first)
+
+
+def _mask_future(logits: Tensor, first: int) -> Tensor:
+    """Set logits (…, query, key) of keys after their query to −∞, in place; queries stand at `first` and after."""
+    position = torch.arange(first, first + logits.shape[-2], device=logits.device)
+    return logits.masked_fill_(
+        torch.arange(logits.shape[-1], device=logits.device) > position.unsqueeze(-1), -torch.inf
+    )
 
 
 def causal_rows(
@@ -47,7 +53,7 @@ def causal_blocks(
     """Yield (slice of heads, slice of queries, their attention weights in `dtype`), block by block.
 
     The queries are the last tokens of the keys; a block has the keys up to its last query. A GPU takes all heads at
-    once, a CPU those of a key/value head, and as many queries as the device's memory suggests.
+    once, a CPU those of a key/value head; both as many queries as `block_bytes` allows.
     """
     kv_heads, (heads, count) = len(keys), queries.shape[:2]
     group, first = heads // kv_heads, keys.shape[1] - count
@@ -59,9 +65,7 @@ def causal_blocks(
             end = min(begin + rows, count)
             seen, part = keys[start : start + together, : first + end].to(dtype), queries[block, begin:end].to(dtype)
             logits = part.reshape(together, -1, part.shape[-1]) @ seen.mT * scale
-            logits = logits.view(together * group, end - begin, -1)
-            position = torch.arange(first + begin, first + end, device=keys.device)
-            logits.masked_fill_(torch.arange(first + end, device=keys.device) > position.unsqueeze(-1), -torch.inf)
+            logits = _mask_future(logits.view(together * group, end - begin, -1), first + begin)
             yield block, slice(begin, end), softmax_with_sinks(logits, None if sinks is None else sinks[block])[0]
 
 

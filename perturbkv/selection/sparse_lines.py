@@ -106,7 +106,7 @@ def all_lines(config: ResolvedConfig, queries: LastQueries) -> ChosenLines:
 def diagonal_sums(weights: Float[Tensor, "head query key"]) -> Float[Tensor, "head key"]:
     """Return, per offset d = 0 … n − 1, the last queries' total weight on the entries d positions before them.
 
-    From the last key backwards, offset d of row r stands at d + queries − 1 − r: rows shifted so are added at once.
+    Read backwards from the last key, row r has offset d at d + queries − 1 − r; a strided view lines the offsets up.
     """
     heads, queries, n = weights.shape
     backwards = torch.nn.functional.pad(weights.flip(-1), (0, queries)).contiguous()

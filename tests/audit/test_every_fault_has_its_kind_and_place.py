@@ -34,7 +34,7 @@ FAULTS: dict[str, tuple[str, set[str], int, int, int, str]] = {
     "quantised": ("quantised", ALL, 1, 0, 0, "keys quantised to 8 bits per entry"),
     "quantised_values": ("quantised", ALL, 0, 0, 0, "values quantised to 4 bits per entry"),
     "one_changed": ("changed", ALL, 1, 1, SECOND, "values changed"),
-    "not_finite": ("finite", ALL, 1, 0, 3, "values not finite"),
+    "not_finite": ("infinite", ALL, 1, 0, 3, "values not finite"),
     "empty_layer": ("empty", ALL, 1, -1, -1, "no entry of the prompt is kept"),
     "foreign_entry": ("foreign", ALL, 0, 0, -1, "1 entry like none of the prompt's"),
     "twice": ("duplicate", ALL, 0, 0, 0, "1 entry kept twice"),
@@ -127,7 +127,7 @@ def test_layers_of_several_lengths_are_told_before_what_a_plain_call_raises() ->
         return cache
 
     result = audited("llama", pyramid, situations=["block"])
-    assert "its layers hold 16 to 20 entries, for which plain calls of the model make one mask" in result.conclusion()
+    assert "its layers hold 16 to 20 entries, but a plain call of the model makes one mask" in result.conclusion()
     assert result.faults[0].kind == "raised"
 
 

@@ -127,8 +127,8 @@ class Rehearsal(TorchDispatchMode):
         gpus = [device for device in devices if device.type == "cuda"]
         if function in _MOVES:
             place = devices[0] if function is _aten.copy_.default else torch.device(kwargs.get("device") or devices[0])
-            late = place.type == "cuda" and (kwargs.get("non_blocking") or args[2:3] == (True,))
-            waits = devices[-1].type != place.type and tensors[-1].numel() > 0 and not late
+            asynchronous = place.type == "cuda" and (kwargs.get("non_blocking") or args[2:3] == (True,))
+            waits = devices[-1].type != place.type and tensors[-1].numel() > 0 and not asynchronous
         else:
             place = torch.device(kwargs.get("device") or (gpus or [_CPU])[0])
             self._check_devices(function, place, gpus, tensors, kwargs.get("generator"))

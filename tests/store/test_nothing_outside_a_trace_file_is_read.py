@@ -59,7 +59,7 @@ def unpacked_by_others(file: h5py.File) -> None:
             "'theta' in the file itself, got a link that leads elsewhere",
         ),
         (lambda file: file.__setitem__("mine", h5py.ExternalLink("other.h5", "/")), "'mine' in the file itself"),
-        (another_name, "numbers of theta's own, got those of another name too"),
+        (another_name, "one name for the numbers of theta, got several hard links"),
         (virtual, "the numbers of theta in the file itself, got numbers that lie elsewhere"),
         (unpacked_by_others, "theta under deflate, shuffle and Fletcher32 alone, got the filters [32015]"),
         (

@@ -208,7 +208,7 @@ class _RowView:
 
     def kept_indices(self, kept: Bool[Tensor, "kept_head key"], counts: Sequence[int]) -> list[Tensor]:
         """Return, per kept set, the indices of its `counts` kept entries in the unpadded set, in order."""
-        order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
+        order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)  # kept ones first; nonzero would wait
         return [
             row[:count] - (self.longest - length)
             for row, count, length in zip(order, counts, self.lengths, strict=True)

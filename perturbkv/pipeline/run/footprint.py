@@ -125,7 +125,7 @@ def _memory_in_16_bits(planned: Plan) -> int:
 
 
 def _working_bytes(planned: Plan) -> int:
-    """Return the bytes of working memory: what the run was given, or a block of the longest loops on a GPU."""
+    """Return the bytes of working memory: the larger of what the run was given and a block of the longest loops."""
     return max(planned.resources.chunk_bytes, block_bytes(planned.placement.device))
 
 

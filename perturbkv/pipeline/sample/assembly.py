@@ -37,7 +37,7 @@ class BatchResult:
         configs: indices of the configurations in the run.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
         order: indices of the configurations in the order of `kept`.
-        kept: per layer the codes of the kept sets and byte lengths of these, as of `kept_codes.encode`.
+        kept: per layer what `kept_codes.encode` returns.
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
             cache; empty where nothing is generated.

@@ -180,7 +180,7 @@ FINAL_NORM, LOGITS = "the outputs of the final norm", "the logits"
 
 
 def _are_finite(numbers: Tensor) -> Tensor:
-    """Return whether all numbers are finite, as a tensor: their extremes tell, read in one pass without copies."""
+    """Return whether all numbers are finite, as a tensor, by the least and the largest: one pass, no copy."""
     return torch.isfinite(torch.stack(torch.aminmax(numbers))).all() if numbers.numel() else numbers.new_ones(()).bool()
 
 

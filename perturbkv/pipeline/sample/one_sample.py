@@ -105,9 +105,9 @@ def trace_sample(
 
     `kept_masks` are the kept sets of configurations of policy `given:NAME`.
 
-    The prompt is read once; all configurations share its scores, norms and reference. Waits for the device three
-    times: for the lengths of the evicted caches, for the numbers, and, with several steps, for the text's end;
-    and once for each budget that depends on the layers' entropies (lava).
+    The prompt is read once; all configurations share its scores, norms and reference. Waits for the device for the
+    prompt's tokens, the lengths of the evicted caches, whether activations are finite, and every finished array; with
+    several steps for the text's end, and with lava for the layers' entropies. Never per layer or head.
 
     Raises ActivationError for NaN or Inf, BudgetError where a budget leaves nothing besides the window, DatasetError
     for a prompt that the scenario cannot split, ConfigError where a configuration exceeds `resources.max_bytes`, and
@@ -161,7 +161,7 @@ class _EvictedLayer:
     Attributes:
         cache: the layer of the compact cache.
         order: the configurations, as in `entries.KeptBatch`.
-        codes: codes of their kept sets and byte lengths of these, as of `kept_codes.encode`.
+        codes: what `kept_codes.encode` returns for their kept sets.
         isolated: index of a configuration that changes what it keeps -> its isolated perturbation in this layer.
     """
 

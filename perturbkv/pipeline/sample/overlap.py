@@ -1,4 +1,4 @@
-"""Finishing of samples, coding and writing, while the next prompt is read on a GPU."""
+"""Writing of samples by another thread while a GPU reads the next prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_WAITING = 2
 
 
 class Finisher:
-    """A thread that does the host's work of one sample after the other, in order, at most two of them waiting.
+    """A thread that does the host's work of one sample after the other, in order; at most two are begun or waiting.
 
     Its `with` block ends when all are done, also after an exception or Ctrl-C: no measured sample is lost. Raises what
     the work raises, when the next one is handed over or at the block's end.
@@ -28,11 +28,12 @@ class Finisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.shutdown(wait=True)
-        for done in self._waiting if kind is None else ():
-            done.result()
+        if kind is None:
+            for work in self._waiting:
+                work.result()
 
     def add(self, work: Callable[[], object]) -> None:
-        """Let the thread do `work`, and wait while more than two others are not done."""
+        """Let the thread do `work`, after waiting while two others are not done."""
         while len(self._waiting) >= _MOST_WAITING or (self._waiting and self._waiting[0].done()):
-            self._waiting.popleft().result()
+            self._waiting.popleft().result()  # of those that are done, too, to raise what they raised
         self._waiting.append(self._thread.submit(work))

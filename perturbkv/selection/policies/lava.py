@@ -83,10 +83,7 @@ def entropies(scores: Iterable[Float[Tensor, "kept_head position"]]) -> Float[Te
 
 
 def layer_budgets(by_layer: Float[Tensor, " layer"], mean: int, most: int) -> Int[Tensor, " layer"]:
-    """Return the number of entries per kept set of every layer, by their entropies; the mean is `mean`.
-
-    None exceeds `most`.
-    """
+    """Return each layer's number of entries per kept set, by entropies: `mean` on average, at most `most`."""
     total = float(by_layer.sum())
     shares = by_layer / total if total > 0 else torch.full_like(by_layer, 1 / len(by_layer))
     return apportion(len(by_layer) * mean * shares, len(by_layer) * mean, most)

@@ -190,7 +190,7 @@ class StoredFile:
         if properties.get_layout() not in _LOCAL_LAYOUTS or properties.get_external_count():
             self.refuse(f"the numbers of {name} in the file itself", "numbers that lie elsewhere")
         if h5py.h5o.get_info(item.id).rc > 1:
-            self.refuse(f"numbers of {name}'s own", "those of another name too")
+            self.refuse(f"one name for the numbers of {name}", "several hard links")
         if not filters <= _FILTERS:
             self.refuse(f"{name} under deflate, shuffle and Fletcher32 alone", f"the filters {sorted(filters)}")
 
