@@ -37,17 +37,22 @@ def full_precision() -> Iterator[None]:
             library.fp32_precision = precision
 
 
+def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on a device; a copy to a GPU is asynchronous, one from it is complete, as it may be read."""
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on a device; the copy is asynchronous."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    """Return numbers as a tensor on a device; a copy to a GPU is asynchronous."""
+    return send(torch.tensor(numbers, dtype=dtype), device)
 
 
 def on_first_device(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors from several devices on the first one's; the copies are asynchronous."""
+    """Return tensors from several devices on the first one's."""
     found = list(tensors)
-    return [tensor.to(found[0].device, non_blocking=True) for tensor in found]
+    return [send(tensor, found[0].device) for tensor in found]
 
 
 def stack_on_device(device: torch.device, tensors: Iterable[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors from several devices, stacked along `dim` on one device; the copies are asynchronous."""
-    return torch.stack([tensor.to(device, non_blocking=True) for tensor in tensors], dim=dim)
+    """Return tensors from several devices, stacked along `dim` on one device."""
+    return torch.stack([send(tensor, device) for tensor in tensors], dim=dim)

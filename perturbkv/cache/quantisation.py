@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -74,11 +75,11 @@ def group_lengths(count: int, group: int) -> list[int]:
 
 def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the indices of the first `counts` entries of each kept set, in concatenated sets of lengths `lengths`."""
-    begin, indices = 0, []
-    for length, count in zip(lengths, counts, strict=True):
-        indices.append(torch.arange(begin, begin + count))
-        begin += length
-    return torch.cat(indices).to(device, non_blocking=True)
+    skipped = accumulate((length - count for length, count in zip(lengths, counts, strict=True)), initial=0)
+    before = to_device(list(skipped)[:-1], device, torch.int64)  # entries that earlier sets leave out
+    return torch.arange(sum(counts), device=device) + before.repeat_interleave(
+        to_device(list(counts), device, torch.int64), output_size=sum(counts)
+    )
 
 
 def store_kept(

@@ -112,12 +112,17 @@ def _borrowed_block(
     return Packed(segments, flat_keys, flat_values, begins, starts, lengths, indices, kernel)
 
 
+_WIDEST_HEAD = 256
+
+
 def kernel_for(like: Tensor) -> Kernel | None:
     """Return torch's variable-length attention where it takes tensors like `like`, else None.
 
-    It takes 16 bits on a GPU from Ampere on.
+    It takes 16 bits on a GPU from Ampere on, and heads of at most 256 components, a multiple of 8.
     """
     if like.device.type != "cuda" or like.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if like.shape[-1] % 8 or like.shape[-1] > _WIDEST_HEAD:
         return None
     return variable_length_attention() if torch.cuda.get_device_capability(like.device) >= (8, 0) else None
 

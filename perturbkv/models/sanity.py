@@ -194,7 +194,7 @@ def check_finite(model: Any, name: str) -> None:
     tensors = (part for key, weight in model.named_parameters() for part in plain_tensors(key, weight))
     weights = {key: tensor for key, tensor in tensors if tensor.dtype in _PLAIN}
     # a sum is finite only where all its terms are; it may overflow where they are, so a bad one is looked at closely
-    sums = torch.stack([weight.sum().to("cpu", torch.float64, non_blocking=True) for weight in weights.values()])
+    sums = torch.stack([weight.sum().to("cpu", torch.float64) for weight in weights.values()])
     suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]
     for key in suspects:
         if not_finite := int((~torch.isfinite(weights[key])).sum()):

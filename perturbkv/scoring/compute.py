@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.configs.plugins import commands_for_signed, external_code, is_builtin
+from perturbkv.devices import send
 from perturbkv.errors import PluginError
 from perturbkv.scoring.layer_view import NEEDS, LayerView
 from perturbkv.scoring.replay_view import ReplayView
@@ -72,7 +73,7 @@ def _compute(score: Score, view: LayerView) -> Tensor:
     """Return the values (rows, prefix) of a score on a layer. Raises PluginError if an external score fails."""
     shown: Any = VisibleLayer(view, score)
     if is_builtin(type(score)):
-        return score.score(shown).to(view.keys.device, non_blocking=True)
+        return send(score.score(shown), view.keys.device)
     with external_code(f"{_where(score, view)} raised"):
         scores = score.score(shown)
     _check_result(score, view, scores, [(view.heads, view.prefix), (view.kv_heads, view.prefix)])

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.configs.selections import ALL_QUERIES, TEXT_QUERIES
+from perturbkv.devices import to_device
 from perturbkv.errors import PluginError
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.theory import WORK, softmax_with_sinks
@@ -238,7 +239,7 @@ class LayerView:
         if self.window_queries != TEXT_QUERIES:
             return logits
         text = [row for row in range(rows) if self.entries - rows + row not in self.template]
-        return logits[:, text]
+        return logits[:, to_device(text, logits.device, torch.int64)]
 
     @cached_property
     def weights(self) -> tuple[Float[Tensor, "head query key"], Float[Tensor, "head query"]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perturbkv.configs.entry_counts import round_down_entries
 from perturbkv.configs.selections import Blocks
-from perturbkv.devices import to_device
+from perturbkv.devices import send, to_device
 from perturbkv.selection.layer_budget import LayerBudget
 from perturbkv.selection.layer_statistics import is_at_ends
 from perturbkv.selection.policies import checked
@@ -77,7 +77,7 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     blocks = configs[0].blocks(prompt_tokens)
     ends = [config.ends(prompt_tokens) for config in configs]
     allocated = [_allocate_blocks(config, scores, prompt_tokens) for config in configs]
-    kept = torch.stack([counts.to(device, non_blocking=True) for counts in allocated])
+    kept = torch.stack([send(counts, device) for counts in allocated])
     if scores.statistics.valid is not None:
         kept = torch.minimum(kept, blocks.full - scores.statistics.begin // blocks.size)
     protected = to_device([(each.first, each.recent) for each in ends], device).unsqueeze(1)

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.selections import Blocks
+from perturbkv.devices import send
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
 from perturbkv.selection.layer_budget import rows_by_score
@@ -226,7 +227,7 @@ class Scores:
 
         def make() -> Score:
             numbers = seeded(sets, statistics.prefix, seed, statistics.sample, statistics.layer)
-            return numbers.to(statistics.norms.device, non_blocking=True).expand(self.kept_heads(config), -1)
+            return send(numbers, statistics.norms.device).expand(self.kept_heads(config), -1)
 
         return self.once(("random", sets, seed), make)
 

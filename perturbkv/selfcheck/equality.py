@@ -107,7 +107,7 @@ def check_layout(device: torch.device, sizes: Sizes, layout: str) -> list[Check]
 
 def supports(layout: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device supports this layout for a dtype."""
-    return layout != "packed" or ragged.kernel_for(torch.empty(0, dtype=dtype, device=device)) is not None
+    return layout != "packed" or ragged.kernel_for(torch.empty(0, D_HEAD, dtype=dtype, device=device)) is not None
 
 
 def compare(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str, reference: Tensor) -> list[Check]:

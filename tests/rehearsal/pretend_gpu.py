@@ -128,6 +128,9 @@ class Rehearsal(TorchDispatchMode):
         if function in _MOVES:
             place = devices[0] if function is _aten.copy_.default else torch.device(kwargs.get("device") or devices[0])
             asynchronous = place.type == "cuda" and (kwargs.get("non_blocking") or args[2:3] == (True,))
+            if place.type == "cpu" and devices[-1].type == "cuda" and kwargs.get("non_blocking"):
+                msg = f"{function}: a copy to the host that nobody waits for, and that may be read before it is there"
+                raise RuntimeError(msg)
             waits = devices[-1].type != place.type and tensors[-1].numel() > 0 and not asynchronous
         else:
             place = torch.device(kwargs.get("device") or (gpus or [_CPU])[0])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import perturbkv as pk
+from perturbkv.cache.blocks import Packed
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 from tests.rehearsal.models import OFFLOADED, ONE, TWO_GPUS, WITH_COMPILER, rehearsal, tiny
@@ -132,3 +135,14 @@ def test_caches_that_are_compressed_while_decoding_on_two_gpus(configs: list[pk.
 @pytest.mark.parametrize("policy", ["adakv", "lava", "kvzip"])
 def test_layers_left_on_the_cpu_are_measured_rightly(policy: str, devices: tuple[str, ...]) -> None:
     check(traced(of_policy(policy)[:1], generate=2), devices)
+
+
+def test_packed_caches_in_sixteen_bits_on_two_gpus() -> None:
+    """They go through the kernel of a GPU, here its stand-in; a CPU's are padded, and round otherwise."""
+    run = resolved_run(TWO, steps=2, generate=3)
+    expected = trace_sample(tiny(dtype=torch.bfloat16), PROMPT, run).arrays["perturbation_propagated"]
+    with rehearsal(2), mock.patch.object(Packed, "attend", autospec=True, side_effect=Packed.attend) as packed:
+        model = tiny(devices=TWO_GPUS, dtype=torch.bfloat16)
+        found = trace_sample(model, PROMPT, run).arrays["perturbation_propagated"]
+    assert packed.call_count > 0
+    assert found.sum() == pytest.approx(expected.sum(), rel=0.05)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import perturbkv as pk
+from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.pipeline.answers import recompression
 from perturbkv.selection.policies import adakv
 from tests.rehearsal.models import ONE, WITH_COMPILER, rehearsal, tiny
@@ -31,11 +32,12 @@ MOST_LAUNCHES = {"two": 790, "many": 1830}
 
 
 @functools.cache
-def counted(layers: int, which: str) -> Rehearsal:
+def counted(layers: int, which: str, dtype: torch.dtype = torch.float32, chunk_bytes: int = CHUNK_BYTES) -> Rehearsal:
     with rehearsal() as counts:
-        model = tiny(layers=layers, devices=ONE)
+        model = tiny(layers=layers, devices=ONE, dtype=dtype)
         counts.clear()
-        trace_sample(model, PROMPT, resolved_run(TWO if which == "two" else MANY))
+        run = resolved_run(TWO if which == "two" else MANY)
+        trace_sample(model, PROMPT, run, Resources(chunk_bytes=chunk_bytes))
     return counts
 
 
@@ -108,6 +110,13 @@ def test_a_compression_while_decoding_waits_for_a_row_and_for_what_it_measured()
             assert waits_ <= event.call_count * (rows + 1)
 
 
+def test_caches_in_sixteen_bits_and_small_blocks_wait_for_no_more() -> None:
+    plain = counted(1, "two").waits
+    assert counted(3, "two", torch.bfloat16).waits == plain
+    assert counted(1, "two", chunk_bytes=2**12).waits == plain
+    assert counted(1, "two", chunk_bytes=2**12).launches.total() > counted(1, "two").launches.total()
+
+
 def test_finished_numbers_come_an_array_at_a_time() -> None:
     def copies(layers: int, which: str) -> int:
         return sum(count for place, count in counted(layers, which).waits.items() if place.startswith(COPIES))
@@ -163,3 +172,5 @@ def test_what_cuda_refuses_is_refused() -> None:
             torch.cat([first, second])
         assert (first + second.to("cuda:0")).tolist() == [2, 2]
         assert float(first.sum() + torch.tensor(1.0)) == 3  # a number of the CPU may come along
+        with pytest.raises(RuntimeError, match="nobody waits for"):
+            first.to("cpu", non_blocking=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from perturbkv import memory
 from perturbkv.cache.compact import full_cache
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import full_precision
+from perturbkv.devices import full_precision, stack_on_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
@@ -82,16 +82,17 @@ def score_prompt(adapter: Adapter, evidence: Evidence) -> tuple[Float[Tensor, "l
     """Return the retrieval score of every head on one prompt, and the model's answer as text. Raises DatasetError."""
     span = locate_sentence(evidence, adapter.tokenizer)
     most = len(_tokenize(f" {evidence.prompt.answers[0]}", adapter.tokenizer))
-    scores = torch.zeros(len(adapter.layers), adapter.heads, dtype=WORK)
+    masses: list[list[Tensor]] = [[] for _ in adapter.layers]
 
     def observe(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         mass = attention_inside(query[0, :, -1:], key[0], adapter.scale(layer), span, adapter.sinks(layer))
-        scores[layer] += mass.cpu() / (len(span) * most)
+        masses[layer].append(mass)
 
     finite = FiniteCheck()
     with capture(adapter, Observer(attention=observe, hidden=finite)):
         answer = _generate_answer(adapter, evidence.prompt.token_ids, most, end_tokens(adapter))
     finite.raise_if_not(evidence.prompt.sample_id)
+    scores = stack_on_device(adapter.device, (torch.stack(own).sum(dim=0) for own in masses)).cpu() / (len(span) * most)
     return scores, str(adapter.tokenizer.decode(answer, skip_special_tokens=True))
 
 

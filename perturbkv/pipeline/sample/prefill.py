@@ -19,7 +19,7 @@ from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
-from perturbkv.devices import to_device
+from perturbkv.devices import send, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, Observer, capture
@@ -61,7 +61,7 @@ class Rotations:
         position_ids = torch.arange(positions.start, positions.stop, positions.step, device=like.device).unsqueeze(0)
         parts = copy.deepcopy(self._adapter.rotary)(like, position_ids, *self._adapter.rotary_kind)
         twice = 2 * len(self._adapter.frequencies) // parts[0].shape[-1]  # some modules give each pair's angle once
-        cosine, sine = (part[0].repeat(1, twice).to(device, non_blocking=True) for part in parts)
+        cosine, sine = (send(part[0].repeat(1, twice), device) for part in parts)
         return Rotation(cosine, sine)
 
 

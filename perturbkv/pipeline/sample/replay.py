@@ -14,6 +14,7 @@ from transformers import Cache
 
 from perturbkv.cache.compact import restore_windows, sliding_windows
 from perturbkv.datasets.sample import text_after_turn
+from perturbkv.devices import to_device
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.progress import phase
@@ -123,7 +124,7 @@ class _Pass:
             hidden=self._restore_layer,
             attention_input=self._keep_input if needs_input else None,
         )
-        ids = torch.tensor([tokens], device=self.adapter.device)
+        ids = to_device([tokens], self.adapter.device)
         with capture(self.adapter, observer):
             self.adapter.model.model(input_ids=ids, past_key_values=self.cache, use_cache=True)
         restore_windows(self.cache, self.windows)
