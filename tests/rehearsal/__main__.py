@@ -7,24 +7,15 @@ from typing import Any
 
 import perturbkv as pk
 from perturbkv.selection.policies import registry
-from tests.rehearsal.models import ONE, rehearsal, tiny
+from tests.rehearsal.models import counted
 from tests.rehearsal.pretend_gpu import Rehearsal
-from tests.rehearsal.test_samples_on_gpus_that_are_not_there import Measure, answered, traced
+from tests.rehearsal.test_samples_on_gpus_that_are_not_there import answered, traced
 
 KINDS: dict[str, dict[str, Any]] = {
     "in few bits": {"precision": "quantise(bits=4)"},
     "corrected": {"correction": "corrected"},
     "snapkv(positions=in-cache)": {"policy": "snapkv(positions=in-cache)"},
 }
-
-
-def counted(measure: Measure, layers: int) -> Rehearsal:
-    """Return what a measurement counts on a pretended GPU."""
-    with rehearsal() as counts:
-        model = tiny(layers=layers, devices=ONE)
-        counts.clear()
-        measure(model)
-    return counts
 
 
 def row(name: str, choices: dict[str, Any], compress: bool = False) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -57,6 +57,15 @@ def tiny(family: str = "llama", devices: Sequence[str] = (), **more: Any) -> Ada
         if len(devices) > 1:
             module.register_forward_pre_hook(_follow(device), with_kwargs=True)
     return Adapter(model, ByteTokenizer(), f"tiny-{family}", "test", True)
+
+
+def counted(measure: Callable[[Adapter], object], layers: int = 1, dtype: torch.dtype = torch.float32) -> Rehearsal:
+    """What a measurement counts on one pretended GPU, without making the model."""
+    with rehearsal() as counts:
+        model = tiny(layers=layers, devices=ONE, dtype=dtype)
+        counts.clear()
+        measure(model)
+    return counts
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
