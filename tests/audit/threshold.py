@@ -310,9 +310,9 @@ def report() -> None:
     missed = [100 * np.mean(floors <= at) for at in grid]
     axes.step(grid, missed, color="C1", label=f"planted faults whose distance is no more, of {len(floors)}")
     axes.axvline(limit, color="0.3", linewidth=0.8, linestyle=":")
-    axes.annotate(f"{limit} floors", (limit, 50), xytext=(4, 0), textcoords="offset points")
+    axes.annotate(f"{limit} floors", (limit, 30), xytext=(4, 0), textcoords="offset points")
     axes.set(xscale="log", xlabel="threshold, noise floors", ylabel="%")
-    axes.legend(fontsize=7, loc="center right")
+    axes.legend(fontsize=7, loc="upper center")
     figure.savefig(FOLDER.parent / "figures" / "audit-threshold.png", dpi=160)
 
 
