@@ -6,8 +6,9 @@ are the same distance between runs of the plain model that keep the same entries
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,3 +265,116 @@ class AuditTrace:
     configs: tuple[EvictionConfig, ...] = ()
     freed: bool = False
     allowed: tuple[str, ...] = ()
+
+
+DUMP_FAULTS: Mapping[str, str] = {
+    "infinite": "keys or values that are infinite or no numbers",
+    "missing": "entries that are zero, or in no block",
+    "swapped": "keys where values belong",
+    "scale": "keys or values times a constant",
+    "request": "another request's entries",
+    "stale": "entries of a request that has ended",
+    "place": "other tokens' entries of the same request",
+    "shifted": "entries of the next tokens, or of those before",
+    "head": "another head's entries",
+    "layer": "another layer's entries",
+    "rotation": "keys rotated to other positions, or with another base",
+    "layout": "entries in another layout than the one named",
+    "rounded": "keys or values that went through fewer bits than the type that is named",
+    "changed": "keys or values that differ otherwise",
+    "coarse": "entries that are all farther from the plain model's than rounding explains",
+    "unknown": "entries of no token of the dump",
+    "decoding": "probabilities of tokens that the plain model does not give them",
+}
+"""Kind of a fault of a dump -> its meaning."""
+
+
+@dataclass(frozen=True)
+class DumpFault:
+    """Entries of a request that are not the plain model's.
+
+    Attributes:
+        request: the request's id; empty for a fault of the whole dump.
+        kind: a key of `DUMP_FAULTS`.
+        what: what is there instead, in words.
+        first, last: first and last token whose entries differ.
+        blocks: ids of the blocks that hold them.
+        layers, heads: indices of layers and key/value heads.
+    """
+
+    request: str
+    kind: str
+    what: str
+    first: int = 0
+    last: int = 0
+    blocks: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DumpedRequest:
+    """The comparison of one request's entries.
+
+    Attributes:
+        name: the request's id.
+        tokens: number of its tokens.
+        compared: number of compared entries, over layers and heads; 0 of a request that has ended.
+        differing: number of entries that differ.
+        distance: (layer, kind) largest distance of keys and of values that do not differ, over the root mean square
+            norm of the head's.
+        removed: number of entries that are gone, over layers and heads.
+        kept: per layer and head the positions of its entries, where some are gone; empty otherwise.
+        perturbation: (layer, head) ‖Δo_h‖₁ over ‖o_h‖₁ of the last token's query on the dumped entries instead of the
+            plain model's, after the output projection; NaN where entries are gone.
+        logprob_distance: largest difference of a token's log-probability from the plain model's; NaN where the dump has
+            none.
+        logprob_floor: the same between two ways of reading the tokens.
+    """
+
+    name: str
+    tokens: int
+    compared: int = 0
+    differing: int = 0
+    distance: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    removed: int = 0
+    kept: tuple[tuple[Integers, ...], ...] = ()
+    perturbation: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    logprob_distance: float = math.nan
+    logprob_floor: float = math.nan
+
+
+@dataclass(frozen=True)
+class DumpTrace:
+    """The measurements of an audit of a cache dump.
+
+    Attributes:
+        path: the dump.
+        engine: name and version of the engine, as the dump says.
+        about: model, dtype and versions, as text.
+        layers, kv_heads: the model's numbers of these.
+        requests: one per request of the dump.
+        faults: joined over layers, blocks and heads.
+        layout: the layout in which blocks were read; empty in a dump of rows.
+        named: the layout that the dump names; empty where it names none.
+        stored: the type of the stored numbers.
+        floors: (layer, kind) noise floors of keys and values.
+        typical: (layer, kind) median distances.
+        losses: of the kept sets, then of controls; empty where nothing was removed.
+        unreadable: why nothing could be compared; empty where something was.
+    """
+
+    path: str
+    engine: str
+    about: Mapping[str, str]
+    layers: int
+    kv_heads: int
+    requests: tuple[DumpedRequest, ...] = ()
+    faults: tuple[DumpFault, ...] = ()
+    layout: str = ""
+    named: str = ""
+    stored: str = ""
+    floors: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    typical: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    losses: tuple[Loss, ...] = ()
+    unreadable: str = ""

@@ -97,7 +97,7 @@ def audit(
     blank = AuditTrace(
         eviction.name,
         kind,
-        _provenance(adapter, source, len(used)),
+        provenance(adapter, source, len(used)),
         len(adapter.layers),
         adapter.heads,
         adapter.kv_heads,
@@ -145,7 +145,7 @@ def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
         raise ConfigError(msg)
 
 
-def _provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
+def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
     """Return the provenance of an audit as name -> text: model, versions, number of samples, source of the prompts."""
     return {
         "model": adapter.name,

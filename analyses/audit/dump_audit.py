@@ -1,0 +1,289 @@
+"""The verdict on an engine's cache, from a dump of it (METHOD: Engines' caches)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+from typing import Any, ClassVar
+
+import numpy as np
+
+from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE
+from perturbkv.analyses.audit.audited_runs import AuditLoss
+from perturbkv.analyses.audit.faults import floors_text
+from perturbkv.analyses.columns import Line, Record, column, derived, record, table
+from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.measurements import Floats
+from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.result import Result
+from perturbkv.audit_trace import DUMP_FAULTS, FLOORS, DumpedRequest, DumpFault, DumpTrace
+from perturbkv.display import Part
+from perturbkv.escaping import escape_line
+
+_LAYERS, _KINDS = "layer", "keys, values"
+_LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
+
+
+def _percent(share: float, _: Any = None) -> str:
+    """Return a small share as text: '0.031 %'; a dash without a number."""
+    return "–" if isnan(share) else f"{100 * share:.2g} %"
+
+
+@record
+class FaultOfDump(Record):
+    """Entries of a request that are not the plain model's."""
+
+    request: str = column("its id; empty for a fault of the whole dump")
+    kind: str = column(f"kind of the fault: {', '.join(DUMP_FAULTS)}")
+    what: str = column("what is there instead")
+    first: int = column("first token whose entries differ")
+    last: int = column("last token whose entries differ")
+    blocks: list[int] = column("ids of the blocks that hold them")
+    layers: list[int] = column("indices of layers")
+    heads: list[int] = column("indices of key/value heads")
+
+
+@record
+class RequestAudit(Record):
+    """One request's entries, against the plain model's."""
+
+    request: str = column("its id")
+    tokens: int = column("of the prompt and decoded ones", heading="#tokens")
+    compared: int = column("entries compared, over layers and heads", heading="#entries")
+    differing: int = column("entries that differ", heading="#differ")
+    removed: int = column("entries that are gone, over layers and heads", heading="#gone")
+    key_distance: float = column(
+        "largest distance of a key that does not differ, over the root mean square norm of its head's keys",
+        heading="#keys", text=_percent,
+    )  # fmt: skip
+    value_distance: float = column("the same of values", heading="#values", text=_percent)
+    perturbation: float = column(
+        "median over layers and heads of ‖Δo_h‖₁ / ‖o_h‖₁ of the last token's query, on the dumped entries instead of "
+        "the plain model's; null where entries are gone",
+        heading="#outputs", text=_percent,
+    )  # fmt: skip
+    worst_perturbation: float = column("the largest of all layers and heads")
+    perturbations: Floats = column("(layer, head) all of them", dims=(_LAYERS, "head"))
+    logprobs: float = column(
+        "largest difference of a token's log-probability from the plain model's, nats; null where the dump has none",
+        heading="#log p", text=lambda value, _: "–" if isnan(value) else f"{value:.2g}",
+    )  # fmt: skip
+    logprobs_floor: float = column("the same between two ways of reading the tokens")
+
+
+@record
+class DumpAudit(Result):
+    """The verdict on an engine's cache, with its measurements.
+
+    Attributes:
+        trace: the measurements.
+        identity: of the audit.
+    """
+
+    SECTION: ClassVar[str] = "audit"
+    DOCUMENT: ClassVar[str] = "of an audit of a cache dump"
+    SHOWN: ClassVar[tuple[str, ...]] = (
+        "tokens",
+        "compared",
+        "differing",
+        "key_distance",
+        "value_distance",
+        "perturbation",
+    )
+    FIRST: ClassVar[str] = "request"
+
+    trace: DumpTrace
+    identity: RunIdentity
+
+    @derived()
+    def verdict(self) -> str:
+        """`exact` (the plain model's entries but for rounding, or some of them), `differs` or `unreadable`."""
+        if self.trace.unreadable or not any(request.compared for request in self.trace.requests):
+            return UNREADABLE
+        return DIFFERS if self.trace.faults else EXACT
+
+    @derived()
+    def exit_code(self) -> int:
+        """Exit code of the process: 0 exact; 1 differs; 2 unreadable."""
+        return EXIT_CODES[self.verdict]
+
+    @derived(key="conclusion")
+    def summary(self) -> str:
+        """The verdict in one line."""
+        clauses = {UNREADABLE: self._unreadable_clause, DIFFERS: self._differs_clause, EXACT: self._exact_clause}
+        return f"{self.verdict}: {clauses[self.verdict]()}"
+
+    @derived()
+    def dump(self) -> str:
+        """Path of the dump."""
+        return self.trace.path
+
+    @derived()
+    def engine(self) -> str:
+        """Name and version of the engine, as the dump says."""
+        return self.trace.engine
+
+    @derived()
+    def about(self) -> dict[str, str]:
+        """Model, dtype, device, versions."""
+        return dict(self.trace.about)
+
+    @derived()
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.trace.layers
+
+    @derived()
+    def layout(self) -> str:
+        """Axes of the block tensors in which entries were found; empty in a dump of rows."""
+        return self.trace.layout
+
+    @derived()
+    def named_layout(self) -> str:
+        """Layout that the dump names; empty where it names none."""
+        return self.trace.named
+
+    @derived()
+    def stored(self) -> str:
+        """Type of the stored numbers."""
+        return self.trace.stored
+
+    @derived(dims=(_LAYERS, _KINDS))
+    def typical(self) -> Floats:
+        """(layer, kind) median distance of keys, and of values, from the plain model's."""
+        return self.trace.typical
+
+    @derived(dims=(_LAYERS, _KINDS))
+    def floors(self) -> Floats:
+        """(layer, kind) noise floors: the largest distance between two ways of reading the tokens."""
+        return self.trace.floors
+
+    @derived()
+    def requests(self) -> tuple[RequestAudit, ...]:
+        """The requests that were compared."""
+        return tuple(_request_audit(request) for request in self.trace.requests if request.compared)
+
+    @derived()
+    def faults(self) -> tuple[FaultOfDump, ...]:
+        """Faults, those in most layers first."""
+        return tuple(
+            FaultOfDump(
+                fault.request, fault.kind, fault.what, fault.first, fault.last, list(fault.blocks), list(fault.layers),
+                list(fault.heads),
+            )
+            for fault in self.trace.faults
+        )  # fmt: skip
+
+    @derived()
+    def losses(self) -> tuple[AuditLoss, ...]:
+        """The loss of the entries that are gone, then of controls that hold as much."""
+        return tuple(
+            AuditLoss(loss.name, loss.held, loss.isolated, loss.propagated, loss.drift, loss.kl)
+            for loss in self.trace.losses
+        )
+
+    def conclusion(self) -> str:
+        """Return the verdict in one line."""
+        return self.summary
+
+    def title(self) -> str:
+        """Return the table's title: the engine and its reference."""
+        name = self.engine or "the dump"
+        return escape_line(f"{name} ({self.stored}) against {self.about['model']} ({self.about['dtype']})")
+
+    def lines(self) -> Sequence[Line]:
+        """Return a line per compared request."""
+        return [Line(request.request, (request,)) for request in self.requests]
+
+    def interval_note(self) -> str:
+        """Return an empty note, as no number of an audit is a mean over samples."""
+        return ""
+
+    def caveats(self) -> Sequence[str]:
+        """Return what the distances are relative to."""
+        if not self.requests:
+            return []
+        return [
+            "keys, values: the farthest that does not differ, over its head's root mean square; outputs: median head."
+        ]
+
+    def details(self) -> Sequence[Part]:
+        """Return all faults, and a table of losses."""
+        more = [escape_line(_fault_clause(fault, self.layers)) for fault in self.trace.faults]
+        lines = [Line(loss.name, (loss,)) for loss in self.losses]
+        return [*more, *([table("loss at the first decoding step", lines, _LOSSES, "kept sets")] if lines else [])]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return a row per request, layer and kind of entry."""
+        return [
+            {
+                "request": request.name, "layer": layer, "kind": kind,
+                "distance": float(request.distance[layer, index]),
+                "typical": float(self.typical[layer, index]), "floor": float(self.floors[layer, index]),
+            }
+            for request in self.trace.requests if request.compared
+            for layer in range(self.layers)
+            for index, kind in enumerate(("keys", "values"))
+        ]  # fmt: skip
+
+    def _unreadable_clause(self) -> str:
+        """Return why nothing was compared."""
+        return self.trace.unreadable or "nothing was compared: no request of the dump is alive with entries"
+
+    def _differs_clause(self) -> str:
+        """Return the first fault, and how many more there are."""
+        more = len(self.trace.faults) - 1
+        also = f"; and {plural(more, 'more fault')}" if more else ""
+        return f"{_fault_clause(self.trace.faults[0], self.layers)}{also}"
+
+    def _exact_clause(self) -> str:
+        """Return how near the entries are to the plain model's, and how many are gone."""
+        compared = [request for request in self.trace.requests if request.compared]
+        floors = max(float((request.distance / self.floors).max()) for request in compared)
+        gone, entries = (sum(getattr(request, name) for request in compared) for name in ("removed", "compared"))
+        whose = f"the entries of {plural(len(compared), 'request')}, {self.layers} layers, are the plain model's"
+        near = f"at most {floors_text(floors)} noise floors away"
+        if floors > FLOORS:
+            keys, values = (_percent(float(np.median(self.typical[:, kind]))) for kind in range(2))
+            near = f"but for coarser numbers: keys typically {keys} away, values {values}"
+        removed = f"; {_percent(gone / (gone + entries))} of them are gone" if gone else ""
+        return f"{whose}, {near}{removed}"
+
+
+def _request_audit(request: DumpedRequest) -> RequestAudit:
+    """Return the columns of one request."""
+    distance, outputs = request.distance, request.perturbation
+    known = outputs[np.isfinite(outputs)]
+    median, worst = (float(np.median(known)), float(known.max())) if known.size else (np.nan, np.nan)
+    return RequestAudit(
+        request.name, request.tokens, request.compared, request.differing, request.removed,
+        float(distance[:, 0].max()), float(distance[:, 1].max()), median, worst, outputs,
+        request.logprob_distance, request.logprob_floor,
+    )  # fmt: skip
+
+
+def _fault_clause(fault: DumpFault, layers: int) -> str:
+    """Return a fault in words: where, and what is there."""
+    where = [f"request {fault.request}"] if fault.request else []
+    if fault.request:
+        where.append(f"token {fault.first}" if fault.first == fault.last else f"tokens {fault.first} to {fault.last}")
+    if fault.blocks:
+        shown = ", ".join(map(str, fault.blocks[:4])) + (", …" if len(fault.blocks) > 4 else "")
+        where.append(f"{'block' if len(fault.blocks) == 1 else 'blocks'} {shown}")
+    count = len(fault.layers)
+    if count:
+        where.append("all layers" if count == layers else f"layer {fault.layers[0]}" if count == 1 else
+                     f"{count} layers from {fault.layers[0]} on")  # fmt: skip
+    if fault.kind == "head" or (fault.heads and len(fault.heads) == 1):
+        where.append(f"head {fault.heads[0]}" if len(fault.heads) == 1 else "several heads")
+    return f"{', '.join(where)}: {fault.what}" if where else fault.what
+
+
+def conclude(trace: DumpTrace) -> DumpAudit:
+    """Return the verdict on a dump."""
+    about = trace.about
+    identity = RunIdentity(
+        model=about["model"], dataset=trace.path, samples=len(trace.requests), failed=0, configs=(), trace="",
+        random_weights=about["random_weights"] == "true", made_with=f"perturbkv {about['perturbkv_version']}",
+    )  # fmt: skip
+    return DumpAudit(trace, identity)

@@ -1,0 +1,411 @@
+"""The audit of a dump: every request's entries against the plain model's, layer by layer (METHOD: Engines' caches)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from perturbkv import memory, theory
+from perturbkv.audit_trace import FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
+from perturbkv.auditing import changes, loss, reference
+from perturbkv.auditing.audit import provenance
+from perturbkv.auditing.dumps import matching
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
+from perturbkv.auditing.dumps.layouts import Layout, candidates
+from perturbkv.auditing.dumps.matching import Distances, Entries, Known
+from perturbkv.auditing.situations import situation
+from perturbkv.cache.external_cache import NOWHERE, Layers, recover
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
+from perturbkv.devices import full_precision
+from perturbkv.errors import ConfigError, UnreadableCacheError
+from perturbkv.models.adapter import Adapter
+
+_DEFAULT = Resources()
+_TOKENS_PER_PASS = 256
+_TRIED = 64
+"""Entries by which a layout is recognised."""
+_RECOGNISED = 0.5
+"""Least share of the tried entries that must be the model's in a layout that is right."""
+_LOGPROB_LEAST = 1e-3
+"""Least noise floor of a log-probability."""
+_Pair = tuple[Tensor, Tensor]
+
+
+@torch.inference_mode()
+@memory.translate_allocation_errors()
+@full_precision()
+def audit_dump(
+    adapter: Adapter,
+    dump: Dump,
+    *,
+    losses: bool = True,
+    resources: Resources = _DEFAULT,
+    progress: Callable[[], object] = lambda: None,
+) -> DumpTrace:
+    """Compare a dump with the plain model's cache of the same tokens, and return the measurements.
+
+    In memory are the plain model's entries of all requests and one layer of the dump. `losses`: whether the loss is
+    measured where entries are removed; `progress` is called per layer.
+
+    Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
+    """
+    reference.check(adapter)
+    _check_shape(adapter, dump)
+    for request in dump.requests:
+        check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
+        check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
+    plain = _PlainEntries(adapter, dump.requests)
+    comparison = _Comparison(adapter, dump, plain)
+    for index in range(dump.layers):
+        comparison.add_layer(index)
+        progress()
+    trace = comparison.trace()
+    removed = [request for request in trace.requests if request.kept]
+    if losses and removed and not any(fault.kind != "decoding" for fault in trace.faults):
+        by_id = {request.id: _prompt(request) for request in dump.requests}
+        measured = loss.measure(adapter, [by_id[one.name] for one in removed], [one.kept for one in removed], resources)
+        trace = replace(trace, losses=measured.losses)
+    return trace
+
+
+def _prompt(request: Request) -> Prompt:
+    """Return a request's tokens as a prompt."""
+    return Prompt(request.id, request.token_ids, 0)
+
+
+def _check_shape(adapter: Adapter, dump: Dump) -> None:
+    """Raise UnreadableCacheError where the dump's model has another shape."""
+    d_head = adapter.d_head
+    for name, found, expected in (
+        ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),
+        ("components a head", dump.head_size, d_head),
+    ):  # fmt: skip
+        if found != expected:
+            msg = f"{dump.path} is of a model with {found} {name}, and {adapter.name} has {expected}"
+            raise UnreadableCacheError(msg)
+
+
+class _PlainEntries:
+    """The plain model's entries of all requests, with their noise floors."""
+
+    def __init__(self, adapter: Adapter, requests: Sequence[Request]) -> None:
+        self.layers: dict[str, Layers] = {}
+        self.queries: dict[str, dict[int, Tensor]] = {}
+        floors: list[Floats] = []
+        for request in requests:
+            ids = torch.tensor(request.token_ids, device=adapter.device)
+            alone = situation("single", ids, ids[:1], 1)
+            if request.finished or len(ids) < 2:
+                self.layers[request.id] = reference.read(adapter, alone)
+                continue
+            entries = reference.prompt_entries(adapter, alone)
+            self.layers[request.id] = entries.full
+            self.queries[request.id] = _last_query(adapter, ids, entries.full)
+            floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
+        least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
+        self.floors: Floats = np.max([least, *floors], axis=0)
+
+    def layer(self, index: int) -> Mapping[str, _Pair]:
+        """Return request -> keys and values (kv_head, entry, d_head) in one layer."""
+        return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
+
+
+def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
+    """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
+    before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
+    kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
+    (record,) = reference.decode(adapter, before, situation("single", ids[:-1], ids[-1:], 1), [kept])
+    return {layer: query[0, :, -1] for layer, query in record.query.items()}
+
+
+class _Comparison:
+    """The comparison of a dump, layer by layer."""
+
+    def __init__(self, adapter: Adapter, dump: Dump, plain: _PlainEntries) -> None:
+        self.adapter, self.dump, self.plain = adapter, dump, plain
+        self.live = [request for request in dump.requests if not request.finished]
+        self.layout: Layout | None = dump.layout
+        self.faults: list[DumpFault] = []
+        self.typical: list[tuple[float, float]] = []
+        self.compared = dict.fromkeys((request.id for request in self.live), 0)
+        self.differing = dict(self.compared)
+        self.removed = dict(self.compared)
+        self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
+        self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
+        self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
+        self.stored = ""
+        self.coarse: dict[int, str] = {}
+
+    def add_layer(self, index: int) -> None:
+        """Compare one layer's entries."""
+        layer = self.dump.layer(index)
+        known_entries = self.plain.layer(index)
+        if index == 0:
+            kinds = {str(tensor.dtype) for tensor in (*layer.stored, *(row[0] for row in layer.rows.values()))}
+            self.stored = self.dump.dtype or ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
+            if layer.stored:
+                self._recognise_layout(layer, known_entries)
+        blocks = self._blocks(layer)
+        entries = {request.id: self._entries(request, layer, blocks, known_entries) for request in self.live}
+        measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
+        typical = matching.typical(list(measured.values()))
+        self.typical.append(typical)
+        far = [level > FLOORS * floor for floor, level in zip(self.plain.floors[index], typical, strict=True)]
+        if any(far) and max(typical) <= matching.MOST_LEVEL and not self._declares_coarseness(layer):
+            self.coarse[index] = self._describe_coarseness(entries, known_entries, far, typical)
+        limits = tuple(
+            matching.tolerance(float(floor), level)
+            for floor, level in zip(self.plain.floors[index], typical, strict=True)
+        )
+        known = Known(
+            known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
+            lambda: self._other_layers(index), self.adapter.frequencies, lambda block: self._alternatives(layer, block),
+        )  # fmt: skip
+        for name, own in entries.items():
+            self._add(name, index, own, measured[name], known, (limits[0], limits[1]))
+
+    def _declares_coarseness(self, layer: LayerDump) -> bool:
+        """Return whether the dump names a coarser type than the plain model's, or its tensors have one."""
+        own = str(self.adapter.dtype).removeprefix("torch.")
+        tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
+        stored = any(torch.finfo(tensor.dtype).eps > torch.finfo(self.adapter.dtype).eps for tensor in tensors)
+        return stored or bool(self.dump.dtype) or self.dump.compute not in ("", own)
+
+    def _describe_coarseness(
+        self, entries: Mapping[str, Entries], known: Mapping[str, _Pair], far: Sequence[bool], typical: Sequence[float]
+    ) -> str:
+        """Return how a layer's keys and values differ that are all farther away than rounding explains."""
+        name, own = next((name, own) for name, own in entries.items() if own.keys.numel())
+        words = []
+        for kind, part in enumerate(("keys", "values")):
+            dumped, full = (own.keys, own.values)[kind], known[name][kind].float()
+            index = own.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1])
+            expected = full.gather(1, index)
+            rounded = changes.describe_rounding(dumped.flatten(0, 1), expected.flatten(0, 1)) if far[kind] else ""
+            away = f"typically {100 * typical[kind]:.2g} % away"
+            words += [f"{part} {rounded or away}"] if far[kind] else []
+        return " and ".join(words)
+
+    def _add(
+        self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: tuple[float, float]
+    ) -> None:
+        """Add one request's comparison in one layer."""
+        present = measured.present
+        far = ((measured.key > limits[0]) | (measured.value > limits[1])) & present
+        near = present & ~far
+        self.compared[name] += int(present.sum())
+        self.differing[name] += int(far.sum())
+        key, value = (float(kind[near].amax()) if bool(near.any()) else 0.0 for kind in (measured.key, measured.value))
+        self.distance[name].append((key, value))
+        tokens = len(next(request for request in self.live if request.id == name).token_ids)
+        kept = tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in own.positions)
+        self.kept[name].append(kept)
+        self.removed[name] += sum(tokens - len(positions) for positions in kept)
+        self.perturbation[name].append(self._perturbation(name, index, own, known.requests[name]))
+        self.faults += matching.faults(name, index, own, measured, known, limits)
+
+    def _perturbation(self, name: str, index: int, own: Entries, full: _Pair) -> Floats:
+        """Return the relative perturbation (head,) of the last token's head outputs by the dumped entries; NaN if some
+        are gone.
+        """
+        everything = torch.arange(full[0].shape[1]).expand_as(own.positions[:, : full[0].shape[1]])
+        query = self.plain.queries.get(name, {}).get(index)
+        if query is None or own.positions.shape[1] != full[0].shape[1] or not torch.equal(own.positions, everything):
+            return np.full(self.adapter.heads, np.nan)
+        slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
+        plain, dumped = (
+            theory.project_outputs(
+                theory.attention_output(query, keys, values, self.adapter.scale(index), self.adapter.sinks(index)),
+                slices,
+            )
+            for keys, values in (full, (own.keys.to(query.device), own.values.to(query.device)))
+        )
+        return ((dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)).cpu().numpy()
+
+    def _blocks(self, layer: LayerDump) -> _Pair | None:
+        """Return keys and values of all blocks in the dump's layout; None in a dump of rows."""
+        if not layer.stored:
+            return None
+        assert self.layout is not None
+        try:
+            keys, values = layer.split(self.layout, self.dump.sizes)
+        except ConfigError as error:
+            raise UnreadableCacheError(f"{self.dump.path}: {error}") from None  # noqa: EM102
+        return keys, values
+
+    def _entries(self, request: Request, layer: LayerDump, blocks: _Pair | None, known: Mapping[str, _Pair]) -> Entries:
+        """Return a request's entries in one layer, from its blocks or its rows."""
+        tokens = len(request.token_ids)
+        if request.blocks is None or blocks is None:
+            keys, values, positions = layer.rows[request.id]
+            if positions is None:
+                positions = self._find_positions((keys, values), known[request.id])
+            nowhere = torch.full((keys.shape[1],), REMOVED)
+            return Entries(keys.float(), values.float(), positions, nowhere)
+        size = self.dump.block_size
+        table = torch.tensor(request.blocks[: -(-tokens // size)], dtype=torch.int64)
+        known_index = torch.full((int(layer.block_ids.amax()) + 1,), REMOVED)
+        known_index[layer.block_ids] = torch.arange(len(layer.block_ids))
+        ids = table.repeat_interleave(size)[:tokens]
+        places = torch.arange(len(ids))
+        there = ids != REMOVED
+        chosen = known_index[ids.clamp(min=0)]
+        keys, values = (part[chosen, places % size].transpose(0, 1) for part in blocks)
+        positions = torch.where(there, places, REMOVED).expand(self.dump.kv_heads, -1)
+        return Entries(keys, values, positions, ids, size)
+
+    def _find_positions(self, own: _Pair, full: _Pair) -> Tensor:
+        """Return the tokens that rows stand for, found by their content; those of no token follow the one before."""
+        matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, full)]
+        (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
+        positions = torch.stack(list(kept.positions))
+        in_order = torch.arange(positions.shape[1]).expand_as(positions)
+        return torch.where(positions == NOWHERE, in_order.clamp(max=full[0].shape[1] - 1), positions)
+
+    def _recognise_layout(self, layer: LayerDump, known: Mapping[str, _Pair]) -> None:
+        """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
+
+        Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
+        """
+        named = self.dump.layout
+        shares = {named: self._recognised(layer, named, known)} if named else {}
+        if named and shares[named] >= _RECOGNISED:
+            return
+        for layout in self._all_layouts(layer):
+            shares[layout] = self._recognised(layer, layout, known)
+        best = max(shares, key=lambda layout: shares[layout], default=None)
+        if best is None or shares[best] < _RECOGNISED:
+            if named and shares[named] > 0:
+                return
+            tried = f"'{named}'" if named else "any layout"
+            msg = (
+                f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
+                "entries of these tokens; is it this model's cache?"
+            )
+            raise UnreadableCacheError(msg)
+        self.layout = best
+        if named and best != named:
+            everywhere = tuple(range(self.dump.layers))
+            self.faults.append(DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere))
+
+    def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
+        """Yield all layouts that fit the block tensors."""
+        sizes = self.dump.sizes
+        both = [list(candidates(tensor.shape, sizes, len(layer.stored) == 1)) for tensor in layer.stored]
+        if len(both) == 1:
+            yield from (Layout(groups, groups) for groups in both[0])
+            return
+        yield from (Layout(keys, values) for keys in both[0] for values in both[1])
+
+    def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> float:
+        """Return the share of some entries of live requests that are the model's where the table says, or elsewhere."""
+        try:
+            blocks = layer.split(layout, self.dump.sizes)
+        except ConfigError:
+            return 0.0
+        tried: list[float] = []
+        for request in self.live:
+            own = self._entries(request, layer, (blocks[0], blocks[1]), known)
+            some = torch.linspace(0, own.keys.shape[1] - 1, min(_TRIED, own.keys.shape[1])).long()
+            part = Entries(own.keys[:, some], own.values[:, some], own.positions[:, some], own.blocks[some])
+            measured = matching.distances(part, known[request.id])
+            near = (measured.key <= matching.NEAR) & (measured.value <= matching.NEAR) & measured.present
+            if bool(measured.present.any()):
+                tried.append(float(near.sum() / measured.present.sum()))
+        return float(np.mean(tried)) if tried else 0.0
+
+    def _alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (layout in words, keys, values (kv_head, token, d_head)) of one block, in every other layout."""
+        index = int((layer.block_ids == block).nonzero()[0])
+        for layout in self._all_layouts(layer):
+            if layout == self.layout:
+                continue
+            blocks = layer.split(layout, self.dump.sizes)
+            if index < len(blocks[0]):
+                keys, values = (part[index].transpose(0, 1) for part in blocks)
+                yield str(layout), keys, values
+
+    def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, _Pair]]]:
+        """Yield (index, entries) of the other layers of the plain model, the nearest first."""
+        for other in sorted(range(self.dump.layers), key=lambda layer: abs(layer - index)):
+            if other != index:
+                yield other, self.plain.layer(other)
+
+    def trace(self) -> DumpTrace:
+        """Return the measurements of all layers."""
+        requests, faults = [], [*self.faults, *self._missing()]
+        if self.coarse:
+            words = f"all {next(iter(self.coarse.values()))}, and the dump names no such type"
+            faults.append(DumpFault("", "coarse", words, layers=tuple(self.coarse)))
+        for request in self.dump.requests:
+            name = request.id
+            if request.finished:
+                requests.append(DumpedRequest(name, len(request.token_ids)))
+                continue
+            distance, floor = self._logprobs(request)
+            if distance > FLOORS * floor * self._coarseness:
+                words = f"log-probabilities differ by up to {distance:.3g}, rounding gives {floor:.3g}"
+                faults.append(DumpFault(name, "decoding", words, 0, len(request.token_ids) - 1))
+            requests.append(
+                DumpedRequest(
+                    name, len(request.token_ids), self.compared[name], self.differing[name],
+                    np.array(self.distance[name]), self.removed[name],
+                    tuple(self.kept[name]) if self.removed[name] else (), np.array(self.perturbation[name]),
+                    distance, floor,
+                )
+            )  # fmt: skip
+        dump = self.dump
+        return DumpTrace(
+            str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers, dump.kv_heads,
+            tuple(requests), tuple(matching.join(faults)), str(self.layout or ""), str(dump.layout or ""), self.stored,
+            self.plain.floors, np.array(self.typical),
+        )  # fmt: skip
+
+    @cached_property
+    def _coarseness(self) -> float:
+        """How many times the typical distances of entries are those of rounding; at least 1."""
+        return max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
+
+    def _missing(self) -> Iterator[DumpFault]:
+        """Yield the requests whose block table is too short for their tokens."""
+        for request in self.live:
+            held = len(request.blocks or ()) * self.dump.block_size
+            if request.blocks is not None and held < len(request.token_ids):
+                everywhere = tuple(range(self.dump.layers))
+                yield DumpFault(
+                    request.id, "missing", "in no block of the table", held, len(request.token_ids) - 1, (), everywhere
+                )
+
+    def _logprobs(self, request: Request) -> tuple[float, float]:
+        """Return the largest difference of the dump's log-probabilities from the plain model's, and its noise floor."""
+        known = [index for index, value in enumerate(request.logprobs) if value is not None and index]
+        if not known:
+            return np.nan, np.nan
+        engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
+        plain, other = (
+            token_logprobs(self.adapter, request.token_ids, tokens)[known] for tokens in (_TOKENS_PER_PASS, 96)
+        )
+        floor = max(_LOGPROB_LEAST, float((plain - other).abs().amax()))
+        return float((engine - plain).abs().nan_to_num(torch.inf).amax()), floor
+
+
+def token_logprobs(adapter: Adapter, token_ids: Sequence[int], at_once: int) -> Float[Tensor, " token"]:
+    """Return each token's log-probability after those before it; 0 for the first. Reads `at_once` tokens at a time."""
+    cache, found, last = DynamicCache(), [], None
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    for first in range(0, ids.shape[1], at_once):
+        part = ids[:, first : first + at_once]
+        logits = adapter.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].double()
+        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        targets = part[0, 1:] if last is None else part[0]
+        found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
+        last = logits[-1:]
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])

@@ -1,0 +1,412 @@
+"""Dumps of an engine's cache: a folder of `dump.json` and one safetensors file per layer (FORMAT-DUMP.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perturbkv.auditing.dumps.layouts import Layout, Sizes
+from perturbkv.errors import ConfigError, UnreadableCacheError
+from perturbkv.user_files import FileKind
+
+FORMAT, VERSION, HEADER = "perturbkv-dump", 1, "dump.json"
+REMOVED = -1
+"""In a block table, a block that was freed though the request lives on; in positions, no entry."""
+_HEADER_FILE = FileKind("a cache dump", ConfigError)
+_STORED = ("cache", "keys", "values", "block_ids", "key_scale", "value_scale")
+_ROWS = re.compile(r"(keys|values|positions)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of an engine, whose entries the cache holds or held.
+
+    Attributes:
+        id: the request's name.
+        token_ids: tokens whose keys and values were computed, in order: the prompt's, then the decoded ones'.
+        blocks: block table: the id of the block of the first tokens, of the next, …; `REMOVED` where a block was freed.
+            None where the dump holds rows of the request's own.
+        finished: whether the request has ended, so that its blocks may have been given away. It is not compared; other
+            requests' blocks that hold its entries are stale.
+        logprobs: per token the logarithm of the probability that the engine gave it after those before; None where it
+            is not known.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...] | None = None
+    finished: bool = False
+    logprobs: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerDump:
+    """One layer of a dump.
+
+    Attributes:
+        blocks: keys and values (block, token, head, dim) as the named layout has them, scales applied; None in a dump
+            of rows, or where no layout is named.
+        stored: the block tensors as they were stored: `cache`, or `keys` and `values`.
+        scales: of keys and of values.
+        block_ids: id of each block of `stored`, in order.
+        rows: request -> keys, values (kv_head, entry, d_head) and positions (kv_head, entry), `REMOVED` where there is
+            no entry; None where positions are not known.
+    """
+
+    stored: tuple[Tensor, ...]
+    scales: tuple[Tensor, Tensor]
+    block_ids: Int[Tensor, " block"]
+    rows: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]
+
+    def split(self, layout: Layout, sizes: Sizes) -> tuple[Float[Tensor, "block token head dim"], ...]:
+        """Return keys and values of all blocks in float32, scales applied. Raises ConfigError for another shape."""
+        both = layout.split(self.stored, sizes)
+        return tuple(part.float() * scale for part, scale in zip(both, self.scales, strict=True))
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A cache dump; the tensors of a layer are read when they are asked for.
+
+    Attributes:
+        path: its folder.
+        layers, kv_heads, head_size: the model's.
+        requests: the requests.
+        block_size: tokens in a block; 0 in a dump of rows.
+        layout: as the engine names it; None: not known.
+        dtype: the type that entries are stored in where the tensors do not show it, such as `q8_0`; empty otherwise.
+        compute: the type that the engine computes with; empty: not known.
+        engine: name and version of the engine.
+    """
+
+    path: Path
+    layers: int
+    kv_heads: int
+    head_size: int
+    requests: tuple[Request, ...]
+    block_size: int = 0
+    layout: Layout | None = None
+    dtype: str = ""
+    compute: str = ""
+    engine: str = ""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of a block tensor's axes."""
+        return Sizes(self.block_size, self.kv_heads, self.head_size)
+
+    def layer(self, index: int) -> LayerDump:
+        """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""
+        tensors = _read_tensors(self.path / layer_file(index))
+        for name in tensors:
+            if name not in _STORED and not _ROWS.fullmatch(name):
+                _refuse(self.path / layer_file(index), f"the unknown tensor '{name}'")
+        return _Layer(self, index, tensors).read()
+
+
+def layer_file(index: int) -> str:
+    """Return the name of a layer's file."""
+    return f"layer-{index}.safetensors"
+
+
+def is_dump(path: Path) -> bool:
+    """Return whether a path is a dump's folder or header."""
+    return path.name == HEADER or (path.is_dir() and (path / HEADER).exists())
+
+
+def read_dump(path: Path) -> Dump:
+    """Return a dump, given its folder or its header. Raises ConfigError or UnreadableCacheError for an invalid one."""
+    folder = path.parent if path.name == HEADER else path
+    header = _HEADER_FILE.read_json(folder / HEADER)
+    try:
+        dump = _parse_header(folder, header)
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        reason = f"no '{error.args[0]}'" if isinstance(error, KeyError) else str(error)
+        msg = f"{folder / HEADER}: {reason}"
+        raise UnreadableCacheError(msg) from None
+    for index in range(dump.layers):
+        if not (folder / layer_file(index)).is_file():
+            msg = f"{folder} has no {layer_file(index)}, of {dump.layers} layers"
+            raise UnreadableCacheError(msg)
+    return dump
+
+
+def _parse_header(folder: Path, header: Any) -> Dump:
+    """Return the dump of a header. Raises KeyError, TypeError, ValueError or ConfigError for an invalid one."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        msg = f"expected an object whose format is '{FORMAT}'"
+        raise ValueError(msg)
+    if header.get("version") != VERSION:
+        msg = f"expected version {VERSION}, got {str(header.get('version'))[:40]}"
+        raise ValueError(msg)
+    known = {"format", "version", "layers", "kv_heads", "head_size", "requests", "block_size", "layout", "dtype",
+             "compute", "engine"}  # fmt: skip
+    if unknown := sorted(header.keys() - known):
+        msg = f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}"
+        raise ValueError(msg)
+    layers, kv_heads, head_size = (_whole(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
+    block_size = _whole(header, "block_size", 1) if "block_size" in header else 0
+    layout = header.get("layout")
+    requests = header["requests"]
+    if not isinstance(requests, list) or not requests:
+        msg = "expected at least one request"
+        raise ValueError(msg)
+    parsed = tuple(_parse_request(request, index, block_size) for index, request in enumerate(requests))
+    if len({request.id for request in parsed}) < len(parsed):
+        msg = "two requests have one id"
+        raise ValueError(msg)
+    texts = {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        msg = f"expected a text as {wrong[0]}"
+        raise ValueError(msg)
+    named = None if layout is None else Layout.parse(layout)
+    return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
+
+
+def _whole(fields: Mapping[str, Any], name: str, least: int) -> int:
+    """Return a whole number of at least `least`. Raises KeyError or ValueError for anything else."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        msg = f"expected a whole number from {least} on as {name}, got {str(value)[:40]}"
+        raise ValueError(msg)
+    return value
+
+
+def _parse_request(fields: Any, index: int, block_size: int) -> Request:
+    """Return a request of the header. Raises KeyError, TypeError or ValueError for an invalid one."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("id"), str) or not fields["id"]:
+        msg = f"expected an object with a text as id in request {index}"
+        raise ValueError(msg)
+    name = fields["id"]
+    known = {"id", "token_ids", "blocks", "finished", "logprobs"}
+    if unknown := sorted(fields.keys() - known):
+        msg = f"request '{name}' has the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}"
+        raise ValueError(msg)
+    tokens = _whole_numbers(fields["token_ids"], f"token_ids of request '{name}'", 0)
+    if not tokens:
+        msg = f"request '{name}' has no tokens"
+        raise ValueError(msg)
+    blocks = fields.get("blocks")
+    table = None if blocks is None else _whole_numbers(blocks, f"blocks of request '{name}'", REMOVED)
+    if table is not None and not block_size:
+        msg = f"request '{name}' has blocks, and the dump no block_size"
+        raise ValueError(msg)
+    finished = fields.get("finished", False)
+    if not isinstance(finished, bool):
+        msg = f"expected true or false as finished of request '{name}'"
+        raise ValueError(msg)
+    logprobs = fields.get("logprobs", [])
+    numbers = isinstance(logprobs, list) and all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in logprobs
+    )
+    if not numbers or len(logprobs) not in (0, len(tokens)):
+        msg = f"expected a number or null per token as logprobs of request '{name}'"
+        raise ValueError(msg)
+    return Request(name, tokens, table, finished, tuple(logprobs))
+
+
+def _whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
+    """Return a list of whole numbers of at least `least` as a tuple. Raises ValueError for anything else."""
+    if not isinstance(values, list):
+        msg = f"expected a list as {what}"
+        raise ValueError(msg)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            msg = f"expected whole numbers from {least} on as {what}, got {str(value)[:40]}"
+            raise ValueError(msg)
+    return tuple(values)
+
+
+def _refuse(path: Path, found: str) -> NoReturn:
+    """Raise UnreadableCacheError for a layer's file."""
+    msg = f"{path}: {found}"
+    raise UnreadableCacheError(msg)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises UnreadableCacheError for an invalid or truncated one."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
+    except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
+        _refuse(path, f"no whole safetensors file ({str(error)[:200]})")
+
+
+@dataclass
+class _Layer:
+    """The reader of one layer's tensors."""
+
+    dump: Dump
+    index: int
+    tensors: Mapping[str, Tensor]
+
+    def read(self) -> LayerDump:
+        """Return the layer, checked."""
+        names = ("cache",) if "cache" in self.tensors else ("keys", "values")
+        stored = tuple(self.tensors[name] for name in names if name in self.tensors)
+        if len(stored) == 1 and names != ("cache",):
+            self._refuse(f"{'keys' if 'keys' in self.tensors else 'values'} alone")
+        if {"cache", "keys"} <= self.tensors.keys() or {"cache", "values"} <= self.tensors.keys():
+            self._refuse("both 'cache' and 'keys' or 'values'")
+        scales = self._scale("key_scale"), self._scale("value_scale")
+        rows = {request.id: self._row(request) for request in self.dump.requests if request.blocks is None}
+        if not stored and any(request.blocks is not None for request in self.dump.requests):
+            self._refuse("no block tensors: 'cache', or 'keys' and 'values'")
+        if stored and self.dump.layout is not None and self.dump.layout.in_one_tensor != (len(stored) == 1):
+            self._refuse(f"{len(stored)} block tensors, and the layout is '{self.dump.layout}'")
+        for tensor in stored:
+            if not tensor.is_floating_point():
+                self._refuse(f"block tensors of type {tensor.dtype}, expected floating-point numbers")
+        kept = {name: row for name, row in rows.items() if row is not None}
+        return LayerDump(stored, scales, self._block_ids(stored), kept)
+
+    def _refuse(self, found: str) -> NoReturn:
+        """Raise UnreadableCacheError for this layer's file."""
+        _refuse(self.dump.path / layer_file(self.index), found)
+
+    def _scale(self, name: str) -> Tensor:
+        """Return a scale: one number, or one per head as (head, 1). Raises UnreadableCacheError for anything else."""
+        scale = self.tensors.get(name, torch.ones(())).float()
+        if not bool(scale.isfinite().all()) or scale.numel() not in (1, self.dump.kv_heads):
+            self._refuse(f"{name} of shape {tuple(scale.shape)}, expected one finite number, or one per head")
+        return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
+
+    def _block_ids(self, stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
+        """Return the ids of the stored blocks. Raises UnreadableCacheError where a table names a block without one."""
+        if not stored:
+            return torch.zeros(0, dtype=torch.int64)
+        per_block = self.dump.block_size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
+        count, rest = divmod(stored[0].numel(), per_block)
+        if rest or any(tensor.numel() != stored[0].numel() for tensor in stored):
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
+            self._refuse(f"block tensors of shape {shapes}, no multiple of {per_block:,} numbers a block")
+        ids = self.tensors.get("block_ids", torch.arange(count))
+        if ids.is_floating_point() or tuple(ids.shape) != (count,) or len(set(ids.tolist())) != count:
+            self._refuse(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")
+        known = set(ids.tolist())
+        for request in self.dump.requests:
+            if request.finished or request.blocks is None:
+                continue
+            if missing := [block for block in request.blocks if block not in known and block != REMOVED]:
+                self._refuse(f"no block {missing[0]}, which the table of request '{request.id}' names")
+        return ids.long()
+
+    def _row(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Return the rows of a request. Raises UnreadableCacheError for missing ones or other shapes."""
+        keys, values = (self.tensors.get(f"{kind}.{request.id}") for kind in ("keys", "values"))
+        if keys is None or values is None:
+            if request.finished:
+                return None
+            self._refuse(f"no '{'values' if keys is not None else 'keys'}.{request.id}'")
+        heads, size = self.dump.kv_heads, self.dump.head_size
+        if keys.ndim != 3 or keys.shape != values.shape or (len(keys), keys.shape[2]) != (heads, size):
+            self._refuse(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} of request '{request.id}', expected "
+                f"({heads}, entries, {size}) for both"
+            )
+        positions = self.tensors.get(f"positions.{request.id}")
+        if positions is None:
+            return keys, values, None
+        expanded = positions.expand(heads, -1) if positions.ndim == 1 else positions
+        if positions.is_floating_point() or expanded.shape != keys.shape[:2]:
+            self._refuse(
+                f"positions {tuple(positions.shape)} of request '{request.id}', expected {tuple(keys.shape[:2])}"
+            )
+        if bool((expanded < REMOVED).any()) or bool((expanded >= len(request.token_ids)).any()):
+            self._refuse(f"positions of request '{request.id}' outside of its {len(request.token_ids)} tokens")
+        return keys, values, expanded.long()
+
+
+def write_dump(
+    folder: str | Path,
+    requests: Sequence[Request | Mapping[str, Any]],
+    layers: Iterable[Mapping[str, Tensor]],
+    *,
+    kv_heads: int,
+    head_size: int,
+    block_size: int = 0,
+    layout: str = "",
+    dtype: str = "",
+    compute: str = "",
+    engine: str = "",
+) -> Path:
+    """Write a dump of an engine's cache, layer by layer, and return its folder.
+
+    Args:
+        folder: a new or empty folder.
+        requests: per request id, token ids, and its block table where the cache has blocks.
+        layers: per layer name -> tensor: `cache`, or `keys` and `values`, as the engine stores blocks, with `block_ids`
+            where not all blocks are there and `key_scale`, `value_scale` where stored numbers are multiplied by them;
+            or `keys.ID`, `values.ID` (kv_head, entry, d_head) and `positions.ID` of each request. Taken one at a time.
+        kv_heads: key/value heads of a layer.
+        head_size: components of a head.
+        block_size: tokens in a block; 0 without blocks.
+        layout: axes of the block tensors, or a name of `layouts.NAMED`; empty: not known.
+        dtype: the stored type where the tensors do not show it.
+        compute: the type that the engine computes with, such as `bfloat16`.
+        engine: name and version of the engine.
+
+    Raises ConfigError for a folder that is not empty and for invalid arguments, UnreadableCacheError for tensors that
+    do not belong together.
+
+    Example:
+        >>> import tempfile, torch
+        >>> keys = torch.zeros(4, 16, 2, 8)  # block, token, head, dim
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_dump(
+        ...         folder, [{"id": "a", "token_ids": [5, 6, 7], "blocks": [2]}], [{"keys": keys, "values": keys}],
+        ...         kv_heads=2, head_size=8, block_size=16, layout="block token head dim",
+        ...     )
+        ...     read_dump(path).requests[0].blocks
+        (2,)
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        msg = f"expected a new or empty folder for a dump, got {path}"
+        raise ConfigError(msg)
+    count = 0
+    for count, tensors in enumerate(layers, start=1):  # noqa: B007 - counted
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path / layer_file(count - 1)
+        )
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "layers": count,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+    }
+    optional = {"block_size": block_size, "layout": layout, "dtype": dtype, "compute": compute, "engine": engine}
+    header |= {name: value for name, value in optional.items() if value}
+    header["requests"] = [_request_fields(request) for request in requests]
+    (path / HEADER).write_text(json.dumps(header) + "\n", encoding="utf-8")
+    dump = read_dump(path)
+    for index in range(dump.layers):
+        dump.layer(index)
+    return path
+
+
+def _request_fields(request: Request | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON object of a request."""
+    if not isinstance(request, Request):
+        return dict(request)
+    fields: dict[str, Any] = {"id": request.id, "token_ids": list(request.token_ids)}
+    if request.blocks is not None:
+        fields["blocks"] = list(request.blocks)
+    if request.finished:
+        fields["finished"] = True
+    if request.logprobs:
+        fields["logprobs"] = list(request.logprobs)
+    return fields

@@ -1,0 +1,156 @@
+"""Layouts of the tensors that engines keep keys and values in, written as axes: `kv block token head dim`.
+
+The axes are the block, the token inside it, the key/value head, the component (`dim`), and `kv`, which holds keys
+first where both are in one tensor. Axes in parentheses are one dimension of the tensor. `|` separates a layout of keys
+from another one of values. Where blocks hold one token, there is no axis `token`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from perturbkv.errors import ConfigError
+
+KV, BLOCK, TOKEN, HEAD, DIM = "kv", "block", "token", "head", "dim"
+_AXES = (KV, BLOCK, TOKEN, HEAD, DIM)
+_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
+
+NAMED: Mapping[str, str] = {
+    "vllm-flash-attn": "kv block token head dim",
+    "vllm-flashinfer": "block kv token head dim",
+    "vllm-flashinfer-hnd": "block kv head token dim",
+    "vllm-cpu": "block head dim token | block head token dim",
+    "sglang": "block head dim",
+    "tensorrt-llm": "block kv (head token dim)",
+    "lmcache": "block kv token (head dim)",
+}
+"""Name of an engine's layout -> its axes."""
+
+Groups = tuple[tuple[str, ...], ...]
+"""Per dimension of a tensor, the axes that it is made of."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The known sizes of axes: tokens in a block, key/value heads, and components."""
+
+    token: int
+    head: int
+    dim: int
+
+    def of(self, axis: str) -> int:
+        """Return the size of an axis other than `block`."""
+        return {KV: 2, TOKEN: self.token, HEAD: self.head, DIM: self.dim}[axis]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout: dimensions of the tensor of keys and of that of values; equal where both are in one tensor.
+
+    Example:
+        >>> str(Layout.parse("block  kv (head token dim)"))
+        'block kv (head token dim)'
+    """
+
+    keys: Groups
+    values: Groups
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Return the layout of a text: axes, or a name of `NAMED`. Raises ConfigError for any other text."""
+        parts = [_parse_groups(part, text) for part in NAMED.get(text, text).split("|")]
+        if len(parts) > 2 or (len(parts) == 2 and any(KV in sum(part, ()) for part in parts)):
+            msg = f"expected a layout of keys and, after |, of values without {KV}, got '{text}'"
+            raise ConfigError(msg)
+        return cls(parts[0], parts[-1])
+
+    @property
+    def in_one_tensor(self) -> bool:
+        """Whether keys and values are in one tensor."""
+        return KV in sum(self.keys, ())
+
+    def __str__(self) -> str:
+        keys, values = (_format(groups) for groups in (self.keys, self.values))
+        return keys if keys == values else f"{keys} | {values}"
+
+    def split(
+        self, tensors: Sequence[Tensor], sizes: Sizes
+    ) -> tuple[Shaped[Tensor, "block token head dim"], Shaped[Tensor, "block token head dim"]]:
+        """Return keys and values, as views where possible, of one tensor of both or of a tensor of each.
+
+        Raises ConfigError where a tensor's shape does not fit the layout.
+        """
+        if self.in_one_tensor:
+            both = arrange(tensors[0], self.keys, sizes)
+            return both[0], both[1]
+        return arrange(tensors[0], self.keys, sizes), arrange(tensors[1], self.values, sizes)
+
+
+def _parse_groups(text: str, whole: str) -> Groups:
+    """Return the dimensions that a text writes. Raises ConfigError for unknown, missing and repeated axes."""
+    groups = tuple(
+        tuple((inside or axis).split()) for inside, axis in (found.groups() for found in _GROUP.finditer(text))
+    )
+    axes = sum(groups, ())
+    unknown = [axis for axis in axes if axis not in _AXES]
+    missing = [axis for axis in (BLOCK, HEAD, DIM) if axis not in axes]
+    if unknown or missing or len(set(axes)) < len(axes) or not all(groups):
+        what = f"unknown: {unknown[0]}" if unknown else f"no {missing[0]}" if missing else "an axis twice, or none"
+        msg = f"expected a layout of the axes {', '.join(_AXES)}, or one of {', '.join(NAMED)}, got '{whole}' ({what})"
+        raise ConfigError(msg)
+    return groups
+
+
+def _format(groups: Groups) -> str:
+    """Return the text of dimensions."""
+    return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups)
+
+
+def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv block token head dim"]:
+    """Return a tensor with axes kv (if it has it), block, token, head, dim. Raises ConfigError if it does not fit."""
+    axes = sum(groups, ())
+    if not _fits(tuple(tensor.shape), groups, sizes):
+        known = ", ".join(f"{axis} {sizes.of(axis)}" for axis in axes if axis != BLOCK)
+        msg = f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
+        raise ConfigError(msg)
+    blocks = tensor.numel() // math.prod(sizes.of(axis) for axis in axes if axis != BLOCK)
+    whole = tensor.reshape([blocks if axis == BLOCK else sizes.of(axis) for axis in axes])
+    if TOKEN not in axes:
+        whole, axes = whole.unsqueeze(-1), (*axes, TOKEN)
+    return whole.permute([axes.index(axis) for axis in _AXES if axis in axes])
+
+
+def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
+    """Return whether a tensor's shape fits the dimensions."""
+    if len(shape) != len(groups) or (sizes.token != 1 and TOKEN not in sum(groups, ())):
+        return False
+    for size, group in zip(shape, groups, strict=True):
+        known = math.prod(sizes.of(axis) for axis in group if axis != BLOCK)
+        if size % known if BLOCK in group else size != known:
+            return False
+    return True
+
+
+def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Iterator[Groups]:
+    """Yield all dimensions that fit a tensor's shape, each arrangement of its numbers once."""
+    axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes.token > 1)]
+    blank, seen = torch.empty(tuple(shape), device="meta"), set()
+    for order in itertools.permutations(axes):
+        for cuts in itertools.combinations(range(1, len(order)), len(shape) - 1):
+            edges = (0, *cuts, len(order))
+            groups = tuple(order[first:last] for first, last in itertools.pairwise(edges))
+            if not _fits(shape, groups, sizes):
+                continue
+            view = arrange(blank, groups, sizes)
+            strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape, strict=True))
+            if (key := (tuple(view.shape), strides)) not in seen:
+                seen.add(key)
+                yield groups
