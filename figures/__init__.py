@@ -21,6 +21,7 @@ FIGURES = {
     "BoundTightness.plot_heads": ("bounds:draw_heads", "Tightness of Theorem 2 by head"),
     "BudgetCurves": ("layers:draw_budget_curves", "Drift and next token over the cache share"),
     "Cliffs": ("budget:draw_cliff", "Next token's KL over budgets"),
+    "DumpAudit": ("audit:draw_dump", "An engine's cache against the plain model"),
     "Divergence": ("quality:draw_divergence", "Where answers leave the full cache's"),
     "DriftSeries": ("layers:draw_layers", "Drift of the residual stream by layer"),
     "EqualBytes": ("budget:draw_equal_bytes", "Evicting or storing fewer bits, over bytes"),

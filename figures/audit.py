@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.audit.audit import Audit
+from perturbkv.analyses.audit.dump_audit import DumpAudit
 from perturbkv.audit_trace import FLOORS
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
@@ -72,3 +73,41 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
     axes.set(title="distance from the masked reference", xlabel="layer", ylabel="noise floors")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.legend(loc="best", fontsize=style.points(6))
+
+
+_LEAST_DISTANCE = 1e-8
+"""Least distance on the log axis; smaller ones are drawn there."""
+
+
+def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw the distances of keys and of values from the plain model's by layer: typical, largest, and noise floor."""
+    with style.use():
+        narrow = width_mm < style.WIDE_MM
+        figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
+        panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=True)
+        for kind, (axes, name) in enumerate(zip(panels, ("keys", "values"), strict=True)):
+            _draw_entries(axes, result, kind)
+            axes.set(title=name, xlabel="layer", ylabel="distance / norm")
+            axes.label_outer()
+        panels[0].legend(loc="best", fontsize=style.points(6))
+        style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
+        style.draw_foot(figure, result.identity, "floor: between two ways of reading the same tokens")
+    return figure
+
+
+def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
+    """Draw the distances of keys (0) or values (1) by layer; a note where nothing was compared."""
+    requests = [request.distance[:, kind] for request in result.trace.requests if request.compared]
+    if not requests:
+        style.draw_note(axes, "nothing was compared", at="middle")
+        return
+    lines = {
+        "largest, of entries that do not differ": np.max(requests, axis=0),
+        "typical": result.typical[:, kind],
+        "noise floor": result.floors[:, kind],
+    }
+    for (name, values), colour in zip(lines.items(), style.category_colours(len(lines)), strict=True):
+        shown = np.fmax(values, _LEAST_DISTANCE)
+        axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
+    style.log_axes(axes, y=True)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
+    from perturbkv.api.auditing import audit_dump as audit_dump
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
     from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.questions import patching as patching
     from perturbkv.api.questions import regret as regret
+    from perturbkv.auditing.dumps.dump_file import write_dump as write_dump
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.entry_counts import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -92,6 +94,8 @@ _PUBLIC = {
     "assumption": "perturbkv.analyses.bounds.assumption",
     "bound_tightness": "perturbkv.analyses.bounds.bound_tightness",
     "audit": "perturbkv.api.auditing",
+    "audit_dump": "perturbkv.api.auditing",
+    "write_dump": "perturbkv.auditing.dumps.dump_file",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
     "equal_bytes": "perturbkv.analyses.budget.equal_bytes",

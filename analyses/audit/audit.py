@@ -178,6 +178,11 @@ class Audit(Result):
         """The runs whose decoding was compared with the reference, with their entries and distances."""
         return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
 
+    @property
+    def has_figure(self) -> bool:
+        """Whether something was compared or measured that a figure shows."""
+        return bool(self.compared) or any(run.entries is not None for run in self.trace.runs)
+
     def conclusion(self) -> str:
         """Return the verdict in one line."""
         return self.summary

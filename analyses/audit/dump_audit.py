@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -182,6 +183,11 @@ class DumpAudit(Result):
             for loss in self.trace.losses
         )
 
+    @property
+    def has_figure(self) -> bool:
+        """Whether something was compared that a figure shows."""
+        return bool(self.requests)
+
     def conclusion(self) -> str:
         """Return the verdict in one line."""
         return self.summary
@@ -225,6 +231,24 @@ class DumpAudit(Result):
             for layer in range(self.layers)
             for index, kind in enumerate(("keys", "values"))
         ]  # fmt: skip
+
+    def to_junit(self) -> str:
+        """Return the audit as a JUnit report: a test case per compared request, and one for the whole dump."""
+        suite = ElementTree.Element("testsuite", name="perturbkv audit")
+        by_request: dict[str, list[DumpFault]] = {name: [] for name in (*(one.request for one in self.requests), "")}
+        for fault in self.trace.faults:
+            by_request[fault.request].append(fault)
+        for name, faults in by_request.items():
+            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.dump), name=name or "verdict")
+            if faults:
+                message = escape_line(_fault_clause(faults[0], self.layers))
+                ElementTree.SubElement(case, "failure", type=faults[0].kind, message=message)
+            elif not name and self.verdict == UNREADABLE:
+                ElementTree.SubElement(case, "error", type=UNREADABLE, message=escape_line(self.summary))
+        counts = {tag: str(len(suite.findall(f"testcase/{tag}"))) for tag in ("failure", "error")}
+        suite.attrib |= {"tests": str(len(suite)), "failures": counts["failure"], "errors": counts["error"]}
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
     def _unreadable_clause(self) -> str:
         """Return why nothing was compared."""

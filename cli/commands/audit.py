@@ -25,9 +25,11 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import check_file, refers_to_file
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
+from perturbkv.user_files import is_path
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
+    from perturbkv.analyses.audit.dump_audit import DumpAudit
     from perturbkv.auditing.audit import Settings
 
 _FILE, _STEM = "audit.json", "audit"
@@ -97,17 +99,24 @@ def audit(
     run: AuditOptions,
     look: FigureOptions,
     eviction: Annotated[
-        str, Argument(help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…)")
+        str,
+        Argument(
+            help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), or the folder of a "
+            "dump of an engine's cache"
+        ),
     ],
 ) -> None:
     """Test whether an eviction is broken, or only lossy.
 
     Its cache is compared with the plain model, which has the full cache and a mask of exactly the entries that the
     eviction keeps: alone, with a block of tokens after it, and in a left-padded batch. The eviction is a function
-    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Exits with 0: exact, only lossy; 1:
-    differs, the first difference named, or did nothing; 2: unreadable, or not compared.
+    (model, input_ids, attention_mask) -> cache, or a transformers Cache class. Of an engine's cache a dump is compared
+    entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
+    unreadable, or not compared.
     """
-    if refers_to_file(eviction):
+    if is_dump := _is_dump(Path(eviction)):
+        option_refusals.check_file("audit of a dump", run, Path(eviction), _ON_A_DUMP)
+    elif refers_to_file(eviction):
         check_file(parse(eviction).name)
     elif Path(eviction).suffix in KEPT_SUFFIXES:
         KEPT_FILE.check(Path(eviction))
@@ -119,7 +128,7 @@ def audit(
     if run.junit is not None:
         files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
-        result = _run_audit(eviction, run)
+        result = _audit_dump(Path(eviction), run) if is_dump else _run_audit(eviction, run)
         if run.junit is not None:  # before anything is printed, as the reader of a pipe may close it
             write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
         _save_and_show(result, folder, run, look)
@@ -129,6 +138,36 @@ def audit(
 def _is_junit(path: Path) -> bool:
     """Return whether a file is a JUnit report of an audit."""
     return b'name="perturbkv audit"' in path.read_bytes()[:1000]
+
+
+_ON_A_DUMP = (
+    "model", "revision", "dtype", "device", "loss", "junit", "output", "overwrite", "as_json", "figure_format",
+    "columns", "style", "explain",
+)  # fmt: skip
+"""Options that have an effect on the audit of a dump."""
+_TYPES = ("float32", "bfloat16", "float16")
+"""Types that a model can be loaded in."""
+
+
+def _is_dump(path: Path) -> bool:
+    """Return whether a path is the folder of a cache dump, or its header."""
+    return path.name == "dump.json" or (is_path(path / "dump.json") and (path / "dump.json").is_file())
+
+
+def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
+    """Return the audit of a cache dump, with the model in the type that the engine computes with."""
+    from perturbkv.analyses.audit.dump_audit import conclude
+    from perturbkv.auditing.dumps.dump_audit import audit_dump
+    from perturbkv.auditing.dumps.dump_file import read_dump
+    from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
+
+    dump = read_dump(path)
+    device = pick_device(run.device)
+    files = open_model(run.model, run.seed, run.revision or "")
+    dtype = dump.compute if run.dtype == "auto" and dump.compute in _TYPES else run.dtype
+    adapter = load_weights(files, pick_dtype(dtype, device), device, run.seed)
+    with console.progress("layers", dump.layers) as bar:
+        return conclude(audit_dump(adapter, dump, losses=run.loss is not False, progress=bar.advance))
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:
@@ -160,10 +199,10 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
         return conclude(measure(adapter, prompts, external, settings, source, progress=bar.advance))
 
 
-def _save_and_show(result: Audit, folder: Path, run: AuditOptions, look: FigureOptions) -> None:
+def _save_and_show(result: Audit | DumpAudit, folder: Path, run: AuditOptions, look: FigureOptions) -> None:
     """Write the figure and the JSON of an audit that compared or measured something; print its tables or JSON."""
     figures, document = [], result.to_dict()
-    if result.compared or any(one.entries is not None for one in result.trace.runs):
+    if result.has_figure:
         figures = draw_figure(result, folder / _STEM, look, run.overwrite)
         document |= {"figures": figures}
         write_json(folder / _FILE, document)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.api.inputs import check_model, collect_prompts
 from perturbkv.audit_trace import AUTO, SITUATIONS
 from perturbkv.auditing import audit as audits
+from perturbkv.auditing.dumps.dump_audit import audit_dump as measure_dump
+from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.evictions import load as load_eviction
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.resources import Resources
@@ -18,6 +21,7 @@ from perturbkv.pipeline.progress import bar
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
+    from perturbkv.analyses.audit.dump_audit import DumpAudit
 
 _DEFAULT = Resources()
 
@@ -82,6 +86,51 @@ def audit(
     source = {"dataset": collected.dataset, "seed": str(collected.seed)}
     with bar("prompts", len(collected), shown=progress) as progress_bar, user_model.eval_mode(model):
         return conclude(audits.audit(model, collected, external, settings, source, resources, progress_bar.advance))
+
+
+def audit_dump(
+    model: Adapter,
+    dump: str | Path,
+    *,
+    losses: bool = True,
+    resources: Resources = _DEFAULT,
+    progress: bool = True,
+) -> DumpAudit:
+    """Compare a dump of an engine's cache with the plain model's cache of the same tokens (METHOD: Engines' caches).
+
+    `.verdict` is `exact`, `differs` (with `.faults`: what is there instead, where) or `unreadable`, where nothing could
+    be compared.
+
+    Args:
+        model: from `load_model`, in the type that the engine computes with.
+        dump: a folder that `write_dump` made, or that follows the format's page.
+        losses: whether the loss is measured where entries are gone, beside controls that hold as many.
+        resources: as in `measure`.
+        progress: whether a bar is shown.
+
+    Raises ConfigError, UnreadableCacheError, DatasetError, ModelError.
+
+    >>> import tempfile, torch
+    >>> import perturbkv as pk
+    >>> from transformers import DynamicCache
+    >>> model = pk.load_model("random:smollm2-135m")
+    >>> prompt = pk.Prompt.from_text("Paris is in France. " * 3, model)
+    >>> cache = DynamicCache()
+    >>> _ = model.model(torch.tensor([prompt.token_ids]), past_key_values=cache)
+    >>> rows = ({"keys.a": layer.keys[0], "values.a": layer.values[0]} for layer in cache.layers)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pk.write_dump(
+    ...         folder, [{"id": "a", "token_ids": list(prompt.token_ids)}], rows, kv_heads=3, head_size=64
+    ...     )
+    ...     pk.audit_dump(model, path, progress=False).verdict
+    'exact'
+    """
+    from perturbkv.analyses.audit.dump_audit import conclude
+
+    check_model(model)
+    opened = read_dump(Path(dump))
+    with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model):
+        return conclude(measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance))
 
 
 def _as_budget(value: Any) -> Budget | None:

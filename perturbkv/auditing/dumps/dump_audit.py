@@ -14,11 +14,11 @@ from transformers import DynamicCache
 
 from perturbkv import memory, theory
 from perturbkv.audit_trace import FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
-from perturbkv.auditing import changes, loss, reference
+from perturbkv.auditing import loss, reference
 from perturbkv.auditing.audit import provenance
 from perturbkv.auditing.dumps import matching
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
-from perturbkv.auditing.dumps.layouts import Layout, candidates
+from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.dumps.matching import Distances, Entries, Known
 from perturbkv.auditing.situations import situation
 from perturbkv.cache.external_cache import NOWHERE, Layers, recover
@@ -32,8 +32,10 @@ _DEFAULT = Resources()
 _TOKENS_PER_PASS = 256
 _TRIED = 64
 """Entries by which a layout is recognised."""
-_RECOGNISED = 0.5
-"""Least share of the tried entries that must be the model's in a layout that is right."""
+_DIRECTION = 0.95
+"""Least cosine of an entry with the model's, by which it is recognised."""
+_RECOGNISED, _SURE = 0.25, 0.9
+"""Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _LOGPROB_LEAST = 1e-3
 """Least noise floor of a log-probability."""
 _Pair = tuple[Tensor, Tensor]
@@ -142,7 +144,7 @@ class _Comparison:
         self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
         self.stored = ""
-        self.coarse: dict[int, str] = {}
+        self.coarse: set[int] = set()
 
     def add_layer(self, index: int) -> None:
         """Compare one layer's entries."""
@@ -158,13 +160,12 @@ class _Comparison:
         measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
         typical = matching.typical(list(measured.values()))
         self.typical.append(typical)
-        far = [level > FLOORS * floor for floor, level in zip(self.plain.floors[index], typical, strict=True)]
-        if any(far) and max(typical) <= matching.MOST_LEVEL and not self._declares_coarseness(layer):
-            self.coarse[index] = self._describe_coarseness(entries, known_entries, far, typical)
-        limits = tuple(
-            matching.tolerance(float(floor), level)
-            for floor, level in zip(self.plain.floors[index], typical, strict=True)
-        )
+        floors = [float(floor) for floor in self.plain.floors[index]]
+        coarse = any(level > FLOORS * floor for floor, level in zip(floors, typical, strict=True))
+        if coarse and not self._declares_coarseness(layer):
+            self.coarse.add(index)
+        levels = (0.0, 0.0) if index in self.coarse else typical
+        limits = tuple(matching.tolerance(floor, level) for floor, level in zip(floors, levels, strict=True))
         known = Known(
             known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies, lambda block: self._alternatives(layer, block),
@@ -178,21 +179,6 @@ class _Comparison:
         tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
         stored = any(torch.finfo(tensor.dtype).eps > torch.finfo(self.adapter.dtype).eps for tensor in tensors)
         return stored or bool(self.dump.dtype) or self.dump.compute not in ("", own)
-
-    def _describe_coarseness(
-        self, entries: Mapping[str, Entries], known: Mapping[str, _Pair], far: Sequence[bool], typical: Sequence[float]
-    ) -> str:
-        """Return how a layer's keys and values differ that are all farther away than rounding explains."""
-        name, own = next((name, own) for name, own in entries.items() if own.keys.numel())
-        words = []
-        for kind, part in enumerate(("keys", "values")):
-            dumped, full = (own.keys, own.values)[kind], known[name][kind].float()
-            index = own.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1])
-            expected = full.gather(1, index)
-            rounded = changes.describe_rounding(dumped.flatten(0, 1), expected.flatten(0, 1)) if far[kind] else ""
-            away = f"typically {100 * typical[kind]:.2g} % away"
-            words += [f"{part} {rounded or away}"] if far[kind] else []
-        return " and ".join(words)
 
     def _add(
         self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: tuple[float, float]
@@ -216,9 +202,9 @@ class _Comparison:
         """Return the relative perturbation (head,) of the last token's head outputs by the dumped entries; NaN if some
         are gone.
         """
-        everything = torch.arange(full[0].shape[1]).expand_as(own.positions[:, : full[0].shape[1]])
+        everything = torch.arange(full[0].shape[1]).expand(len(full[0]), -1)
         query = self.plain.queries.get(name, {}).get(index)
-        if query is None or own.positions.shape[1] != full[0].shape[1] or not torch.equal(own.positions, everything):
+        if query is None or not torch.equal(own.positions, everything):
             return np.full(self.adapter.heads, np.nan)
         slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
         plain, dumped = (
@@ -277,22 +263,22 @@ class _Comparison:
         """
         named = self.dump.layout
         shares = {named: self._recognised(layer, named, known)} if named else {}
-        if named and shares[named] >= _RECOGNISED:
+        if named and shares[named] >= _SURE:
             return
         for layout in self._all_layouts(layer):
             shares[layout] = self._recognised(layer, layout, known)
         best = max(shares, key=lambda layout: shares[layout], default=None)
         if best is None or shares[best] < _RECOGNISED:
-            if named and shares[named] > 0:
-                return
-            tried = f"'{named}'" if named else "any layout"
+            tried = f"'{named}' or any other layout" if named else "any layout"
             msg = (
                 f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
                 "entries of these tokens; is it this model's cache?"
             )
             raise UnreadableCacheError(msg)
+        if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - 0.05:
+            return
         self.layout = best
-        if named and best != named:
+        if named:
             everywhere = tuple(range(self.dump.layers))
             self.faults.append(DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere))
 
@@ -306,7 +292,10 @@ class _Comparison:
         yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
     def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> float:
-        """Return the share of some entries of live requests that are the model's where the table says, or elsewhere."""
+        """Return the share of some entries that have the direction of the model's entries of the same tokens.
+
+        Keys in the place of values, and values in that of keys, count too; lengths do not.
+        """
         try:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
@@ -314,24 +303,26 @@ class _Comparison:
         tried: list[float] = []
         for request in self.live:
             own = self._entries(request, layer, (blocks[0], blocks[1]), known)
-            some = torch.linspace(0, own.keys.shape[1] - 1, min(_TRIED, own.keys.shape[1])).long()
-            part = Entries(own.keys[:, some], own.values[:, some], own.positions[:, some], own.blocks[some])
-            measured = matching.distances(part, known[request.id])
-            near = (measured.key <= matching.NEAR) & (measured.value <= matching.NEAR) & measured.present
-            if bool(measured.present.any()):
-                tried.append(float(near.sum() / measured.present.sum()))
+            there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
+            if not len(there):
+                continue
+            some = there[torch.linspace(0, len(there) - 1, min(_TRIED, len(there))).long()]
+            parts = own.keys[:, some], own.values[:, some]
+            full = [part[:, own.positions[0, some]].float() for part in known[request.id]]
+            ways = (
+                [torch.cosine_similarity(one, other, dim=-1) for one, other in zip(parts, both, strict=True)]
+                for both in (full, full[::-1])
+            )
+            tried.append(max(float((torch.stack(way) >= _DIRECTION).float().mean()) for way in ways))
         return float(np.mean(tried)) if tried else 0.0
 
     def _alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (layout in words, keys, values (kv_head, token, d_head)) of one block, in every other layout."""
+        """Yield (axes, keys, values (kv_head, token, d_head)) of one block, were it written in another order."""
+        assert self.layout is not None
         index = int((layer.block_ids == block).nonzero()[0])
-        for layout in self._all_layouts(layer):
-            if layout == self.layout:
-                continue
-            blocks = layer.split(layout, self.dump.sizes)
-            if index < len(blocks[0]):
-                keys, values = (part[index].transpose(0, 1) for part in blocks)
-                yield str(layout), keys, values
+        keys, values = (part[index] for part in layer.split(self.layout, self.dump.sizes))
+        for words, *both in reorderings(self.layout.keys, keys, values):
+            yield words, both[0].transpose(0, 1), both[1].transpose(0, 1)
 
     def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, _Pair]]]:
         """Yield (index, entries) of the other layers of the plain model, the nearest first."""
@@ -341,10 +332,7 @@ class _Comparison:
 
     def trace(self) -> DumpTrace:
         """Return the measurements of all layers."""
-        requests, faults = [], [*self.faults, *self._missing()]
-        if self.coarse:
-            words = f"all {next(iter(self.coarse.values()))}, and the dump names no such type"
-            faults.append(DumpFault("", "coarse", words, layers=tuple(self.coarse)))
+        requests, faults = [], [*self._join_coarse(), *self._missing()]
         for request in self.dump.requests:
             name = request.id
             if request.finished:
@@ -368,6 +356,21 @@ class _Comparison:
             tuple(requests), tuple(matching.join(faults)), str(self.layout or ""), str(dump.layout or ""), self.stored,
             self.plain.floors, np.array(self.typical),
         )  # fmt: skip
+
+    def _join_coarse(self) -> Iterator[DumpFault]:
+        """Yield the faults, with those of entries that are all a little too far away as one."""
+        changed: set[int] = set()
+        for fault in self.faults:
+            if fault.kind == "changed" and self.coarse.issuperset(fault.layers):
+                changed |= set(fault.layers)
+            else:
+                yield fault
+        if changed:
+            keys, values = np.median(np.array(self.typical)[sorted(changed)], axis=0)
+            words = (
+                f"keys typically {100 * keys:.2g} % away, values {100 * values:.2g} %, and the dump names no such type"
+            )
+            yield DumpFault("", "coarse", words, layers=tuple(sorted(changed)))
 
     @cached_property
     def _coarseness(self) -> float:

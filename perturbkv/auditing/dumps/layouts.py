@@ -24,13 +24,15 @@ _AXES = (KV, BLOCK, TOKEN, HEAD, DIM)
 _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 
 NAMED: Mapping[str, str] = {
-    "vllm-flash-attn": "kv block token head dim",
-    "vllm-flashinfer": "block kv token head dim",
-    "vllm-flashinfer-hnd": "block kv head token dim",
+    "vllm": "block head token (kv dim)",
+    "vllm-nhd": "block token head (kv dim)",
     "vllm-cpu": "block head dim token | block head token dim",
-    "sglang": "block head dim",
-    "tensorrt-llm": "block kv (head token dim)",
+    "flash-attn": "kv block token head dim",
+    "flashinfer": "block kv token head dim",
+    "flashinfer-hnd": "block kv head token dim",
+    "tensorrt-llm": "block kv token head dim",
     "lmcache": "block kv token (head dim)",
+    "sglang": "block head dim",
 }
 """Name of an engine's layout -> its axes."""
 
@@ -117,6 +119,8 @@ def _format(groups: Groups) -> str:
 def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv block token head dim"]:
     """Return a tensor with axes kv (if it has it), block, token, head, dim. Raises ConfigError if it does not fit."""
     axes = sum(groups, ())
+    if len(groups) == 1:
+        tensor = tensor.flatten()
     if not _fits(tuple(tensor.shape), groups, sizes):
         known = ", ".join(f"{axis} {sizes.of(axis)}" for axis in axes if axis != BLOCK)
         msg = f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
@@ -140,17 +144,40 @@ def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
 
 
 def candidates(shape: Sequence[int], sizes: Sizes, in_one_tensor: bool) -> Iterator[Groups]:
-    """Yield all dimensions that fit a tensor's shape, each arrangement of its numbers once."""
+    """Yield all dimensions that fit a tensor's shape, then all that fit its numbers, each arrangement of them once."""
     axes = [axis for axis in _AXES if (axis != KV or in_one_tensor) and (axis != TOKEN or sizes.token > 1)]
     blank, seen = torch.empty(tuple(shape), device="meta"), set()
-    for order in itertools.permutations(axes):
-        for cuts in itertools.combinations(range(1, len(order)), len(shape) - 1):
-            edges = (0, *cuts, len(order))
-            groups = tuple(order[first:last] for first, last in itertools.pairwise(edges))
-            if not _fits(shape, groups, sizes):
-                continue
-            view = arrange(blank, groups, sizes)
-            strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape, strict=True))
-            if (key := (tuple(view.shape), strides)) not in seen:
-                seen.add(key)
-                yield groups
+    orders = list(itertools.permutations(axes))
+    in_shape = (
+        tuple(order[first:last] for first, last in itertools.pairwise((0, *cuts, len(order))))
+        for order in orders
+        for cuts in itertools.combinations(range(1, len(order)), len(shape) - 1)
+    )
+    for groups in itertools.chain(in_shape, ((order,) for order in orders)):
+        if not _fits(shape if len(groups) > 1 else (blank.numel(),), groups, sizes):
+            continue
+        view = arrange(blank, groups, sizes)
+        strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape, strict=True))
+        if (key := (tuple(view.shape), strides)) not in seen:
+            seen.add(key)
+            yield groups
+
+
+def reorderings(
+    groups: Groups, keys: Shaped[Tensor, "token head dim"], values: Shaped[Tensor, "token head dim"]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (axes in words, keys, values (token, head, dim)) of one block, were its numbers written in another order.
+
+    `groups` are the dimensions in which it was read, of keys.
+    """
+    names = (TOKEN, HEAD, DIM)
+    inside = [axis for axis in sum(groups, ()) if axis in names]
+    inside += [axis for axis in names if axis not in inside]
+    sizes = dict(zip(names, keys.shape, strict=True))
+    read = [names.index(axis) for axis in inside]
+    for order in itertools.permutations(names):
+        if list(order) == inside:
+            continue
+        shape, back = [sizes[axis] for axis in order], [order.index(axis) for axis in names]
+        both = (part.permute(read).reshape(shape).permute(back) for part in (keys, values))
+        yield " ".join(order), *both  # type: ignore[misc]

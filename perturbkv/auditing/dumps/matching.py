@@ -16,7 +16,7 @@ from torch import Tensor
 from perturbkv.audit_trace import FLOORS, DumpFault
 from perturbkv.auditing import changes
 from perturbkv.auditing.dumps.dump_file import REMOVED
-from perturbkv.auditing.positions import describe_wrong_rotation
+from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import NOWHERE, recover
 
 NEAR = 0.1
@@ -194,7 +194,7 @@ class _Search:
             return "infinite", "keys or values that are infinite or no numbers"
         if not any(bool(part.any()) for part in self.own):
             return "missing", "all zero: never written"
-        tests = (self._rounded, self._scaled, self._swapped, self._moved, self._head, self._rotated,
+        tests = (self._rounded, self._scaled, self._rotated, self._swapped, self._moved, self._head,
                  self._in_other_layout, self._of_other_layer)  # fmt: skip
         return next((found for test in tests if (found := test())), None) or self._changed()
 
@@ -245,6 +245,8 @@ class _Search:
 
     def _moved(self) -> tuple[str, str] | None:
         """Return the tokens whose entries these are."""
+        if self._are_near(self.own, self.expected):
+            return None
         names = list(self.known.requests)
         lengths = [self.known.requests[name][0].shape[1] for name in names]
         rows = list(self.run.heads)
@@ -303,10 +305,7 @@ class _Search:
         own, before = self.own[0][0], self.expected[0][0]
         shift = changes.describe_rotation(own, before, self.run.positions, self.known.frequencies, most)
         if not shift:
-            index = torch.arange(len(own), device=own.device)
-            shift = describe_wrong_rotation(
-                own, before, self.run.positions, index, self.known.frequencies, max(changes.NEAR, self.near / 2)
-            )
+            shift = _describe_base(own, before, self.run.positions, self.known.frequencies)
         return ("rotation", f"keys {shift}") if shift else None
 
     def _in_other_layout(self) -> tuple[str, str] | None:
@@ -340,6 +339,35 @@ class _Search:
                 return None
             words.append(f"{name} {found}")
         return ("rounded", " and ".join(words)) if words else None
+
+
+_BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
+"""Rotary bases that are tried, a fortieth apart."""
+
+
+def _describe_base(
+    own: Float[Tensor, "entry d_head"],
+    expected: Float[Tensor, "entry d_head"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+) -> str:
+    """Return the base that keys were rotated with instead of the model's; empty if none explains them."""
+    pairs = len(frequencies)
+    exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
+    model = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
+    if not model or not torch.allclose(model**exponents, frequencies.cpu().double(), rtol=1e-3):
+        return ""  # scaled for long contexts
+
+    def distance(base: float) -> float:
+        """Return how far the keys are from those expected, rotated with a base."""
+        angle = positions.cpu().unsqueeze(-1) * (base**exponents - frequencies.cpu().double())
+        return float(torch.linalg.vector_norm(rotate_keys(expected.cpu().double(), angle) - own.cpu().double()))
+
+    best = min(_BASES, key=distance)
+    for step in (1.005, 1.0005):
+        best = min((best * step**count for count in range(-5, 6)), key=distance)
+    explained = distance(best) <= 0.2 * distance(model) and abs(best / model - 1) > 0.002
+    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model:,.0f}" if explained else ""
 
 
 def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:

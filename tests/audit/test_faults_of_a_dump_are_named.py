@@ -1,0 +1,282 @@
+"""Faults planted in dumps of an engine's cache are found and named, and right dumps raise no alarm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbkv.analyses.audit.dump_audit import conclude
+from perturbkv.auditing.dumps.dump_audit import audit_dump
+from perturbkv.auditing.dumps.dump_file import HEADER, read_dump
+from perturbkv.auditing.dumps.layouts import NAMED
+from perturbkv.cache.entries import rotate_keys
+from tests.audit.dumped import BLOCK, PREFIX, TOKENS, Damage, Made, entries, model, tables, together
+
+Tables = dict[str, list[int]]
+
+
+def both(change: Callable[[Tensor, Tables], None]) -> Damage:
+    """The same change to keys and values, in every layer."""
+
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        change(keys, blocks)
+        change(values, blocks)
+
+    return damage
+
+
+def swap(part: Tensor, blocks: Tables) -> None:
+    first, second = blocks["a"][2], blocks["a"][4]
+    part[[first, second]] = part[[second, first]]
+
+
+def from_other(part: Tensor, blocks: Tables) -> None:
+    part[blocks["a"][3]] = part[blocks["b"][3]]
+
+
+def stale(part: Tensor, blocks: Tables) -> None:
+    part[blocks["b"][3]] = part[blocks["old"][1]]
+
+
+def late(part: Tensor, blocks: Tables) -> None:
+    """Every entry of a's own blocks is the next token's."""
+    flat = part[blocks["a"][2:]].flatten(0, 1)
+    part[blocks["a"][2:]] = flat.roll(-1, dims=0).view(-1, *part.shape[1:])
+
+
+def heads(part: Tensor, blocks: Tables) -> None:
+    part[blocks["b"][2]] = part[blocks["b"][2]].flip(1)
+
+
+def kinds(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+    block = blocks["a"][5]
+    keys[block], values[block] = values[block].clone(), keys[block].clone()
+
+
+def in_one_layer(damage: Damage, layer: int) -> Damage:
+    return lambda index, *more: damage(index, *more) if index == layer else None
+
+
+def of_next_layer(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+    """Block 2 of a holds what layer 2 has, in layer 1."""
+    if layer == 1:
+        for part, known in zip((keys, values), entries()["a"][2], strict=True):
+            part[blocks["a"][2]] = known[:, 2 * BLOCK : 3 * BLOCK].transpose(0, 1)
+
+
+def turned(shift: int | None) -> Damage:
+    """Keys of a's third block, rotated by more positions; None: each by its own position once more."""
+
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        places = torch.arange(2 * BLOCK, 3 * BLOCK)
+        more = places if shift is None else torch.full_like(places, shift)
+        angle, block = more.unsqueeze(-1) * model().frequencies, blocks["a"][2]
+        keys[block] = torch.stack([rotate_keys(head, angle) for head in keys[block].unbind(1)], dim=1)
+
+    return damage
+
+
+def other_layout(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+    """A block written as (head, token, dim) where (token, head, dim) belongs."""
+    for part in (keys, values):
+        block = part[blocks["a"][4]]
+        part[blocks["a"][4]] = block.transpose(0, 1).contiguous().view_as(block)
+
+
+def other_base(base: float) -> Damage:
+    """All keys, rotated with another base than 10000."""
+
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        pairs = len(model().frequencies)
+        wrong = base ** (-torch.arange(pairs) / pairs)
+        for name, table in blocks.items():
+            for place in range(len(PREFIX) if name == "b" else 0, len(TOKENS[name])):  # a has the prefix
+                entry = keys[table[place // BLOCK], place % BLOCK]
+                entry.copy_(rotate_keys(entry, (place * (wrong - model().frequencies)).expand(len(entry), -1)))
+
+    return damage
+
+
+FAULTS: dict[str, tuple[Made, str, str]] = {
+    "two blocks swapped": (Made(both(swap)), "place", "tokens 32 to 39 of the same request"),
+    "another request's block": (Made(both(from_other)), "request", "tokens 24 to 31 of request b"),
+    "a block of a request that ended": (Made(both(stale)), "stale", "of request old, which has ended"),
+    "entries one token late": (Made(both(late)), "shifted", "1 later"),
+    "heads in the opposite order": (Made(both(heads)), "head", "entries of head 1 in 0, of head 0 in 1"),
+    "keys and values exchanged in a block": (Made(kinds), "swapped", "keys where values belong"),
+    "a block that was never written": (
+        Made(both(lambda part, blocks: part[blocks["a"][6]].zero_())), "missing", "never written"
+    ),
+    "numbers that are none": (
+        Made(lambda layer, keys, values, blocks: keys[blocks["b"][2], 3].fill_(torch.nan)), "infinite", "no numbers"
+    ),
+    "values times a constant": (
+        Made(lambda layer, keys, values, blocks: values[blocks["a"][2]].mul_(1.25)), "scale",
+        "values multiplied by 1.25",
+    ),
+    "keys times a small constant": (
+        Made(lambda layer, keys, values, blocks: keys[blocks["a"][2]].mul_(1.02)), "scale", "keys multiplied by 1.02"
+    ),
+    "a scale in one layer alone": (
+        Made(in_one_layer(lambda layer, keys, values, blocks: keys[blocks["a"][2]].mul_(0.5), 1)), "scale", "by 0.5"
+    ),
+    "another layer's entries": (Made(of_next_layer), "layer", "entries of layer 2"),
+    "keys rotated five positions too far": (Made(turned(5)), "rotation", "rotated by 5 more positions"),
+    "keys rotated twice": (Made(turned(None)), "rotation", "rotated again, each by its own position"),
+    "all keys rotated with another base": (Made(other_base(5e5)), "rotation", "base 500,000"),
+    "all keys rotated with a base that is nearly right": (Made(other_base(10500)), "rotation", "base 10,5"),
+    "a block in another layout": (Made(other_layout), "layout", "written as"),
+    "a block through 8 bits": (
+        Made(both(lambda part, blocks: part[blocks["a"][3]].copy_(
+            part[blocks["a"][3]].to(torch.float8_e4m3fn).float()))), "rounded", "float8_e4m3fn",
+    ),
+    "random numbers": (
+        Made(both(lambda part, blocks: part[blocks["a"][5]].normal_())), "unknown", "entries of no token"
+    ),
+    "a block with noise": (
+        Made(both(lambda part, blocks: part[blocks["a"][5]].add_(
+            0.02 * torch.randn(part[blocks["a"][5]].shape, generator=torch.Generator().manual_seed(0))))),
+        "changed", "% away",
+    ),
+    "one entry of one head": (
+        Made(in_one_layer(lambda layer, keys, values, blocks: values[blocks["b"][3], 2, 1].add_(0.5), 2)),
+        "unknown", "entries of no token",
+    ),
+    "two entries of the table exchanged": (
+        Made(told=lambda blocks: blocks | {"a": [*blocks["a"][:2], blocks["a"][3], blocks["a"][2], *blocks["a"][4:]]}),
+        "place", "of the same request",
+    ),
+    "a table that names another request's block": (
+        Made(told=lambda blocks: blocks | {"b": [*blocks["b"][:4], blocks["a"][5], *blocks["b"][5:]]}),
+        "request", "of request a",
+    ),
+    "a table that names a block that was given away": (
+        Made(told=lambda blocks: blocks | {"b": [*blocks["b"][:4], blocks["old"][0], *blocks["b"][5:]]}),
+        "stale", "request old",
+    ),
+    "a table that is too short": (
+        Made(told=lambda blocks: blocks | {"a": blocks["a"][:5]}), "missing", "in no block of the table"
+    ),
+    "the wrong order of kv and heads named, two heads": (
+        Made(
+            store=lambda keys, values: {"cache": torch.stack([keys, values], dim=2)}, layout="block token head kv dim"
+        ),
+        "layout", "written as 'block token kv head dim'",
+    ),
+    "kv and block exchanged, as many blocks as kv": (
+        Made(
+            store=lambda keys, values: {"cache": torch.stack([keys, values], dim=1)}, layout="block token kv head dim"
+        ),
+        "layout", "written as 'block kv token head dim'",
+    ),
+    "keys named values": (
+        Made(store=lambda keys, values: {"keys": values, "values": keys}, layout="block token head dim"), "swapped", ""
+    ),
+    "a wrong scale told": (
+        Made(store=lambda keys, values: {**together(keys, values), "key_scale": torch.tensor(0.8)}),
+        "scale", "keys multiplied by 0.8",
+    ),
+    "everything through bfloat16, and nothing said": (
+        Made(both(lambda part, blocks: part.copy_(part.bfloat16().float()))), "rounded",
+        "keys rounded to bfloat16 and values rounded to bfloat16",
+    ),
+}  # fmt: skip
+"""A fault -> the dump, the fault's kind, and words of it."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
+    made, kind, words = FAULTS[name]
+    result = made.audited(tmp_path / "dump")
+    assert result.verdict == "differs", result.summary
+    assert kind in {fault.kind for fault in result.faults}, result.summary
+    first = next(fault for fault in result.faults if fault.kind == kind)
+    assert words in first.what, result.summary
+
+
+def store_as(layout: str) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """Store blocks in a named layout, written apart from the code under test: einsum-like, by hand."""
+    stores: dict[str, Callable[[Tensor, Tensor], dict[str, Tensor]]] = {
+        "vllm": lambda k, v: {"cache": torch.cat([k, v], dim=-1).transpose(1, 2)},
+        "vllm-nhd": lambda k, v: {"cache": torch.cat([k, v], dim=-1)},
+        "vllm-cpu": lambda k, v: {"keys": k.permute(0, 2, 3, 1), "values": v.transpose(1, 2)},
+        "flash-attn": together,
+        "flashinfer": lambda k, v: {"cache": torch.stack([k, v], dim=1)},
+        "flashinfer-hnd": lambda k, v: {"cache": torch.stack([k.transpose(1, 2), v.transpose(1, 2)], dim=1)},
+        "tensorrt-llm": lambda k, v: {"cache": torch.stack([k, v], dim=1)},
+        "lmcache": lambda k, v: {"cache": torch.stack([k.flatten(2), v.flatten(2)], dim=1)},
+        "sglang": lambda k, v: {"keys": k.flatten(0, 1), "values": v.flatten(0, 1)},
+    }
+    return stores[layout]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+@pytest.mark.parametrize("layout", NAMED)
+def test_a_right_dump_in_every_layout_is_exact(layout: str, named: bool, kv_heads: int, tmp_path: Path) -> None:
+    made = Made(store=store_as(layout), layout=layout if named else "", kv_heads=kv_heads)
+    if layout == "sglang":
+        made.block = 1
+        made.told = lambda blocks: {
+            name: [block * BLOCK + slot for block in table for slot in range(BLOCK)] for name, table in blocks.items()
+        }
+    result = made.audited(tmp_path / "dump")
+    assert result.verdict == "exact", result.summary
+    assert [request.differing for request in result.requests] == [0, 0]
+    assert sum(request.compared for request in result.requests) == 3 * kv_heads * (len(TOKENS["a"]) + len(TOKENS["b"]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_right_dumps_raise_no_alarm(seed: int, tmp_path: Path) -> None:
+    """With another placement of blocks each, as an engine rounds (in 16 bits) or not at all."""
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    made = Made(store=lambda keys, values: {"cache": torch.stack([keys, values]).to(dtype)}, seed=seed)
+    result = made.audited(tmp_path / "dump")
+    assert result.verdict == "exact", result.summary
+    assert (max(request.key_distance for request in result.requests) > 1e-4) == (dtype != torch.float32)
+
+
+def test_freed_blocks_are_a_kept_set_with_its_loss(tmp_path: Path) -> None:
+    def freed(blocks: Tables) -> Tables:
+        return blocks | {
+            "a": [blocks["a"][0], -1, *blocks["a"][2:]],
+            "b": [blocks["b"][0], *[-1] * 2, *blocks["b"][3:]],
+        }
+
+    result = Made(told=freed).audited(tmp_path / "dump")
+    assert result.verdict == "exact", result.summary
+    assert "of them are gone" in result.summary
+    assert [request.removed for request in result.requests] == [3 * 2 * BLOCK, 3 * 2 * 2 * BLOCK]
+    own, *controls = result.losses
+    assert own.name == "its kept sets"
+    assert {loss.name for loss in controls} == {"attention", "two-stage", "random", "hindsight"}
+    assert own.propagated > 0
+
+
+def test_a_table_that_shares_a_prefix_is_right() -> None:
+    blocks = tables()
+    assert blocks["a"][:2] == blocks["b"][:2]
+    assert not set(blocks["a"][2:]) & set(blocks["b"][2:])
+
+
+def test_probabilities_are_held_against_the_plain_models(tmp_path: Path) -> None:
+    """Those that decoding gave, token by token; by an oracle of the plain model's logits."""
+    ids = TOKENS["b"]
+    with torch.inference_mode():
+        logits = model().model(torch.tensor([ids])).logits[0].double()
+    right = [None, *(float(logits[i - 1].log_softmax(-1)[ids[i]]) for i in range(1, len(ids)))]
+    path = Made().write(tmp_path / "dump")
+    header = json.loads((path / HEADER).read_text())
+    for wrong in (False, True):
+        told = [*right[:-1], right[-1] - 0.05] if wrong else right
+        header["requests"][1]["logprobs"] = told
+        (path / HEADER).write_text(json.dumps(header))
+        result = conclude(audit_dump(model(), read_dump(path)))
+        assert result.verdict == ("differs" if wrong else "exact"), result.summary
+        assert [fault.kind for fault in result.faults] == ["decoding"] * wrong
+        assert result.requests[1].logprobs == pytest.approx(0.05 * wrong, abs=1e-4)
