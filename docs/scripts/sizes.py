@@ -83,7 +83,6 @@ def least_seconds(plan: Plan, tokens: int, card: Card) -> dict[str, float]:
     window = 2 * WINDOW * heads * shape.d_head * layers
     columns = shape.d_head + shape.heads // shape.kv_heads + 1
     sums = 2 * (configs + 1) * heads * columns * layers
-    masked = 2 * 8 * (configs + 1) * heads * layers  # the weights of every configuration, written and read
     kept = sum(shape.kept_bytes(config, tokens) for config in plan.run.configs)
     projections, attention = prefill_operations(shape, linear_weights(plan), tokens)
     return {
@@ -91,8 +90,8 @@ def least_seconds(plan: Plan, tokens: int, card: Card) -> dict[str, float]:
         "attention": attention / card.half,
         "value norms": norms / card.half,
         "window": window / card.double,
-        "sums": max(sums / card.double, masked / card.bandwidth),
-        "decoding": (2 * shape.weights_bytes + 2 * shape.full_cache_bytes(tokens) + 3 * kept) / card.bandwidth,
+        "sums": sums / card.double,
+        "decoding": (2 * shape.weights_bytes + 2 * shape.full_cache_bytes(tokens) + 2 * kept) / card.bandwidth,
     }
 
 
@@ -112,7 +111,7 @@ def memory_table() -> Iterator[str]:
 
 def limits_table() -> Iterator[str]:
     """Yield the lines of the table of limits."""
-    configs = (f"configurations, {tokens:,} tokens" for tokens in TOKENS)
+    configs = (f"configurations at {tokens:,}" for tokens in TOKENS)
     yield from _head(("GPU", "steps", "tokens that fit", "breaks first", *configs))
     for card, steps in itertools.product(CARDS, (1, 16)):
         fits, told = most_tokens(card.memory, steps)
