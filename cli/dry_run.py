@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
 _MIB = 2**20
+_STAGES = {"prefill": "prefill", "layer": "a layer's sums", "decoding": "decoding"}
+"""Stage of a sample, as `footprint.Memory` names it -> as it is printed."""
 
 
 def show(
@@ -116,15 +118,23 @@ def _shard_text(document: dict[str, Any]) -> str:
 
 def _memory_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return table rows on needed and free memory and disk, on whether the run fits, and on advice to make it fit."""
-    needed, free = (memory.format_size(int(document[name] * _MIB)) for name in ("memory_mib", "memory_free_mib"))
-    rows = [("memory", f"{needed} with working memory, without activations; {free} free on {document['device']}")]
+    needed, free = (_size(document[name]) for name in ("memory_mib", "memory_free_mib"))
+    stages = ", ".join(f"{what} {_size(document[f'{name}_mib'])}" for name, what in _STAGES.items())
+    rows = [
+        ("scores and norms", f"{_size(document['statistics_mib'])} of all layers"),
+        ("one stage at a time", stages),
+        ("memory", f"{needed} at most; {free} free on {document['device']}"),
+    ]
     if document["trace_mib"]:
-        trace, journal, disk = (
-            memory.format_size(int(document[f"{name}_mib"] * _MIB)) for name in ("trace", "journal", "disk_free")
-        )
+        trace, journal, disk = (_size(document[f"{name}_mib"]) for name in ("trace", "journal", "disk_free"))
         rows.append(("trace", f"about {trace} on disk, {journal} of journal until it is whole; {disk} free"))
-    advice = f"; each of these alone would: {'; '.join(document['suggest_options'])}" if document["advice"] else ""
+    advice = f"; each of these alone would: {'; '.join(document['advice'])}" if document["advice"] else ""
     return [*rows, ("fits", "yes" if document["fits"] else f"no{advice}")]
+
+
+def _size(mib: float) -> str:
+    """Return a size in MiB as text."""
+    return memory.format_size(int(mib * _MIB))
 
 
 def _batches_text(document: dict[str, Any]) -> str:
@@ -182,10 +192,12 @@ def _memory_needs(planned: Plan, folder: Path | None) -> dict[str, Any]:
 
     needed, memory_free = footprint.footprint(planned), footprint.free_memory(planned)
     trace, journal, disk_free = (needed.trace, sum(needed.journal), _disk_free(folder)) if folder else (0, 0, 0)
-    fits = needed.memory <= memory_free and trace + journal <= disk_free
+    fits = needed.memory.total <= memory_free and trace + journal <= disk_free
     return {
         "device": planned.placement.device.type,
-        "memory_mib": needed.memory / _MIB,
+        "statistics_mib": needed.memory.statistics / _MIB,
+        **{f"{stage}_mib": getattr(needed.memory, stage) / _MIB for stage in _STAGES},
+        "memory_mib": needed.memory.total / _MIB,
         "memory_free_mib": memory_free / _MIB,
         "trace_mib": trace / _MIB,
         "journal_mib": journal / _MIB,

@@ -108,7 +108,7 @@ def generate(
 ) -> None:
     """Answer from the full and the evicted caches; compare.
 
-    Greedily, all caches in one batch, beside the accepted answers and graded from 0 to 1.
+    Greedily, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
     perturbkv quality --divergence and --judge look at the file.
@@ -119,7 +119,7 @@ def generate(
         _check_other_run(run, path)
     configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check("generate", configs, run)
-    from perturbkv.pipeline.answers.generation import check_answer_options, check_memory
+    from perturbkv.pipeline.answers.generation import check_answer_options
     from perturbkv.pipeline.answers.grading import metrics_of
 
     check_answer_options(configs, max_new_tokens, compress_every)
@@ -127,7 +127,6 @@ def generate(
     if not run.dry_run:
         output.claim(resumable(path), writer=path)
     planned = plan(run, configs, generate=max_new_tokens, metric=metric, scored=False)
-    check_memory(planned)
     if run.dry_run:
         from perturbkv.cli import dry_run
 

@@ -15,7 +15,7 @@ from perturbkv.errors import WorkerError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.answer_rows import AnsweredPrompt, Generation
-from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options, check_memory
+from perturbkv.pipeline.answers.generation import AnswerOptions, check_answer_options
 from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run.plan import Plan
@@ -57,11 +57,12 @@ def generate(
         divergence: also decode the full cache's answer from every cache, for `divergence`.
         head_scores: as in `Settings`.
         workers: as in `measure`; a prompt that workers give up is left out, with a warning in the log.
-        resources: as in `measure`.
+        resources: as in `measure`; where `max_bytes` does not hold all caches at once, the prompt is read once for each
+            batch of them.
         progress: whether a bar is shown.
 
     Raises what `measure` raises, and ConfigError for a configuration that would have to know the next query or cannot
-    be compressed again, and where `resources` do not hold all caches at once; WorkerError where no prompt is answered.
+    be compressed again; WorkerError where no prompt is answered.
     """
     from perturbkv.analyses.json_values import provenance_object
 
@@ -69,7 +70,6 @@ def generate(
     check_answer_options(chosen, max_new_tokens, compress_every)
     settings = Settings(scenario=scenario, cache=cache, generate=max_new_tokens, head_scores=head_scores, scored=False)
     ready = make_plan(model, prompts, chosen, settings, resources)
-    check_memory(ready)
     metrics_of(ready.prompts)
     with user_model.eval_mode(model):
         answered = _answer_prompts(ready, AnswerOptions(compress_every, divergence), workers, progress)

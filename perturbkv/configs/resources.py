@@ -73,6 +73,7 @@ class Shape:
     weights_bytes: int
     sliding: int = 0
     window: int = 0
+    d_mlp: int = 0
 
     @classmethod
     def from_config(cls, config: Any, itemsize: int, weights_bytes: int) -> Self:
@@ -83,7 +84,7 @@ class Shape:
         return cls(
             layers, heads, int(config.num_key_value_heads), int(d_head), int(config.hidden_size),
             int(config.vocab_size), itemsize, weights_bytes, int(config.num_hidden_layers) - layers,
-            layer_types.configured_window(config) or 0,
+            layer_types.configured_window(config) or 0, int(config.intermediate_size),
         )  # fmt: skip
 
     def full_cache_bytes(self, tokens: int) -> int:

@@ -229,13 +229,7 @@ class LayerView:
     def logits(self) -> Float[Tensor, "head query key"]:
         """Attention logits of the window's queries that vote, −inf on later entries."""
         rows = min(self.window, self.entries)
-        grouped = self.queries[:, -rows:].view(self.kv_heads, self.group, rows, -1)
-        logits = torch.cat(
-            [
-                causal_logits(query.to(WORK), key.to(WORK), self.scale, self.entries - rows)
-                for query, key in zip(grouped, self.keys, strict=True)
-            ]
-        )
+        logits = causal_logits(self.queries[:, -rows:].to(WORK), self.keys.to(WORK), self.scale)
         if self.window_queries != TEXT_QUERIES:
             return logits
         text = [row for row in range(rows) if self.entries - rows + row not in self.template]

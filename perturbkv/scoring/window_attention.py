@@ -15,32 +15,13 @@ from perturbkv.theory import WORK, softmax_with_sinks
 
 
 def causal_logits(
-    query: Float[Tensor, "group query d_head"], key: Float[Tensor, "key d_head"], scale: float, first: int
-) -> Float[Tensor, "group query key"]:
-    """Return the attention logits of one key/value head's queries, at positions from `first` on; −∞ on later keys."""
-    return _mask_future(query @ key.T * scale, first)
-
-
-def _mask_future(logits: Tensor, first: int) -> Tensor:
-    """Set logits (…, query, key) of keys after their query to −∞, in place; queries stand at `first` and after."""
-    position = torch.arange(first, first + logits.shape[-2], device=logits.device)
-    return logits.masked_fill_(
-        torch.arange(logits.shape[-1], device=logits.device) > position.unsqueeze(-1), -torch.inf
-    )
-
-
-def causal_rows(
-    query: Float[Tensor, "group query d_head"],
-    key: Float[Tensor, "key d_head"],
-    scale: float,
-    first: int,
-    sinks: Float[Tensor, " group"] | None = None,
-) -> Float[Tensor, "group query key"]:
-    """Return the attention weights of one key/value head's queries, at positions from `first` on, in the query's dtype.
-
-    `sinks` are logits that add to every softmax denominator.
-    """
-    return softmax_with_sinks(causal_logits(query, key, scale, first), sinks)[0]
+    queries: Float[Tensor, "_head _query d_head"], keys: Float[Tensor, "_kv_head _key d_head"], scale: float
+) -> Float[Tensor, "_head _query _key"]:
+    """Return the attention logits of queries that are the last tokens of the keys; −∞ on later keys."""
+    heads, count, d_head = queries.shape
+    logits = (queries.reshape(len(keys), -1, d_head) @ keys.mT * scale).view(heads, count, -1)
+    key = torch.arange(keys.shape[1], device=keys.device)
+    return logits.masked_fill_(key > key[key.shape[0] - count :].unsqueeze(-1), -torch.inf)
 
 
 def causal_blocks(
@@ -64,8 +45,7 @@ def causal_blocks(
         for begin in range(0, count, rows):
             end = min(begin + rows, count)
             seen, part = keys[start : start + together, : first + end].to(dtype), queries[block, begin:end].to(dtype)
-            logits = part.reshape(together, -1, part.shape[-1]) @ seen.mT * scale
-            logits = _mask_future(logits.view(together * group, end - begin, -1), first + begin)
+            logits = causal_logits(part, seen, scale)
             yield block, slice(begin, end), softmax_with_sinks(logits, None if sinks is None else sinks[block])[0]
 
 

@@ -18,6 +18,7 @@ import pytest
 from perturbkv.benchmark import suite
 from perturbkv.cli import console, planned_run
 from perturbkv.pipeline.progress import bar
+from perturbkv.pipeline.run import footprint
 from perturbkv.pipeline.sample.one_sample import trace as run_trace
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
@@ -105,6 +106,15 @@ def test_dry_run_tells_and_runs_nothing(perturbkv: Run, tiny: list[object], tmp_
     assert told["evicted_caches_mib"] == pytest.approx(2 * 2 * 4 * 8 * 24 * 4 * 2 / 2**20)
     assert "24" in perturbkv("heads", *tiny, "--dry-run").out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_says_what_would_fit(perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = perturbkv("heads", *tiny, "--dry-run", "--json").json()
+    stays = told["weights_mib"] + told["full_cache_mib"] + told["statistics_mib"]
+    assert told["memory_mib"] == pytest.approx(stays + max(told[f"{s}_mib"] for s in ("prefill", "layer", "decoding")))
+    monkeypatch.setattr(footprint, "free_memory", lambda planned: int(told["memory_mib"] * 2**20) - 1)
+    shown = " ".join(perturbkv("heads", *tiny, "--dry-run").out.split())
+    assert "no; each of these alone would: " in shown and "--dtype bfloat16" in shown
 
 
 def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[object]) -> None:

@@ -26,6 +26,7 @@ BY_OTHERS = {
     "specification_claims.py",
     "second_model.py",
     "second_prompts.py",
+    "sizes.py",
     "template_window.py",
     "vendor.py",
 }

@@ -52,7 +52,7 @@ def test_a_trace_and_its_journal_are_as_large_as_was_told(
 def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) -> None:
     found = footprint.footprint(whole)
     free = int(found.disk * share)
-    said = footprint.suggest_options(whole, free, found.memory)
+    said = footprint.suggest_options(whole, free, found.memory.total)
     others = {
         "--no-kept": replace(whole, kept=False),
         "--no-text": replace(whole, text=False),
@@ -64,14 +64,14 @@ def test_what_is_advised_for_the_disk_makes_it_fit(whole: Plan, share: float) ->
     for count, fits in ((samples, True), (samples + 1, False)):
         part = replace(whole, prompts=whole.prompts[:count])
         assert (footprint.footprint(part).disk <= free) == fits
-    assert footprint.suggest_options(whole, found.disk, found.memory) == []
+    assert footprint.suggest_options(whole, found.disk, found.memory.total) == []
 
 
 def test_what_is_advised_for_memory_makes_it_fit() -> None:
     whole = make_plan(
         tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, 2**30), resumable=True
     )
-    needed = footprint.memory_bytes(whole)
+    needed = footprint.estimate_memory(whole).total
     assert len(whole.batches.indices) == 1, "all at once, unless a bound is given"
     (size, dtype) = footprint.suggest_options(whole, 2**60, needed - 1)
     assert dtype == "--dtype bfloat16"
@@ -79,5 +79,5 @@ def test_what_is_advised_for_memory_makes_it_fit() -> None:
     less = make_plan(
         tiny_adapter(layers=4), PROMPTS, CONFIGS, Settings(steps=2), Resources(2**20, bound), resumable=True
     )  # fmt: skip
-    assert footprint.memory_bytes(less) < needed
+    assert footprint.estimate_memory(less).total < needed
     assert footprint.suggest_options(whole, 2**60, 0) == [], "nothing makes it fit into nothing"

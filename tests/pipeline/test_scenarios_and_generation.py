@@ -10,19 +10,22 @@ import torch
 from transformers import DynamicCache
 
 from perturbkv.cache.compact import CompactCache
+from perturbkv.configs.choice import parse
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers import generation
 from perturbkv.pipeline.answers.generation import generate
+from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.selection.grid import configuration
 from tests.oracle.decoder import Decoder
 from tests.oracle.sample import Reference
 from tests.support.models import FAMILIES, HEADS, exact_adapter, tiny_adapter, token_ids
-from tests.support.resolved import answer, read_evicting, trace_sample
+from tests.support.resolved import answer, read_evicting, resolved_run, trace_sample
 from tests.support.traces import kept_of
 
 LENGTH, QUESTION = 40, 9
@@ -203,6 +206,38 @@ def test_one_batch_generates_what_each_configuration_does_alone() -> None:
     for chosen, tokens in zip(configs, together.evicted, strict=True):
         assert answer(adapter, PROMPT, (chosen,), 16).evicted == [tokens]
     assert answer(adapter, PROMPT, (configs[0],), 16).full == together.full
+
+
+@pytest.mark.parametrize("few_bits", [False, True], ids=["compressed again", "in few bits"])
+def test_several_batches_answer_as_one(few_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over compressions and divergence too, in the run's order; of caches in few bits, which one batch alone has."""
+    monkeypatch.setattr(generation, "end_tokens", lambda adapter: set())
+    budgets: tuple[int | float, ...] = (20, 18, 10, 8)
+    configs = [config("snapkv", budget) for budget in budgets]
+    options: dict[str, object] = {"compress_every": 24, "divergence": True}
+    if few_bits:
+        configs, options = [*configs, replace(config(budget=12), precision=parse("quantise(group=8)"))], {}
+    adapter = exact_adapter("llama", 4, 2)
+    prompt = Prompt("s", token_ids(LENGTH, seed=4), 0)
+    one = answer(adapter, prompt, configs, 12, **options)
+    run = resolved_run(configs, generate=12)
+    sizes = [adapter.shape.row_bytes(each, LENGTH, 12, 1) for each in run.configs]
+    bounded = Resources(max_bytes=max(sizes) + min(sizes))
+    batches = plan_prompt_batches(prompt, run, adapter.shape, bounded).indices
+    assert len(batches) > 1
+    assert [index for batch in batches for index in batch] != list(range(len(configs)))
+    several = answer(adapter, prompt, configs, 12, bounded, **options)
+    for name in ("full", "evicted", "held", "stored"):
+        assert getattr(several, name) == getattr(one, name), name
+    assert len(one.stored) == len(configs) * few_bits
+    assert bool(one.compressions) != few_bits
+    for field in ("config", "generated", "before", "after"):
+        assert [getattr(each, field) for each in several.compressions] == [
+            getattr(each, field) for each in one.compressions
+        ]
+    if not few_bits:
+        torch.testing.assert_close(several.divergence.kl, one.divergence.kl, rtol=1e-6, atol=1e-12)
+        assert torch.equal(several.divergence.top1, one.divergence.top1)
 
 
 def test_a_prompt_without_a_question_of_its_own_is_refused() -> None:

@@ -47,6 +47,12 @@ def rehearsal(count: int = 1) -> Iterator[Rehearsal]:
 def tiny(family: str = "llama", devices: Sequence[str] = (), **more: Any) -> Adapter:
     """A tiny model on the CPU, or its layers on one device after the other, the embedding on the first."""
     model = tiny_model(family, **more)
+    move_layers(model, devices)
+    return Adapter(model, ByteTokenizer(), f"tiny-{family}", "test", True)
+
+
+def move_layers(model: Any, devices: Sequence[str]) -> None:
+    """Move a model's layers to one device after the other, the embedding to the first."""
     layers, last = len(model.model.layers), len(devices) - 1
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": last, "lm_head": last}
     places |= {f"model.layers.{layer}": layer * len(devices) // layers for layer in range(layers)}
@@ -56,7 +62,6 @@ def tiny(family: str = "llama", devices: Sequence[str] = (), **more: Any) -> Ada
             _move(module, device)
         if len(devices) > 1:
             module.register_forward_pre_hook(_follow(device), with_kwargs=True)
-    return Adapter(model, ByteTokenizer(), f"tiny-{family}", "test", True)
 
 
 def counted(measure: Callable[[Adapter], object], layers: int = 1, dtype: torch.dtype = torch.float32) -> Rehearsal:

@@ -32,8 +32,8 @@ from perturbkv.errors import DatasetError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.generation import end_tokens
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
-from perturbkv.scoring.window_attention import causal_rows
-from perturbkv.theory import WORK
+from perturbkv.scoring.window_attention import causal_logits
+from perturbkv.theory import WORK, softmax_with_sinks
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,10 @@ def attention_inside(
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, " head"]:
     """Return each head's attention mass on entries of `span` that rank in its top |span|, averaged over the queries."""
-    heads, queries, d_head = query.shape
-    kv_heads, keys, _ = key.shape
-    masses = []
-    grouped_sinks = [None] * kv_heads if sinks is None else sinks.view(kv_heads, -1)
-    for kv_head, group in enumerate(query.view(kv_heads, heads // kv_heads, queries, d_head)):
-        rows = causal_rows(group.to(WORK), key[kv_head].to(WORK), scale, keys - queries, grouped_sinks[kv_head])
-        largest = rows.topk(min(len(span), keys), dim=-1)
-        inside = (largest.indices >= span.start) & (largest.indices < span.stop)
-        masses.append((largest.values * inside).sum(dim=-1).mean(dim=-1))
-    return torch.cat(masses)
+    weights, _ = softmax_with_sinks(causal_logits(query.to(WORK), key.to(WORK), scale), sinks)
+    largest = weights.topk(min(len(span), key.shape[1]), dim=-1)
+    inside = (largest.indices >= span.start) & (largest.indices < span.stop)
+    return (largest.values * inside).sum(dim=-1).mean(dim=-1)
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Greedy generation from evicted caches: all configurations of a prompt as one batch, each stopping at its own end.
+"""Greedy generation from evicted caches: a prompt's configurations as one batch, each stopping at its own end.
 
 The prompt is prefilled without measurement, each layer evicted as soon as it is done.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
+from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
@@ -36,10 +37,6 @@ from perturbkv.pipeline.variants.presses import sources
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
-
-if TYPE_CHECKING:
-    from perturbkv.pipeline.run.plan import Plan
-
 
 _DEFAULT = Resources()
 
@@ -165,17 +162,6 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
         raise ConfigError(msg)
 
 
-def check_memory(planned: Plan) -> None:
-    """Raise ConfigError where the caches of all configurations exceed the memory bound for one batch."""
-    bound, configs = planned.resources.max_bytes, len(planned.run.configs)
-    if bound is not None and len(planned.batches.indices) > 1:
-        msg = (
-            f"generate answers from all caches at once, and max_bytes (--max-memory) of {bound:,} bytes holds those of "
-            f"{planned.batches.rows - 1} of {configs} configurations; raise it or ask for fewer"
-        )
-        raise ConfigError(msg)
-
-
 @torch.inference_mode()
 def generate(
     adapter: Adapter,
@@ -268,10 +254,33 @@ class AnswerOptions:
 def answer(
     adapter: Adapter, prompt: Prompt, run: ResolvedRun, options: AnswerOptions, resources: Resources = _DEFAULT
 ) -> Answers:
-    """Read a prompt, and return the answers from the full cache and every configuration's cache, decoded in one batch.
+    """Read a prompt, and return the answers from the full cache and every configuration's cache.
 
-    Raises ActivationError for NaN or Inf, NoMemoryError.
+    All caches are decoded in one batch. Those that exceed `resources.max_bytes` are decoded in several, and each batch
+    reads the prompt anew.
+
+    Raises ActivationError for NaN or Inf, NoMemoryError, ConfigError where one configuration alone exceeds the bound.
     """
+    indices: Sequence[tuple[int, ...]] = [tuple(range(len(run.configs)))]
+    if resources.max_bytes is not None:
+        indices = plan_prompt_batches(prompt, run, adapter.shape, resources).indices
+    batches: list[Answers] = []
+    for batch in indices:
+        part = run.select_configs(run.configs[index] for index in batch)
+        batches.append(_answer_batch(adapter, prompt, part, options, resources, batches[0].full if batches else None))
+    joined = _join_batches(indices, batches)
+    return joined if any(config.quantised or config.corrected for config in run.configs) else replace(joined, stored=[])
+
+
+def _answer_batch(
+    adapter: Adapter,
+    prompt: Prompt,
+    run: ResolvedRun,
+    options: AnswerOptions,
+    resources: Resources,
+    full_answer: list[int] | None,
+) -> Answers:
+    """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
     limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
     read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
     entry_shares = _entry_shares(read.cache, run.configs)
@@ -285,12 +294,48 @@ def answer(
 
     compressor, check = make_compressor(read), FiniteCheck()
     full, *evicted = generate(adapter, read, question, run.generate, compressor, check)
+    full = full if full_answer is None else full_answer
     divergence = None
     if copy is not None:
         divergence = teacher_force(adapter, copy.cache, question, full, make_compressor(copy), check)
     check.raise_if_not(prompt.sample_id)
     compressions = compressor.compressions if compressor else []
     return Answers(full, evicted, entry_shares, compressions, divergence, byte_shares)
+
+
+def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) -> Answers:
+    """Return the answers of batches as one; `indices` are those of each batch's configurations in the run.
+
+    The noise floor is the largest of the batches, which have different shapes.
+    """
+    order = [index for batch in indices for index in batch]
+    position = sorted(range(len(order)), key=order.__getitem__)
+
+    def join(lists: Iterable[Sequence[Any]]) -> list[Any]:
+        joined = [item for each in lists for item in each]
+        return [joined[place] for place in position]
+
+    compressions = [
+        replace(compression, config=batch[compression.config])
+        for batch, answers in zip(indices, batches, strict=True)
+        for compression in answers.compressions
+    ]
+    divergences = [answers.divergence for answers in batches if answers.divergence is not None]
+    divergence = None
+    if divergences:
+        divergence = Divergence(
+            torch.cat([each.kl for each in divergences])[position],
+            torch.cat([each.top1 for each in divergences])[position],
+            torch.stack([each.noise_floor for each in divergences]).amax(dim=0),
+        )
+    return Answers(
+        batches[0].full,
+        join(answers.evicted for answers in batches),
+        join(answers.held for answers in batches),
+        sorted(compressions, key=lambda each: (each.generated, each.config)),
+        divergence,
+        join(answers.stored for answers in batches),
+    )
 
 
 def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
@@ -315,12 +360,7 @@ def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedC
 
 
 def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
-    """Return each configuration's cache bytes, corrections included, over the full cache's in 16 bits, before decoding.
-
-    Empty where no configuration is quantised or corrected.
-    """
-    if not any(config.quantised or config.corrected for config in configs):
-        return []
+    """Return each configuration's cache bytes with corrections, over the full cache's in 16 bits, before decoding."""
     layers, tokens = cache.evicted, cache.get_seq_length()
     full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))
     sizes = [

@@ -4,26 +4,33 @@ Estimated from shapes alone. On the disk, variables are assumed to deflate as in
 positions the shorter of mask and gaps is known, and its compression is taken from SnapKV's and AdaKV's sets. Traces of
 SmolLM2-135M came out within a fifth of the estimate, with `--save outputs` within a quarter.
 
-Memory is that of weights, the full cache of the longest prompt, the largest batch of evicted caches and `--chunk-mib`,
-without activations.
+Memory is that of tensors at the fullest moment of the longest prompt. What a GPU takes besides, for its context and
+within an operation, and what the allocator cannot join, is not counted. Activations are those of dense layers as
+Llama's; Gemma's took 1.3 times as much, and experts take more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from perturbkv import memory
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
-from perturbkv.devices import block_bytes
+from perturbkv.configs.selections import STAGED
+from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
-from perturbkv.pipeline.run.plan import Plan
+from perturbkv.pipeline.run.plan import Plan, is_single_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
+from perturbkv.pipeline.sample.prefill import requested_scores
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
+from perturbkv.selection.resolved_config import ResolvedConfig
+from perturbkv.theory import WORK
 
 _DEFLATED = {"float64": 0.78, "float32": 0.6, "int64": 0.05, "int32": 0.25, "uint8": 0.5}
 """Share of a type's bytes that is left after compression; single numbers and text are not compressed."""
@@ -40,6 +47,43 @@ _PER_ANSWER_TOKEN, _PER_ANSWER = 5, 40
 _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full", "digits")
 
 
+_RANK_BYTES = 12
+"""Bytes of an entry's place in a ranking, and of its rank."""
+_BLOCKS_AT_ONCE = 3.5
+"""Blocks of a long loop that are in memory at once: two of logits, the weights before, and their mask."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The estimated bytes of a device's memory for a run's longest prompt.
+
+    Attributes:
+        weights: the model's.
+        full_cache: every entry of the prompt.
+        statistics: scores and value norms of all layers.
+        prefill: one layer's activations, or the blocks of a long loop.
+        layer: rankings of all layers, and one layer's entries, projection and sums in float64.
+        decoding: rankings and coded kept sets of all layers, the largest batch of evicted caches, and copies.
+    """
+
+    weights: int
+    full_cache: int
+    statistics: int
+    prefill: int
+    layer: int
+    decoding: int
+
+    @property
+    def stage(self) -> str:
+        """Name of the stage that takes most: `prefill`, `layer` or `decoding`."""
+        return max(("prefill", "layer", "decoding"), key=lambda name: int(getattr(self, name)))
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment: what stays, and the stage that takes most."""
+        return self.weights + self.full_cache + self.statistics + int(getattr(self, self.stage))
+
+
 @dataclass(frozen=True)
 class Footprint:
     """The estimated bytes that a run takes on the disk and in the device's memory.
@@ -48,13 +92,13 @@ class Footprint:
         file: bytes of the trace without its samples.
         samples: bytes of each sample in the trace.
         journal: bytes of each sample in the journal, which is removed when the trace is complete.
-        memory: bytes of the device's memory at most.
+        memory: bytes of the device's memory.
     """
 
     file: int
     samples: tuple[int, ...]
     journal: tuple[int, ...]
-    memory: int
+    memory: Memory
 
     @property
     def trace(self) -> int:
@@ -75,20 +119,70 @@ def footprint(planned: Plan) -> Footprint:
     ]
     file = _HEADERS + _LABEL * len(planned.run.configs)
     in_trace, in_journal = zip(*sizes, strict=True)
-    return Footprint(file, in_trace, in_journal, memory_bytes(planned))
+    return Footprint(file, in_trace, in_journal, estimate_memory(planned))
 
 
-def memory_bytes(planned: Plan) -> int:
-    """Return the bytes of weights, longest prompt's full cache, largest evicted batch and working memory, summed."""
-    weights = planned.files.weights_bytes(planned.placement.dtype)
-    return weights + planned.caches_bytes() + _working_bytes(planned)
+def estimate_memory(planned: Plan) -> Memory:
+    """Return the estimated bytes of the device's memory."""
+    shape, run = planned.shape, planned.run
+    longest = max(len(prompt.token_ids) for prompt in planned.prompts)
+    tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
+    ranked = [config for config in planned.configs if not config.is_external and not config.has_sparse_prefill]
+    scores = {request for config in ranked for request in requested_scores(config)}
+    in_loops = len(ranked) < len(planned.configs) or any(
+        "queries" in one.score.needs or one.score.replay for one in scores
+    )
+    norms = 4 * (1 + any(config.euclidean for config in planned.configs))
+    working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
+    loops = int(_BLOCKS_AT_ONCE * block_bytes(planned.placement.device)) if in_loops else 0
+    rankings = _RANK_BYTES * shape.layers * _ranking_entries(ranked, shape, tokens)
+    codes = sum(_sets(config, shape) for config in run.configs) * shape.layers * mask_bytes(tokens)
+    row = WORK.itemsize * shape.heads * tokens
+    sums = (1 + len(run.configs)) * row
+    entries = WORK.itemsize * shape.kv_heads * shape.d_head * tokens
+    projection = WORK.itemsize * shape.heads * shape.d_head * shape.d_model
+    copied = working if is_single_pass(planned.resolved) else 0
+    return Memory(
+        weights=shape.weights_bytes,
+        full_cache=shape.full_cache_bytes(longest),
+        statistics=tokens * shape.layers * shape.heads * (norms + WORK.itemsize * len(scores)),
+        prefill=_prefill_bytes(planned, shape, tokens, loops),
+        layer=rankings + (4 + 2 * run.steps) * row + entries + max(entries, projection + min(working, sums)),
+        decoding=rankings + codes + planned.batches.largest_bytes + max(copied, projection),
+    )
+
+
+def _prefill_bytes(planned: Plan, shape: Shape, tokens: int, loops: int) -> int:
+    """Return the bytes of a prefill in one layer: those of its feed-forward part, or of attention with long loops."""
+    fused = any("gate_up_proj" in name for name in planned.files.shapes())  # both halves of one product stay
+    feed_forward = 4 * shape.d_model + (3 + fused) * shape.d_mlp
+    attention = 3 * shape.d_model + shape.heads * shape.d_head
+    rotations = shape.itemsize * tokens * 2 * shape.d_head
+    return rotations + max(shape.itemsize * tokens * feed_forward, shape.itemsize * tokens * attention + loops)
+
+
+def _ranking_entries(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int) -> int:
+    """Return the number of entries in one layer's rankings, all of which stay until the sample is done."""
+    rankings: dict[Hashable, int] = {}
+    for config in configs:
+        alike = (requested_scores(config), config.system.score.pooling(), config.granularity)
+        staged = config.selection.name in STAGED or config.has_own_stages
+        first = "attention" if staged or config.selection.name == "attention" else config.selection
+        for rule in (first, config.selection) if staged else (first,):
+            rankings[alike, rule] = _sets(config, shape) * (tokens // config.block)
+    return sum(rankings.values())
+
+
+def _sets(config: EvictionConfig, shape: Shape) -> int:
+    """Return the number of kept sets of a configuration in one layer."""
+    return shape.heads if config.granularity.name == "query" else shape.kv_heads
 
 
 def suggest_options(planned: Plan, disk_free: int, memory_free: int) -> list[str]:
     """Return command-line options, each sufficient for the run to fit; empty where it fits, or where none suffices."""
     estimate = footprint(planned)
     on_disk = _options_for_disk(planned, estimate, disk_free) if estimate.disk > disk_free else ()
-    return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory > memory_free else ())]
+    return [*on_disk, *(_options_for_memory(planned, memory_free) if estimate.memory.total > memory_free else ())]
 
 
 def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator[str]:
@@ -108,25 +202,13 @@ def _options_for_disk(planned: Plan, estimate: Footprint, free: int) -> Iterator
 
 def _options_for_memory(planned: Plan, free: int) -> Iterator[str]:
     """Yield command-line options with which the run fits `free` bytes of memory."""
-    shape, largest = planned.shape, planned.batches.largest_bytes
-    least = max(_row_bytes(planned, shape))
-    if least < largest and memory_bytes(planned) - largest + least <= free:
+    least = max(_row_bytes(planned, planned.shape))
+    alone = replace(planned, batches=replace(planned.batches, largest_bytes=least))
+    if least < planned.batches.largest_bytes and estimate_memory(alone).total <= free:
         yield f"--max-memory {math.ceil(least / 2**20)}MiB"
-    if planned.placement.dtype.itemsize > 2 and _memory_in_16_bits(planned) <= free:
+    half = replace(planned, placement=replace(planned.placement, dtype=torch.bfloat16))
+    if planned.placement.dtype.itemsize > 2 and estimate_memory(half).total <= free:
         yield "--dtype bfloat16"
-
-
-def _memory_in_16_bits(planned: Plan) -> int:
-    """Return the bytes of memory that the run would take with a 16-bit precision."""
-    import torch
-
-    weights = planned.files.weights_bytes(torch.bfloat16)
-    return weights + planned.caches_bytes() * 2 // planned.placement.dtype.itemsize + _working_bytes(planned)
-
-
-def _working_bytes(planned: Plan) -> int:
-    """Return the bytes of working memory: the larger of what the run was given and a block of the longest loops."""
-    return max(planned.resources.chunk_bytes, block_bytes(planned.placement.device))
 
 
 def _row_bytes(planned: Plan, shape: Shape) -> list[int]:
@@ -184,8 +266,7 @@ def _kept_set_bytes(run: RunConfig, shape: Shape, tokens: int) -> int:
     """Return the bytes of a sample's encoded kept sets: per set a mask, or a byte per kept entry if smaller."""
     total = 0
     for config in run.configs:
-        sets = shape.heads if config.granularity.name == "query" else shape.kv_heads
-        total += shape.layers * sets * min(mask_bytes(tokens), config.kept_entries(tokens))
+        total += shape.layers * _sets(config, shape) * min(mask_bytes(tokens), config.kept_entries(tokens))
     return total
 
 

@@ -27,7 +27,7 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.value_norms import euclidean_value_norms
-from perturbkv.scoring.window_attention import causal_rows
+from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.selection.sparse_lines import (
     LastQueries,
@@ -68,16 +68,9 @@ def last_query_weights(
     sample: str,
 ) -> LastQueries:
     """Return the attention weights and norms that decide a layer's lines; `queries` are the prompt's last ones."""
-    sharing, sinks = len(queries) // len(keys), adapter.sinks(layer)
-    groups = [slice(first, first + sharing) for first in range(0, len(queries), sharing)]
-    rows = [
-        causal_rows(
-            queries[group].to(WORK), key.to(WORK), adapter.scale(layer), keys.shape[1] - queries.shape[1],
-            None if sinks is None else sinks[group],
-        )
-        for group, key in zip(groups, keys, strict=True)
-    ]  # fmt: skip
-    return LastQueries(torch.cat(rows), norms, len(keys), layer, sample)
+    logits = causal_logits(queries.to(WORK), keys.to(WORK), adapter.scale(layer))
+    weights, _ = softmax_with_sinks(logits, adapter.sinks(layer))
+    return LastQueries(weights, norms, len(keys), layer, sample)
 
 
 def isolated_along_lines(
