@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.audit.audit import Audit
-from perturbkv.analyses.audit.dump_audit import DumpAudit
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.audit_trace import FLOORS
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style

@@ -29,7 +29,7 @@ from perturbkv.user_files import is_path
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
-    from perturbkv.analyses.audit.dump_audit import DumpAudit
+    from perturbkv.analyses.audit.dump_verdict import DumpAudit
     from perturbkv.auditing.audit import Settings
 
 _FILE, _STEM = "audit.json", "audit"
@@ -141,8 +141,8 @@ def _is_junit(path: Path) -> bool:
 
 
 _ON_A_DUMP = (
-    "model", "revision", "dtype", "device", "loss", "junit", "output", "overwrite", "as_json", "figure_format",
-    "columns", "style", "explain",
+    "eviction", "model", "revision", "dtype", "device", "loss", "junit", "output", "overwrite", "as_json",
+    "figure_format", "columns", "style", "explain",
 )  # fmt: skip
 """Options that have an effect on the audit of a dump."""
 _TYPES = ("float32", "bfloat16", "float16")
@@ -156,7 +156,7 @@ def _is_dump(path: Path) -> bool:
 
 def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
     """Return the audit of a cache dump, with the model in the type that the engine computes with."""
-    from perturbkv.analyses.audit.dump_audit import conclude
+    from perturbkv.analyses.audit.dump_verdict import conclude
     from perturbkv.auditing.dumps.dump_audit import audit_dump
     from perturbkv.auditing.dumps.dump_file import read_dump
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype

@@ -21,7 +21,7 @@ from perturbkv.pipeline.progress import bar
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
-    from perturbkv.analyses.audit.dump_audit import DumpAudit
+    from perturbkv.analyses.audit.dump_verdict import DumpAudit
 
 _DEFAULT = Resources()
 
@@ -125,7 +125,7 @@ def audit_dump(
     ...     pk.audit_dump(model, path, progress=False).verdict
     'exact'
     """
-    from perturbkv.analyses.audit.dump_audit import conclude
+    from perturbkv.analyses.audit.dump_verdict import conclude
 
     check_model(model)
     opened = read_dump(Path(dump))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.analyses.audit.dump_audit import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
 from perturbkv.models.adapter import Adapter

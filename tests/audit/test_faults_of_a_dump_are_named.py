@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv.analyses.audit.dump_audit import conclude
+from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, read_dump
 from perturbkv.auditing.dumps.layouts import NAMED

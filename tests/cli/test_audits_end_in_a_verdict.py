@@ -9,7 +9,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
+from perturbkv import load_model, write_dump
 from tests.audit import planted
 from tests.support.asked import refused
 
@@ -82,3 +86,42 @@ def test_allowed_changes_are_named_kinds(perturbkv: Run, asked: list[object]) ->
         "unknown kind of change",
         "rounded",
     )
+
+
+@pytest.fixture
+def dump(model: Path, tmp_path: Path) -> list[object]:
+    """A right dump of the model's cache, of 40 tokens in rows, and the options of its audit."""
+    adapter, ids = load_model(str(model)), list(range(5, 45))
+    cache = DynamicCache()
+    with torch.inference_mode():
+        adapter.model(torch.tensor([ids]), past_key_values=cache)
+    rows = ({"keys.a": layer.keys[0].clone(), "values.a": layer.values[0].clone()} for layer in cache.layers)
+    shape = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_head}
+    path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": ids}], rows, engine="made-up 1.0", **shape)
+    return ["audit", path, "--model", model]
+
+
+def test_a_dump_of_an_engines_cache_ends_in_a_verdict(perturbkv: Run, dump: list[object]) -> None:
+    exact = perturbkv(*dump, "-o", "exact", "--junit", "exact.xml")
+    assert (exact.code, exact.out.partition(":")[0]) == (0, "exact"), exact.err
+    assert "made-up 1.0" in exact.out
+    document = json.loads(Path("exact/audit.json").read_text())
+    assert (document["verdict"], document["requests"][0]["differing"], document["faults"]) == ("exact", 0, [])
+    assert sorted(path.name for path in Path("exact").glob("*")) == ["audit.json", "audit.png", "audit.svg"]
+    layer = Path(str(dump[1])) / "layer-1.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(layer).items()}
+    tensors["values.a"][1, 7] = tensors["values.a"][1, 30]
+    save_file(tensors, layer)
+    differs = perturbkv(*dump, "-o", "differs", "--junit", "differs.xml", "--explain")
+    assert differs.code == 1
+    assert " ".join(differs.out.split()).startswith("differs: request a, token 7, layer 1, head 1: ")
+    cases = [ElementTree.parse(name).getroot() for name in ("exact.xml", "differs.xml")]
+    assert [(case.get("tests"), case.get("failures")) for case in cases] == [("2", "0"), ("2", "1")]
+
+
+def test_what_a_dump_does_not_take_is_refused(perturbkv: Run, dump: list[object]) -> None:
+    for option in (["--dataset", "needle"], ["--situation", "block"], ["--quick"], ["--steps", 2]):
+        refused(perturbkv(*dump, *option, "-o", "out"), f"{option[0]} has no effect on audit of a dump")
+    (Path(str(dump[1])) / "layer-0.safetensors").write_bytes(b"cut")
+    refused(perturbkv(*dump, "-o", "out"), "no whole safetensors file")
+    assert not Path("out/audit.json").exists()

@@ -8,8 +8,10 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses.audit.audit import Audit
 from perturbkv.audit_trace import FLOORS
+from perturbkv.figures.audit import draw_dump
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
+from tests.support.every_figure import dump_audit
 
 
 def drawn(result: Audit, width_mm: float = 174) -> Figure:
@@ -46,3 +48,17 @@ def test_what_was_not_seen_is_said() -> None:
     figure = drawn(audited("llama", planted.breaks))
     said = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert said == ["no kept sets were found", "no layer was seen while it decoded"]
+
+
+@pytest.mark.parametrize("width_mm", [84, 174])
+def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
+    """Typical and largest distance and floor, of keys and of values."""
+    result = dump_audit()
+    keys, values = draw_dump(result, width_mm).axes
+    for kind, axes in enumerate((keys, values)):
+        lines = {line.get_gid(): np.asarray(line.get_ydata()) for line in axes.lines}
+        np.testing.assert_allclose(lines["typical"], result.typical[:, kind])
+        np.testing.assert_allclose(lines["noise floor"], result.floors[:, kind])
+        largest = np.max([one.distance[:, kind] for one in result.trace.requests if one.compared], axis=0)
+        np.testing.assert_allclose(lines["largest, of entries that do not differ"], largest)
+        assert axes.get_yscale() == "log"

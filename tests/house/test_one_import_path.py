@@ -37,7 +37,14 @@ def test_the_wheel_has_one_top_level_name_and_all_its_files(built: Path) -> None
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"perturbkv"}
     inside = ("page/page.html.j2", "page/page.css", "page/main.js", "vendor/d3.min.js", "vendor/LICENCES.txt")
-    own = ("py.typed", "storage/FORMAT.md", "figures/perturbkv.mplstyle", "cli/main.py", "analyses/__init__.py")
+    own = (
+        "py.typed",
+        "storage/FORMAT.md",
+        "auditing/dumps/FORMAT-DUMP.md",
+        "figures/perturbkv.mplstyle",
+        "cli/main.py",
+        "analyses/__init__.py",
+    )
     for wanted in (*own, *(f"reporting/{name}" for name in inside)):
         assert f"perturbkv/{wanted}" in names
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
+
 import perturbkv as pk
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.analyses.quality.divergence import divergence
 from perturbkv.captions import CaptionedFigure
 from perturbkv.figures import FIGURES
 from perturbkv.trace import Trace
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.analyses.test_regret_by_hand import regret
-from tests.audit import planted
+from tests.audit import dumped, planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.figures.test_cliff_and_stability_figures import several
 from tests.figures.test_random_weights_are_said_apart import pairs, scores
@@ -31,6 +36,16 @@ def plain() -> Trace:
     return measured([CONFIGS[place] for place in (0, 2, 4, 6)])
 
 
+def dump_audit() -> DumpAudit:
+    """The audit of a dump that an engine keeps in 16 bits."""
+
+    def in_16_bits(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"cache": torch.stack([keys, values]).bfloat16()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        return dumped.Made(store=in_16_bits).audited(Path(folder) / "dump")
+
+
 _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Ablation": lambda: pk.ablation(plain()),
     "Alpha": lambda: pk.alpha(asked_of("question alpha")),
@@ -41,6 +56,7 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Cliffs": lambda: pk.cliff(asked_of("budget --cliff")),
     "Correlation": lambda: pk.correlation(asked_of("correlation")),
     "Divergence": lambda: divergence(written(*ROWS)),
+    "DumpAudit": dump_audit,
     "DriftSeries": lambda: pk.layer_drift(plain())[0],
     "EqualBytes": lambda: pk.equal_bytes(asked_of("budget --bytes")),
     "HeadComparisons": lambda: pk.compare_heads(plain(), "attention", ["two-stage"]),
