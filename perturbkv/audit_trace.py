@@ -270,6 +270,7 @@ class AuditTrace:
 DUMP_FAULTS: Mapping[str, str] = {
     "infinite": "keys or values that are infinite or no numbers",
     "missing": "entries that are zero, or in no block",
+    "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant",
     "request": "another request's entries",

@@ -180,7 +180,7 @@ class Audit(Result):
 
     @property
     def has_figure(self) -> bool:
-        """Whether something was compared or measured that a figure shows."""
+        """True if something was compared or measured that a figure shows."""
         return bool(self.compared) or any(run.entries is not None for run in self.trace.runs)
 
     def conclusion(self) -> str:

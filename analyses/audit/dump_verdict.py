@@ -185,7 +185,7 @@ class DumpAudit(Result):
 
     @property
     def has_figure(self) -> bool:
-        """Whether something was compared that a figure shows."""
+        """True if something was compared that a figure shows."""
         return bool(self.requests)
 
     def conclusion(self) -> str:

@@ -84,8 +84,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (in_layer(lambda tensors: tensors.pop("cache")), "no block tensors"),
     "two kinds of tensors": (in_layer(both_kinds), "both 'cache' and 'keys' or 'values'"),
     "an unknown tensor": (in_layer(lambda tensors: tensors.update(caches=tensors["cache"].clone())), "unknown tensor"),
+    "rows of no request": (
+        in_layer(lambda tensors: tensors.update({"keys.z": tensors["cache"].clone()})), "unknown tensor 'keys.z'"
+    ),
     "another shape": (
-        in_layer(lambda tensors: tensors.update(cache=tensors["cache"][:, :23, ..., :5].clone())), "no multiple"
+        in_layer(lambda tensors: tensors.update(cache=tensors["cache"][:, :23, ..., :5].clone())), "for each block"
     ),
     "whole numbers": (in_layer(lambda tensors: tensors.update(cache=tensors["cache"].int())), "floating-point"),
     "a scale for no head": (in_layer(lambda tensors: tensors.update(key_scale=torch.ones(3))), "one per head"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
-from perturbkv.auditing.dumps.dump_file import HEADER, read_dump
+from perturbkv.auditing.dumps.dump_file import HEADER, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import NAMED
 from perturbkv.cache.entries import rotate_keys
 from tests.audit.dumped import BLOCK, PREFIX, TOKENS, Damage, Made, entries, model, tables, together
@@ -135,6 +135,23 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
         Made(both(lambda part, blocks: part[blocks["a"][3]].copy_(
             part[blocks["a"][3]].to(torch.float8_e4m3fn).float()))), "rounded", "float8_e4m3fn",
     ),
+    "a wrong scale told, in 16 bits": (
+        Made(store=lambda keys, values: {
+            "cache": torch.stack([keys, values]).bfloat16(), "value_scale": torch.tensor(1.1)}),
+        "scale", "all values multiplied by 1.1",
+    ),
+    "a scale that is nearly right, in 8 bits": (
+        Made(store=lambda keys, values: {
+            "cache": torch.stack([keys, values]).to(torch.float8_e4m3fn), "key_scale": torch.tensor(0.96)}),
+        "scale", "all keys multiplied by 0.96",
+    ),
+    "another base, in 16 bits": (
+        Made(other_base(5e5), store=lambda keys, values: {"cache": torch.stack([keys, values]).half()}),
+        "rotation", "base 500,000",
+    ),
+    "a named layout that holds no numbers": (
+        Made(both(lambda part, blocks: part.fill_(torch.nan))), "infinite", "no numbers"
+    ),
     "random numbers": (
         Made(both(lambda part, blocks: part[blocks["a"][5]].normal_())), "unknown", "entries of no token"
     ),
@@ -179,7 +196,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     ),
     "a wrong scale told": (
         Made(store=lambda keys, values: {**together(keys, values), "key_scale": torch.tensor(0.8)}),
-        "scale", "keys multiplied by 0.8",
+        "scale", "all keys multiplied by 0.8",
     ),
     "everything through bfloat16, and nothing said": (
         Made(both(lambda part, blocks: part.copy_(part.bfloat16().float()))), "rounded",
@@ -234,11 +251,28 @@ def test_a_right_dump_in_every_layout_is_exact(layout: str, named: bool, kv_head
 @pytest.mark.parametrize("seed", range(20))
 def test_right_dumps_raise_no_alarm(seed: int, tmp_path: Path) -> None:
     """With another placement of blocks each, as an engine rounds (in 16 bits) or not at all."""
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    dtype = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)[seed % 4]
     made = Made(store=lambda keys, values: {"cache": torch.stack([keys, values]).to(dtype)}, seed=seed)
     result = made.audited(tmp_path / "dump")
     assert result.verdict == "exact", result.summary
     assert (max(request.key_distance for request in result.requests) > 1e-4) == (dtype != torch.float32)
+
+
+def test_entries_that_are_there_twice_are_named(tmp_path: Path) -> None:
+    ids, known = TOKENS["b"], entries()["b"]
+    positions = torch.arange(len(ids))
+    positions[7] = 6
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for keys, values in known:
+            yield {"keys.b": keys[:, positions], "values.b": values[:, positions], "positions.b": positions}
+
+    path = write_dump(tmp_path / "dump", [{"id": "b", "token_ids": ids}], layers(), kv_heads=2, head_size=8)
+    result = conclude(audit_dump(model(), read_dump(path)))
+    assert result.verdict == "differs"
+    assert [(fault.kind, fault.first, fault.last) for fault in result.faults] == [("duplicate", 6, 6)] * len(
+        result.faults
+    )
 
 
 def test_freed_blocks_are_a_kept_set_with_its_loss(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ _DIRECTION = 0.95
 """Least cosine of an entry with the model's, by which it is recognised."""
 _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
-_LOGPROB_LEAST = 1e-3
-"""Least noise floor of a log-probability."""
+_LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
+"""Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
 _Pair = tuple[Tensor, Tensor]
 
 
@@ -157,14 +157,14 @@ class _Comparison:
                 self._recognise_layout(layer, known_entries)
         blocks = self._blocks(layer)
         entries = {request.id: self._entries(request, layer, blocks, known_entries) for request in self.live}
+        scaled = self._undo_scales(index, entries, known_entries)
         measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
         typical = matching.typical(list(measured.values()))
         self.typical.append(typical)
-        floors = [float(floor) for floor in self.plain.floors[index]]
-        coarse = any(level > FLOORS * floor for floor, level in zip(floors, typical, strict=True))
-        if coarse and not self._declares_coarseness(layer):
+        floors, explained = [float(floor) for floor in self.plain.floors[index]], self._explained_distance(layer)
+        if max(typical) > max(FLOORS * max(floors), explained):
             self.coarse.add(index)
-        levels = (0.0, 0.0) if index in self.coarse else typical
+        levels = (explained / 2, explained / 2) if index in self.coarse else typical
         limits = tuple(matching.tolerance(floor, level) for floor, level in zip(floors, levels, strict=True))
         known = Known(
             known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
@@ -172,13 +172,33 @@ class _Comparison:
         )  # fmt: skip
         for name, own in entries.items():
             self._add(name, index, own, measured[name], known, (limits[0], limits[1]))
+            self.differing[name] = self.compared[name] if scaled else self.differing[name]
 
-    def _declares_coarseness(self, layer: LayerDump) -> bool:
-        """Return whether the dump names a coarser type than the plain model's, or its tensors have one."""
-        own = str(self.adapter.dtype).removeprefix("torch.")
+    def _undo_scales(self, index: int, entries: dict[str, Entries], known: Mapping[str, _Pair]) -> bool:
+        """Divide a layer's keys, and values, by a constant factor that all of them have, and record it as a fault.
+
+        What is left is compared as if there were none. Returns whether there was one.
+        """
+        factors = [matching.common_factor(kind, entries, known) for kind in range(2)]
+        for name, factor in zip(("keys", "values"), factors, strict=True):
+            if factor != 1:
+                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+        for name, own in entries.items():
+            entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
+        return factors != [1, 1]
+
+    def _explained_distance(self, layer: LayerDump) -> float:
+        """Return the largest median distance that the dump's types explain; 0 where they are the plain model's.
+
+        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known.
+        """
         tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
-        stored = any(torch.finfo(tensor.dtype).eps > torch.finfo(self.adapter.dtype).eps for tensor in tensors)
-        return stored or bool(self.dump.dtype) or self.dump.compute not in ("", own)
+        named = [getattr(torch, name, None) for name in (self.dump.dtype, self.dump.compute) if name]
+        known = [dtype for dtype in named if isinstance(dtype, torch.dtype)]
+        if len(known) < len(named):
+            return matching.MOST_LEVEL
+        coarsest = max(torch.finfo(dtype).eps for dtype in (*(tensor.dtype for tensor in tensors), *known))
+        return coarsest / 2 if coarsest > torch.finfo(self.adapter.dtype).eps else 0.0
 
     def _add(
         self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: tuple[float, float]
@@ -196,12 +216,11 @@ class _Comparison:
         self.kept[name].append(kept)
         self.removed[name] += sum(tokens - len(positions) for positions in kept)
         self.perturbation[name].append(self._perturbation(name, index, own, known.requests[name]))
+        self.faults += matching.duplicates(name, index, own)
         self.faults += matching.faults(name, index, own, measured, known, limits)
 
     def _perturbation(self, name: str, index: int, own: Entries, full: _Pair) -> Floats:
-        """Return the relative perturbation (head,) of the last token's head outputs by the dumped entries; NaN if some
-        are gone.
-        """
+        """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
         everything = torch.arange(full[0].shape[1]).expand(len(full[0]), -1)
         query = self.plain.queries.get(name, {}).get(index)
         if query is None or not torch.equal(own.positions, everything):
@@ -249,7 +268,7 @@ class _Comparison:
         return Entries(keys, values, positions, ids, size)
 
     def _find_positions(self, own: _Pair, full: _Pair) -> Tensor:
-        """Return the tokens that rows stand for, found by their content; those of no token follow the one before."""
+        """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
         matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, full)]
         (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
         positions = torch.stack(list(kept.positions))
@@ -294,7 +313,8 @@ class _Comparison:
     def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> float:
         """Return the share of some entries that have the direction of the model's entries of the same tokens.
 
-        Keys in the place of values, and values in that of keys, count too; lengths do not.
+        Keys in the place of values, and values in that of keys, count too; lengths do not. Entries that are no numbers
+        say nothing against a layout.
         """
         try:
             blocks = layer.split(layout, self.dump.sizes)
@@ -313,7 +333,7 @@ class _Comparison:
                 [torch.cosine_similarity(one, other, dim=-1) for one, other in zip(parts, both, strict=True)]
                 for both in (full, full[::-1])
             )
-            tried.append(max(float((torch.stack(way) >= _DIRECTION).float().mean()) for way in ways))
+            tried.append(max(1 - float((torch.stack(way) < _DIRECTION).float().mean()) for way in ways))
         return float(np.mean(tried)) if tried else 0.0
 
     def _alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -339,7 +359,7 @@ class _Comparison:
                 requests.append(DumpedRequest(name, len(request.token_ids)))
                 continue
             distance, floor = self._logprobs(request)
-            if distance > FLOORS * floor * self._coarseness:
+            if distance > max(FLOORS * floor, min(FLOORS * floor * self._coarseness, _MOST_LOGPROB)):
                 words = f"log-probabilities differ by up to {distance:.3g}, rounding gives {floor:.3g}"
                 faults.append(DumpFault(name, "decoding", words, 0, len(request.token_ids) - 1))
             requests.append(
@@ -374,7 +394,7 @@ class _Comparison:
 
     @cached_property
     def _coarseness(self) -> float:
-        """How many times the typical distances of entries are those of rounding; at least 1."""
+        """Ratio of the typical distances of entries to the noise floors; at least 1."""
         return max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
 
     def _missing(self) -> Iterator[DumpFault]:

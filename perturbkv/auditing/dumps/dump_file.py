@@ -109,8 +109,10 @@ class Dump:
     def layer(self, index: int) -> LayerDump:
         """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""
         tensors = _read_tensors(self.path / layer_file(index))
+        known = {request.id for request in self.requests}
         for name in tensors:
-            if name not in _STORED and not _ROWS.fullmatch(name):
+            row = _ROWS.fullmatch(name)
+            if name not in _STORED and (row is None or row[2] not in known):
                 _refuse(self.path / layer_file(index), f"the unknown tensor '{name}'")
         return _Layer(self, index, tensors).read()
 
@@ -288,9 +290,9 @@ class _Layer:
             return torch.zeros(0, dtype=torch.int64)
         per_block = self.dump.block_size * self.dump.kv_heads * self.dump.head_size * (2 if len(stored) == 1 else 1)
         count, rest = divmod(stored[0].numel(), per_block)
-        if rest or any(tensor.numel() != stored[0].numel() for tensor in stored):
+        if rest or not count or any(tensor.numel() != stored[0].numel() for tensor in stored):
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
-            self._refuse(f"block tensors of shape {shapes}, no multiple of {per_block:,} numbers a block")
+            self._refuse(f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block")
         ids = self.tensors.get("block_ids", torch.arange(count))
         if ids.is_floating_point() or tuple(ids.shape) != (count,) or len(set(ids.tolist())) != count:
             self._refuse(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")

@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def in_one_tensor(self) -> bool:
-        """Whether keys and values are in one tensor."""
+        """True if keys and values are in one tensor."""
         return KV in sum(self.keys, ())
 
     def __str__(self) -> str:

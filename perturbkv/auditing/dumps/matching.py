@@ -29,6 +29,8 @@ _WHOLE_BLOCK = 8
 """Least tokens of a block that is looked at by itself; of smaller ones neighbours are looked at together."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
+_LEAST_FACTOR, _NEARER = 0.01, 0.8
+"""Least difference of a common factor from 1, and most of the distance that is left without it."""
 _Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 
 
@@ -112,6 +114,35 @@ def typical(measured: Sequence[Distances]) -> tuple[float, float]:
 def tolerance(floor: float, level: float) -> float:
     """Return the largest distance of an entry that does not differ, from the noise floor and the typical distance."""
     return max(FLOORS * floor, LEVELS * level if level <= MOST_LEVEL else 0.0)
+
+
+def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair]) -> float:
+    """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
+    own, expected = [], []
+    for name, dumped in entries.items():
+        index = dumped.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
+        there = dumped.positions != REMOVED
+        own.append((dumped.keys, dumped.values)[kind][there])
+        expected.append(known[name][kind].float().gather(1, index)[there])
+    dumped_entries, full = torch.cat(own), torch.cat(expected)
+    factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
+    if not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
+        return 1.0
+    before, after = (
+        torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
+    )
+    return factor if bool(after < _NEARER * before) else 1.0
+
+
+def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
+    """Return the tokens whose entries a layer holds several times, a fault per head."""
+    found = []
+    for head, row in enumerate(entries.positions):
+        places, counts = row[row != REMOVED].unique(return_counts=True)
+        if len(twice := places[counts > 1]):
+            first, last = int(twice[0]), int(twice[-1])
+            found.append(DumpFault(request, "duplicate", "cached several times", first, last, (), (layer,), (head,)))
+    return found
 
 
 @dataclass(frozen=True)
