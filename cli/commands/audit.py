@@ -15,6 +15,7 @@ from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
+from perturbkv.cli.engine_audit import audit_engine, is_engine
 from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
 from perturbkv.cli.run_time import WORTH_A_NOTE_S, duration
@@ -114,6 +115,8 @@ def audit(
     entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
     unreadable, or not compared.
     """
+    if is_engine(eviction):
+        raise typer.Exit(audit_engine(eviction, run))
     if is_dump := _is_dump(Path(eviction)):
         option_refusals.check_file("audit of a dump", run, Path(eviction), _ON_A_DUMP)
     elif refers_to_file(eviction):

@@ -288,6 +288,8 @@ class _Comparison:
             shares[layout] = self._recognised(layer, layout, known)
         best = max(shares, key=lambda layout: shares[layout], default=None)
         if best is None or shares[best] < _RECOGNISED:
+            if named and not self._are_finite(layer, named, known):
+                return
             tried = f"'{named}' or any other layout" if named else "any layout"
             msg = (
                 f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
@@ -301,6 +303,15 @@ class _Comparison:
             everywhere = tuple(range(self.dump.layers))
             self.faults.append(DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere))
 
+    def _are_finite(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> bool:
+        """Return whether all numbers of the live requests' entries are finite, or the layout does not fit."""
+        try:
+            blocks = layer.split(layout, self.dump.sizes)
+        except ConfigError:
+            return True
+        entries = [self._entries(request, layer, (blocks[0], blocks[1]), known) for request in self.live]
+        return all(bool(part.isfinite().all()) for own in entries for part in (own.keys, own.values))
+
     def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
         """Yield all layouts that fit the block tensors."""
         sizes = self.dump.sizes
@@ -313,8 +324,7 @@ class _Comparison:
     def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> float:
         """Return the share of some entries that have the direction of the model's entries of the same tokens.
 
-        Keys in the place of values, and values in that of keys, count too; lengths do not. Entries that are no numbers
-        say nothing against a layout.
+        Keys in the place of values, and values in that of keys, count too; lengths do not.
         """
         try:
             blocks = layer.split(layout, self.dump.sizes)
@@ -333,7 +343,7 @@ class _Comparison:
                 [torch.cosine_similarity(one, other, dim=-1) for one, other in zip(parts, both, strict=True)]
                 for both in (full, full[::-1])
             )
-            tried.append(max(1 - float((torch.stack(way) < _DIRECTION).float().mean()) for way in ways))
+            tried.append(max(float((torch.stack(way) >= _DIRECTION).float().mean()) for way in ways))
         return float(np.mean(tried)) if tried else 0.0
 
     def _alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -218,16 +218,18 @@ class _Run:
     def dump(self) -> EngineDump:
         """Step the engine until the dump is written, then abort what is left."""
         waiting, step = list(self.requests), 0
-        with _before_free(self.manager, self._catch):
-            while self.path is None and (waiting or self.engine.has_unfinished_requests()):
-                for request in [one for one in waiting if one.after <= step]:
-                    waiting.remove(request)
-                    self._add(request)
-                for output in self.engine.step():
-                    self.outputs[output.request_id] = output
-                self._observe()
-                step += 1
-        self.engine.abort_request(list(self.names.values()))
+        try:
+            with _before_free(self.manager, self._catch):
+                while self.path is None and (waiting or self.engine.has_unfinished_requests()):
+                    for request in [one for one in waiting if one.after <= step]:
+                        waiting.remove(request)
+                        self._add(request)
+                    for output in self.engine.step():
+                        self.outputs[output.request_id] = output
+                    self._observe()
+                    step += 1
+        finally:
+            self.engine.abort_request(list(self.names), internal=True)
         if self.path is None:
             msg = "the vLLM engine ended no request, so that there is no cache to dump"
             raise UnreadableCacheError(msg)

@@ -1,0 +1,50 @@
+"""`perturbkv audit vllm:MODEL`: an engine runs requests in several situations, and its cache is audited in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from perturbkv.cli import console
+from perturbkv.cli.choices import check_distinct
+from perturbkv.errors import ConfigError
+from perturbkv.models.aliases import DEFAULT
+
+_ENGINE = "vllm:"
+_USED = frozenset({"eviction", "situation", "dtype", "device", "seed", "revision", "output"})
+
+
+def is_engine(eviction: str) -> bool:
+    """Return whether an audit's argument is an engine with a model, such as `vllm:MODEL`."""
+    return eviction.startswith(_ENGINE)
+
+
+def audit_engine(eviction: str, run: Any) -> int:
+    """Print the verdict on an engine's cache in each situation, and return the largest exit code.
+
+    `run` has the options of `perturbkv audit`, of which `--situation`, `--dtype`, `--device`, `--seed`, `--revision`
+    and, to keep the dumps, `--output` are used. Raises ConfigError for any other.
+    """
+    from perturbkv.analyses.audit.dump_verdict import conclude
+    from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
+
+    if unused := sorted(run.typed_options - _USED):
+        option = "--" + unused[0].removeprefix("as_").replace("_", "-")
+        msg = (
+            f"{option} has no effect on the audit of an engine; leave it out, or keep the dumps with --output and "
+            "audit one with it"
+        )
+        raise ConfigError(msg)
+    situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
+    folder = None if run.output is None else Path(run.output)
+    codes = []
+    with console.progress("situations", len(situations)) as bar:
+        audits = audit_vllm(
+            eviction.removeprefix(_ENGINE) or DEFAULT, situations, dtype=run.dtype, device=run.device, seed=run.seed,
+            revision=run.revision or "", folder=folder, progress=bar.advance,
+        )  # fmt: skip
+        for name, trace in audits:
+            result = conclude(trace)
+            console.say(f"{name}: {result.summary}")
+            codes.append(result.exit_code)
+    return max(codes)

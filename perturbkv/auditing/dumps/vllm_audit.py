@@ -1,0 +1,250 @@
+"""The audit of vLLM on a model: an engine runs requests in several situations, and each situation's dump is audited.
+
+The engine runs in a process of its own, whose messages go to a file; it has ended when the plain model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perturbkv.audit_trace import DumpTrace
+from perturbkv.auditing.dumps.dump_audit import audit_dump
+from perturbkv.auditing.dumps.dump_file import read_dump
+from perturbkv.auditing.dumps.vllm_engine import EngineDump, EngineRequest, dump_vllm
+from perturbkv.datasets.needle import sentences
+from perturbkv.errors import EngineError, MissingPackageError, PerturbkvError, UnknownNameError, UnreadableCacheError
+from perturbkv.models.adapter import Adapter
+from perturbkv.models.loading import ModelFiles, download_weights, load_weights, open_model, pick_device, pick_dtype
+
+_PACKAGE = "vllm"
+_BEGIN = "from perturbkv.auditing.dumps.vllm_audit import main; main()"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the scheduler is in the process that steps it
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # so that OMP_NUM_THREADS counts
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variable -> its value where it is not set, before vLLM is imported."""
+_TOKENS = 420
+_SENTENCES = 200
+_WIDE: Mapping[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 512}
+_TIGHT: Mapping[str, Any] = {
+    "num_gpu_blocks_override": 8, "max_model_len": 224, "max_num_batched_tokens": 64, "max_num_seqs": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A request whose prompt is made of ranges of a text's tokens."""
+
+    id: str
+    ranges: tuple[tuple[int, int], ...]
+    new_tokens: int
+    after: int = 0
+    prompt_logprobs: bool = True
+
+    def request(self, text: Sequence[int]) -> EngineRequest:
+        """Return the request, given the text's tokens."""
+        tokens = tuple(token for first, last in self.ranges for token in text[first:last])
+        return EngineRequest(self.id, tokens, self.new_tokens, self.after, self.prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class EngineSituation:
+    """A situation of an engine.
+
+    Attributes:
+        description: for users.
+        pieces: its requests.
+        engine: arguments of vLLM's engine besides those of all situations.
+        shows: field of `EngineDump` that is above 0 where the situation has occurred; empty: always.
+        until: id of the request at whose end the dump is made; empty: the first to end.
+    """
+
+    description: str
+    pieces: tuple[_Piece, ...]
+    engine: Mapping[str, Any]
+    shows: str = ""
+    until: str = ""
+
+
+_PLAIN = (_Piece("a", ((0, 200),), 24),)
+VLLM_SITUATIONS: Mapping[str, EngineSituation] = {
+    "plain": EngineSituation("one request", _PLAIN, _WIDE),
+    "prefix": EngineSituation(
+        "a request that takes the blocks of another one's prefix",
+        (_Piece("a", ((0, 160),), 30), _Piece("b", ((0, 128), (300, 340)), 20, 1, prompt_logprobs=False)),
+        _WIDE, "cached_tokens",
+    ),
+    "interleaved": EngineSituation(
+        "requests that begin and end at different times",
+        (_Piece("a", ((0, 70),), 30), _Piece("b", ((200, 290),), 40, 2), _Piece("c", ((340, 390),), 5)),
+        _WIDE, "shared_steps", "a",
+    ),
+    "chunked": EngineSituation(
+        "a prompt that is read in parts of 64 tokens", (_Piece("a", ((0, 190),), 20),), _TIGHT, "partial_prefills"
+    ),
+    "preempted": EngineSituation(
+        "a request that loses its blocks, and is computed again in others",
+        (_Piece("a", ((0, 60),), 15), _Piece("b", ((100, 160),), 40), _Piece("c", ((200, 260),), 25)),
+        _TIGHT, "preemptions", "c",
+    ),
+    "fp8": EngineSituation("one request, in a cache of 8 bits", _PLAIN, {**_WIDE, "kv_cache_dtype": "fp8"}),
+}  # fmt: skip
+"""Situation -> its requests and its engine, in the order in which they are run."""
+DEFAULT_SITUATIONS = tuple(name for name in VLLM_SITUATIONS if name != "fp8")
+"""Those that every build of vLLM can run."""
+
+
+def audit_vllm(
+    model: str,
+    situations: Sequence[str] = DEFAULT_SITUATIONS,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    seed: int = 0,
+    revision: str = "",
+    folder: Path | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[str, DumpTrace]]:
+    """Yield, per situation, the comparison of vLLM's cache with the plain model's in the same environment.
+
+    Args:
+        model: as for `load_model`.
+        situations: names in `VLLM_SITUATIONS`.
+        dtype: of the plain model; vLLM computes with the same type.
+        device: of the plain model; vLLM computes on the one that it was built for.
+        seed: of random weights.
+        revision: of a hub's model.
+        folder: where the dumps stay, one folder per situation; None: they are deleted.
+        progress: called per situation.
+
+    Raises UnknownNameError for an unknown situation, MissingPackageError without vLLM, EngineError where it does not
+    start or ends early, UnreadableCacheError for a cache that is not read, and what `load_model` raises.
+    """
+    for name in situations:
+        if name not in VLLM_SITUATIONS:
+            raise UnknownNameError(name, "situation", VLLM_SITUATIONS)
+    if importlib.util.find_spec(_PACKAGE) is None:
+        raise MissingPackageError(_PACKAGE)
+    chosen = pick_device(device)
+    kind = pick_dtype(dtype, chosen)
+    files = open_model(model, seed, revision)
+    text = files.tokenizer(" ".join(sentences()[:_SENTENCES]))["input_ids"][:_TOKENS]
+    kept = tempfile.TemporaryDirectory(prefix="perturbkv-vllm-") if folder is None else nullcontext(folder)
+    with kept as place, tempfile.TemporaryDirectory(prefix="perturbkv-model-") as scratch:
+        dumps = Path(place)
+        weights = _weights_folder(files, Path(scratch), seed)
+        for names in _by_engine(situations):
+            _run_engine(weights, dumps, names, text, str(kind).removeprefix("torch."))
+        adapter: Adapter = load_weights(files, kind, chosen, seed)
+        for name in situations:
+            yield name, audit_dump(adapter, read_dump(dumps / name), losses=False)
+            progress()
+
+
+def _weights_folder(files: ModelFiles, scratch: Path, seed: int) -> Path:
+    """Return a folder of the model's safetensors: its own, or `scratch` after saving them there in float32."""
+    if files.source is not None and files.source.gguf_file is None:
+        download_weights(files.source)
+        return files.source.path
+    load_weights(files, torch.float32, torch.device("cpu"), seed).model.save_pretrained(scratch)
+    return scratch
+
+
+def _by_engine(situations: Sequence[str]) -> list[list[str]]:
+    """Return the situations, those together that one engine can run."""
+    groups: dict[str, list[str]] = {}
+    for name in situations:
+        groups.setdefault(json.dumps(dict(VLLM_SITUATIONS[name].engine)), []).append(name)
+    return list(groups.values())
+
+
+def _run_engine(weights: Path, dumps: Path, names: Sequence[str], text: Sequence[int], dtype: str) -> None:
+    """Run situations in a process with vLLM's engine, which writes their dumps. Raises EngineError where it ends."""
+    plan = {"model": str(weights), "dumps": str(dumps), "names": list(names), "text": list(text), "dtype": dtype}
+    path = os.pathsep.join(str(Path(one).resolve()) for one in sys.path)
+    with tempfile.TemporaryFile() as messages:
+        done = subprocess.run(
+            [sys.executable, "-c", _BEGIN], input=json.dumps(plan).encode(), stdout=messages, stderr=messages,
+            env={**ENVIRONMENT, **os.environ, "PYTHONPATH": path}, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return
+        messages.seek(0)
+        lines = [line for line in messages.read().decode(errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "no message"
+    if done.returncode == PerturbkvError.exit_code:
+        raise EngineError(last)
+    how = f"status {done.returncode}"
+    if done.returncode < 0:
+        how = signal.Signals(-done.returncode).name
+    msg = f"vLLM ended with {how} while it ran {', '.join(names)}: {last}"
+    raise EngineError(msg)
+
+
+def main() -> None:
+    """Run the situations that standard input names, as JSON, in an engine; the last message is the error's line."""
+    plan = json.load(sys.stdin)
+    try:
+        run_situations(start_engine(plan["model"], plan["dtype"], plan["names"][0]), plan)
+    except PerturbkvError as error:
+        _end(str(error), error.exit_code)
+    except Exception as error:  # noqa: BLE001 - whatever vLLM raises is told in one line
+        traceback.print_exc()
+        _end(f"{type(error).__name__}: {' '.join(str(error).split())}", 1)
+
+
+def _end(message: str, code: int) -> None:
+    """End this process at once, so that the message is its last."""
+    sys.stdout.flush()
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start_engine(model: str, dtype: str, name: str, **arguments: Any) -> Any:
+    """Return vLLM's engine of a situation on a folder of safetensors; `arguments` go before the situation's own."""
+    from vllm import LLM
+
+    return LLM(
+        **{
+            "model": model, "dtype": dtype, "enforce_eager": True, "block_size": 32, "seed": 0,
+            "disable_log_stats": True, "skip_tokenizer_init": True, "async_scheduling": False,
+            **VLLM_SITUATIONS[name].engine, **arguments,
+        }
+    )  # fmt: skip
+
+
+def run_situations(llm: Any, plan: Mapping[str, Any]) -> list[EngineDump]:
+    """Return the dumps of a plan's situations: `names`, in the folder `dumps`, with the tokens `text`.
+
+    Raises UnreadableCacheError where a situation did not occur.
+    """
+    made = []
+    for name in plan["names"]:
+        situation = VLLM_SITUATIONS[name]
+        llm.reset_prefix_cache()
+        requests = [piece.request(plan["text"]) for piece in situation.pieces]
+        dump = dump_vllm(llm, Path(plan["dumps"]) / name, requests, situation.until)
+        if situation.shows and not asdict(dump)[situation.shows]:
+            msg = f"the situation {name} did not occur in vLLM: {situation.description}"
+            raise UnreadableCacheError(msg)
+        made.append(dump)
+    return made

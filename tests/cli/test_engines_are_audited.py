@@ -1,0 +1,55 @@
+"""`perturbkv audit vllm:MODEL` prints a verdict per situation and ends with the worst; tests/vllm runs the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perturbkv.analyses.audit import dump_audit
+from perturbkv.auditing.dumps import vllm_audit
+from perturbkv.models.aliases import EMBEDDED
+from tests.support.asked import refused
+
+Run = Callable[..., Any]
+VERDICTS = {"plain": ("exact: all", 0), "prefix": ("differs: request b", 1), "chunked": ("exact: all", 0)}
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models and options that an engine is asked for, which answers at once."""
+    asked: list[Any] = []
+
+    def answer(model: str, situations: list[str], **options: Any) -> Iterator[tuple[str, Any]]:
+        asked.append((model, list(situations), options["dtype"]))
+        for name in situations:
+            yield name, SimpleNamespace(summary=VERDICTS[name][0], exit_code=VERDICTS[name][1])
+
+    monkeypatch.setattr(vllm_audit, "audit_vllm", answer)
+    monkeypatch.setattr(dump_audit, "conclude", lambda trace: trace)
+    return asked
+
+
+def test_each_situation_has_its_line_and_the_worst_is_the_exit_code(perturbkv: Run, asked_for: list[Any]) -> None:
+    names = ["--situation", "plain", "--situation", "prefix", "--situation", "chunked"]
+    ran = perturbkv("audit", "vllm:my/model", *names, "--dtype", "bfloat16")
+    assert ran.out.splitlines() == ["plain: exact: all", "prefix: differs: request b", "chunked: exact: all"]
+    assert (ran.code, asked_for) == (1, [("my/model", ["plain", "prefix", "chunked"], "bfloat16")])
+    assert perturbkv("audit", "vllm:", *names[:2]).code == 0
+    assert asked_for[-1][0] == EMBEDDED
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget", "8"], "--budget has no effect on the audit of an engine"),
+        (["--json"], "--json has no effect on the audit of an engine"),
+        (["--situation", "plain", "--situation", "plain"], "got plain twice"),
+        (["--situation", "batch"], "unknown situation 'batch'; known: "),
+        ([], "expected the package vllm, got none installed; type: pip install vllm"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_one_line(perturbkv: Run, options: list[str], words: str) -> None:
+    refused(perturbkv("audit", "vllm:", *options), words)
