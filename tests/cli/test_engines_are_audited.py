@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.analyses.audit import dump_audit
+from perturbkv.analyses.audit import dump_verdict
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.models.aliases import EMBEDDED
 from tests.support.asked import refused
@@ -28,7 +28,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield name, SimpleNamespace(summary=VERDICTS[name][0], exit_code=VERDICTS[name][1])
 
     monkeypatch.setattr(vllm_audit, "audit_vllm", answer)
-    monkeypatch.setattr(dump_audit, "conclude", lambda trace: trace)
+    monkeypatch.setattr(dump_verdict, "conclude", lambda trace: trace)
     return asked
 
 
