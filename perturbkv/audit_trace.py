@@ -281,7 +281,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "layer": "another layer's entries",
     "rotation": "keys rotated to other positions, or with another base",
     "layout": "entries in another layout than the one named",
-    "rounded": "keys or values that went through fewer bits than the type that is named",
+    "rounded": "keys or values that went through fewer bits than the type that is named, or rounded towards zero",
     "changed": "keys or values that differ otherwise",
     "coarse": "entries that are all farther from the plain model's than rounding explains",
     "unknown": "entries of no token of the dump",

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.audit_trace import FLOORS
+from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import recover
 
 _MOST_TESTED = 32
@@ -20,6 +21,8 @@ NEAR = 0.02
 """Largest remaining distance, over the length of an entry, at which a rotation explains it."""
 _BITS = (8, 4, 2)
 _COARSER = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
+"""Rotary bases that are tried, a fortieth apart."""
 
 
 def excess_rotations(
@@ -76,6 +79,40 @@ def describe_rotation(
     if bool((shifts == chosen - own).all()):
         return "moved to their places inside the cache"
     return "rotated, each by a number of positions of its own"
+
+
+def describe_base(
+    own: Float[Tensor, "entry d_head"],
+    expected: Float[Tensor, "entry d_head"],
+    positions: Int[Tensor, " entry"],
+    frequencies: Float[Tensor, " frequency"],
+) -> str:
+    """Return the base that keys were rotated with instead of the model's; empty if none explains them."""
+    pairs = len(frequencies)
+    exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
+    model = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
+    if not model or not torch.allclose(model**exponents, frequencies.cpu().double(), rtol=1e-3):
+        return ""  # scaled for long contexts
+
+    def distance(base: float) -> float:
+        """Return how far the keys are from those expected, rotated with a base."""
+        angle = positions.cpu().unsqueeze(-1) * (base**exponents - frequencies.cpu().double())
+        return float(torch.linalg.vector_norm(rotate_keys(expected.cpu().double(), angle) - own.cpu().double()))
+
+    best = min(_BASES, key=distance)
+    for step in (1.005, 1.0005):
+        best = min((best * step**count for count in range(-5, 6)), key=distance)
+    explained = distance(best) <= 0.2 * distance(model) and abs(best / model - 1) > 0.002
+    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model:,.0f}" if explained else ""
+
+
+def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers rounded to the next number of a floating-point type that is not farther from zero."""
+    nearest = numbers.to(dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    below = (nearest.view(bits) - 1).view(dtype).to(numbers.dtype)  # sign and magnitude: the next towards zero
+    rounded = nearest.to(numbers.dtype)
+    return torch.where(rounded.abs() > numbers.abs(), below, rounded)
 
 
 def describe_rounding(entries: Float[Tensor, "entry d_head"], full: Float[Tensor, "entry d_head"]) -> str:

@@ -103,10 +103,16 @@ def test_an_engine_serves_on_after_a_dump(
     assert audited(*requests).verdict == "exact"
 
 
-def test_a_cache_of_8_bits_is_read_or_refused_in_the_engines_words() -> None:
-    if torch.cpu._is_avx512_supported():
-        ((_, trace),) = audit_vllm(EMBEDDED, ["fp8"])
-        assert (conclude(trace).verdict, trace.stored) == ("exact", "float8_e4m3fn")
+def test_a_cache_of_8_bits_is_cut_off_or_refused_in_the_engines_words() -> None:
+    """This build rounds towards zero; else its cache is what a model computes that attends to it."""
+    if not torch.cpu._is_avx512_supported():
+        with pytest.raises(EngineError, match="^vLLM ended .* fp8: NotImplementedError: FP8 KV cache on CPU requires"):
+            list(audit_vllm(EMBEDDED, ["fp8"]))
         return
-    with pytest.raises(EngineError, match="^vLLM ended .* fp8: NotImplementedError: FP8 KV cache on CPU requires"):
-        list(audit_vllm(EMBEDDED, ["fp8"]))
+    ((_, trace),) = audit_vllm(EMBEDDED, ["fp8"])
+    audit = conclude(trace)
+    assert (audit.verdict, audit.stored) == ("differs", "float8_e4m3fn")
+    assert [(fault.kind, fault.what, len(fault.layers)) for fault in audit.faults] == [
+        ("rounded", f"all {name} rounded towards zero", 30) for name in ("keys", "values")
+    ]
+    assert audit.requests[0].logprobs < 1e-3

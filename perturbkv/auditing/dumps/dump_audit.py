@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
-from transformers import DynamicCache
 
 from perturbkv import memory, theory
 from perturbkv.audit_trace import FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
@@ -20,8 +18,8 @@ from perturbkv.auditing.dumps import matching
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.dumps.matching import Distances, Entries, Known
-from perturbkv.auditing.situations import situation
-from perturbkv.cache.external_cache import NOWHERE, Layers, recover
+from perturbkv.auditing.dumps.plain_entries import Pair, PlainEntries, StoredCache, token_logprobs
+from perturbkv.cache.external_cache import NOWHERE, recover
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import full_precision
@@ -29,7 +27,6 @@ from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 _DEFAULT = Resources()
-_TOKENS_PER_PASS = 256
 _TRIED = 64
 """Entries by which a layout is recognised."""
 _DIRECTION = 0.95
@@ -38,7 +35,6 @@ _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
 """Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
-_Pair = tuple[Tensor, Tensor]
 
 
 @torch.inference_mode()
@@ -64,7 +60,7 @@ def audit_dump(
     for request in dump.requests:
         check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
         check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
-    plain = _PlainEntries(adapter, dump.requests)
+    plain = PlainEntries(adapter, dump.requests)
     comparison = _Comparison(adapter, dump, plain)
     for index in range(dump.layers):
         comparison.add_layer(index)
@@ -95,43 +91,10 @@ def _check_shape(adapter: Adapter, dump: Dump) -> None:
             raise UnreadableCacheError(msg)
 
 
-class _PlainEntries:
-    """The plain model's entries of all requests, with their noise floors."""
-
-    def __init__(self, adapter: Adapter, requests: Sequence[Request]) -> None:
-        self.layers: dict[str, Layers] = {}
-        self.queries: dict[str, dict[int, Tensor]] = {}
-        floors: list[Floats] = []
-        for request in requests:
-            ids = torch.tensor(request.token_ids, device=adapter.device)
-            alone = situation("single", ids, ids[:1], 1)
-            if request.finished or len(ids) < 2:
-                self.layers[request.id] = reference.read(adapter, alone)
-                continue
-            entries = reference.prompt_entries(adapter, alone)
-            self.layers[request.id] = entries.full
-            self.queries[request.id] = _last_query(adapter, ids, entries.full)
-            floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
-        least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
-        self.floors: Floats = np.max([least, *floors], axis=0)
-
-    def layer(self, index: int) -> Mapping[str, _Pair]:
-        """Return request -> keys and values (kv_head, entry, d_head) in one layer."""
-        return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
-
-
-def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
-    """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
-    before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
-    kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
-    (record,) = reference.decode(adapter, before, situation("single", ids[:-1], ids[-1:], 1), [kept])
-    return {layer: query[0, :, -1] for layer, query in record.query.items()}
-
-
 class _Comparison:
     """The comparison of a dump, layer by layer."""
 
-    def __init__(self, adapter: Adapter, dump: Dump, plain: _PlainEntries) -> None:
+    def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
         self.adapter, self.dump, self.plain = adapter, dump, plain
         self.live = [request for request in dump.requests if not request.finished]
         self.layout: Layout | None = dump.layout
@@ -145,23 +108,27 @@ class _Comparison:
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
         self.stored = ""
         self.coarse: set[int] = set()
+        self.given_stored: dict[str, list[tuple[StoredCache, Tensor]]] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare one layer's entries."""
         layer = self.dump.layer(index)
         known_entries = self.plain.layer(index)
+        explained = self._explained_distance(layer)
         if index == 0:
             kinds = {str(tensor.dtype) for tensor in (*layer.stored, *(row[0] for row in layer.rows.values()))}
             self.stored = self.dump.dtype or ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
             if layer.stored:
                 self._recognise_layout(layer, known_entries)
-        blocks = self._blocks(layer)
-        entries = {request.id: self._entries(request, layer, blocks, known_entries) for request in self.live}
-        scaled = self._undo_scales(index, entries, known_entries)
+            if explained:
+                self._read_stored()
+        entries = self._live_entries(layer, known_entries)
+        known_entries = self._nearest(index, entries, known_entries)
+        scaled = self._undo_scales(layer, index, entries, known_entries)
         measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
         typical = matching.typical(list(measured.values()))
         self.typical.append(typical)
-        floors, explained = [float(floor) for floor in self.plain.floors[index]], self._explained_distance(layer)
+        floors = [float(floor) for floor in self.plain.floors[index]]
         if max(typical) > max(FLOORS * max(floors), explained):
             self.coarse.add(index)
         levels = (explained / 2, explained / 2) if index in self.coarse else typical
@@ -174,15 +141,55 @@ class _Comparison:
             self._add(name, index, own, measured[name], known, (limits[0], limits[1]))
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
 
-    def _undo_scales(self, index: int, entries: dict[str, Entries], known: Mapping[str, _Pair]) -> bool:
+    def _live_entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
+        """Return the entries of all live requests in one layer."""
+        blocks = self._blocks(layer)
+        return {request.id: self._entries(request, layer, blocks, known) for request in self.live}
+
+    def _read_stored(self) -> None:
+        """Let the model read the live requests of which no entry is gone once more, attending to the dumped entries.
+
+        An engine whose cache has fewer bits attends to them, so that its entries differ more from layer to layer.
+        """
+        stored: dict[str, list[Pair]] = {request.id: [] for request in self.live}
+        like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
+        for index in range(self.dump.layers):
+            for name, own in self._live_entries(self.dump.layer(index), self.plain.layer(index)).items():
+                if name in stored and matching.is_whole(own):
+                    stored[name].append((own.keys.to(like), own.values.to(like)))
+                else:
+                    stored.pop(name, None)
+        tokens = {request.id: request.token_ids for request in self.live}
+        for name, layers in stored.items():
+            for mends in (False, True):
+                cache = StoredCache(layers, mends)
+                logprobs = token_logprobs(self.adapter, tokens[name], cache=cache)
+                if cache.mended or not mends:
+                    self.given_stored.setdefault(name, []).append((cache, logprobs))
+
+    def _nearest(self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> Mapping[str, Pair]:
+        """Return the model's entries, of each request the plain ones or those given the dumped ones, the nearest."""
+        nearest = dict(plain)
+        for name, given in self.given_stored.items():
+            every = [plain[name], *(cache.computed(index) for cache, _ in given)]
+            nearest[name] = min(every, key=lambda full: matching.mean_distance(entries[name], full))
+        return nearest
+
+    def _undo_scales(
+        self, layer: LayerDump, index: int, entries: dict[str, Entries], known: Mapping[str, Pair]
+    ) -> bool:
         """Divide a layer's keys, and values, by a constant factor that all of them have, and record it as a fault.
 
         What is left is compared as if there were none. Returns whether there was one.
         """
         factors = [matching.common_factor(kind, entries, known) for kind in range(2)]
-        for name, factor in zip(("keys", "values"), factors, strict=True):
-            if factor != 1:
-                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
+            if factor == 1:
+                continue
+            fault, what = "scale", f"all {name} multiplied by {factor:.2g}"
+            if matching.is_cut_off(kind, entries, known, layer):
+                fault, what = "rounded", f"all {name} rounded towards zero"
+            self.faults.append(DumpFault("", fault, what, layers=(index,)))
         for name, own in entries.items():
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
         return factors != [1, 1]
@@ -219,7 +226,7 @@ class _Comparison:
         self.faults += matching.duplicates(name, index, own)
         self.faults += matching.faults(name, index, own, measured, known, limits)
 
-    def _perturbation(self, name: str, index: int, own: Entries, full: _Pair) -> Floats:
+    def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
         everything = torch.arange(full[0].shape[1]).expand(len(full[0]), -1)
         query = self.plain.queries.get(name, {}).get(index)
@@ -235,7 +242,7 @@ class _Comparison:
         )
         return ((dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)).cpu().numpy()
 
-    def _blocks(self, layer: LayerDump) -> _Pair | None:
+    def _blocks(self, layer: LayerDump) -> Pair | None:
         """Return keys and values of all blocks in the dump's layout; None in a dump of rows."""
         if not layer.stored:
             return None
@@ -246,7 +253,7 @@ class _Comparison:
             raise UnreadableCacheError(f"{self.dump.path}: {error}") from None  # noqa: EM102
         return keys, values
 
-    def _entries(self, request: Request, layer: LayerDump, blocks: _Pair | None, known: Mapping[str, _Pair]) -> Entries:
+    def _entries(self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]) -> Entries:
         """Return a request's entries in one layer, from its blocks or its rows."""
         tokens = len(request.token_ids)
         if request.blocks is None or blocks is None:
@@ -267,7 +274,7 @@ class _Comparison:
         positions = torch.where(there, places, REMOVED).expand(self.dump.kv_heads, -1)
         return Entries(keys, values, positions, ids, size)
 
-    def _find_positions(self, own: _Pair, full: _Pair) -> Tensor:
+    def _find_positions(self, own: Pair, full: Pair) -> Tensor:
         """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
         matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, full)]
         (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
@@ -275,7 +282,7 @@ class _Comparison:
         in_order = torch.arange(positions.shape[1]).expand_as(positions)
         return torch.where(positions == NOWHERE, in_order.clamp(max=full[0].shape[1] - 1), positions)
 
-    def _recognise_layout(self, layer: LayerDump, known: Mapping[str, _Pair]) -> None:
+    def _recognise_layout(self, layer: LayerDump, known: Mapping[str, Pair]) -> None:
         """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
 
         Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
@@ -303,7 +310,7 @@ class _Comparison:
             everywhere = tuple(range(self.dump.layers))
             self.faults.append(DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere))
 
-    def _are_finite(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> bool:
+    def _are_finite(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> bool:
         """Return whether all numbers of the live requests' entries are finite, or the layout does not fit."""
         try:
             blocks = layer.split(layout, self.dump.sizes)
@@ -321,7 +328,7 @@ class _Comparison:
             return
         yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
-    def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, _Pair]) -> float:
+    def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> float:
         """Return the share of some entries that have the direction of the model's entries of the same tokens.
 
         Keys in the place of values, and values in that of keys, count too; lengths do not.
@@ -354,7 +361,7 @@ class _Comparison:
         for words, *both in reorderings(self.layout.keys, keys, values):
             yield words, both[0].transpose(0, 1), both[1].transpose(0, 1)
 
-    def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, _Pair]]]:
+    def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, Pair]]]:
         """Yield (index, entries) of the other layers of the plain model, the nearest first."""
         for other in sorted(range(self.dump.layers), key=lambda layer: abs(layer - index)):
             if other != index:
@@ -423,22 +430,7 @@ class _Comparison:
         if not known:
             return np.nan, np.nan
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
-        plain, other = (
-            token_logprobs(self.adapter, request.token_ids, tokens)[known] for tokens in (_TOKENS_PER_PASS, 96)
-        )
+        plain, other = (token_logprobs(self.adapter, request.token_ids, tokens)[known] for tokens in (256, 96))
         floor = max(_LOGPROB_LEAST, float((plain - other).abs().amax()))
-        return float((engine - plain).abs().nan_to_num(torch.inf).amax()), floor
-
-
-def token_logprobs(adapter: Adapter, token_ids: Sequence[int], at_once: int) -> Float[Tensor, " token"]:
-    """Return each token's log-probability after those before it; 0 for the first. Reads `at_once` tokens at a time."""
-    cache, found, last = DynamicCache(), [], None
-    ids = torch.tensor([list(token_ids)], device=adapter.device)
-    for first in range(0, ids.shape[1], at_once):
-        part = ids[:, first : first + at_once]
-        logits = adapter.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].double()
-        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
-        targets = part[0, 1:] if last is None else part[0]
-        found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
-        last = logits[-1:]
-    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])
+        every = [plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))]
+        return min(float((engine - one).abs().nan_to_num(torch.inf).amax()) for one in every), floor

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from perturbkv.audit_trace import FLOORS, DumpFault
 from perturbkv.auditing import changes
-from perturbkv.auditing.dumps.dump_file import REMOVED
-from perturbkv.cache.entries import rotate_keys
+from perturbkv.auditing.dumps.dump_file import REMOVED, LayerDump
 from perturbkv.cache.external_cache import NOWHERE, recover
 
 NEAR = 0.1
@@ -31,6 +30,8 @@ _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 _LEAST_FACTOR, _NEARER = 0.01, 0.8
 """Least difference of a common factor from 1, and most of the distance that is left without it."""
+_CUT_OFF = 0.95
+"""Least share of a layer's numbers that are rounded towards zero where all are."""
 _Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 
 
@@ -89,17 +90,23 @@ def distances(entries: Entries, known: _Pair) -> Distances:
     """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
     present, index = entries.positions != REMOVED, entries.positions.clamp(min=0)
     key, value = (
-        _distance(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
+        entry_distances(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
         for own, full in zip((entries.keys, entries.values), known, strict=True)
     )
     return Distances(key.masked_fill(~present, 0), value.masked_fill(~present, 0), present)
 
 
-def _distance(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
+def entry_distances(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
     """Return distances of entries, over the root mean square norm of all entries of the head."""
     unit = full.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
     distance = torch.linalg.vector_norm(own - expected, dim=-1) / unit.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(distance.isfinite(), distance, torch.inf)
+
+
+def mean_distance(entries: Entries, known: _Pair) -> float:
+    """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
+    measured = distances(entries, known)
+    return float(torch.stack([measured.key, measured.value])[:, measured.present].clamp(max=1).mean())
 
 
 def typical(measured: Sequence[Distances]) -> tuple[float, float]:
@@ -118,13 +125,7 @@ def tolerance(floor: float, level: float) -> float:
 
 def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair]) -> float:
     """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
-    own, expected = [], []
-    for name, dumped in entries.items():
-        index = dumped.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
-        there = dumped.positions != REMOVED
-        own.append((dumped.keys, dumped.values)[kind][there])
-        expected.append(known[name][kind].float().gather(1, index)[there])
-    dumped_entries, full = torch.cat(own), torch.cat(expected)
+    dumped_entries, full = _pairs(kind, entries, known)
     factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
     if not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
         return 1.0
@@ -132,6 +133,34 @@ def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str,
         torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
     )
     return factor if bool(after < _NEARER * before) else 1.0
+
+
+def _pairs(
+    kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair]
+) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
+    """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
+    own, expected = [], []
+    for name, dumped in entries.items():
+        index = dumped.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
+        there = dumped.positions != REMOVED
+        own.append((dumped.keys, dumped.values)[kind][there])
+        expected.append(known[name][kind].float().gather(1, index)[there])
+    return torch.cat(own), torch.cat(expected)
+
+
+def is_cut_off(kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair], layer: LayerDump) -> bool:
+    """Return whether all keys (`kind` 0) or values (1) of a layer were rounded towards zero to the type of the dump."""
+    tensors = layer.stored or next(iter(layer.rows.values()))[:2]
+    dtype, scale = tensors[kind % len(tensors)].dtype, layer.scales[kind]
+    own, full = _pairs(kind, entries, known)
+    return bool((changes.round_towards_zero(full / scale, dtype) * scale == own).float().mean() > _CUT_OFF)
+
+
+def is_whole(entries: Entries) -> bool:
+    """Return whether every token has an entry in every head, in order, and all numbers are finite."""
+    in_order = torch.arange(entries.positions.shape[1]).expand_as(entries.positions)
+    finite = entries.keys.isfinite().all() & entries.values.isfinite().all()
+    return torch.equal(entries.positions, in_order) and bool(finite)
 
 
 def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
@@ -336,7 +365,7 @@ class _Search:
         own, before = self.own[0][0], self.expected[0][0]
         shift = changes.describe_rotation(own, before, self.run.positions, self.known.frequencies, most)
         if not shift:
-            shift = _describe_base(own, before, self.run.positions, self.known.frequencies)
+            shift = changes.describe_base(own, before, self.run.positions, self.known.frequencies)
         return ("rotation", f"keys {shift}") if shift else None
 
     def _in_other_layout(self) -> tuple[str, str] | None:
@@ -370,35 +399,6 @@ class _Search:
                 return None
             words.append(f"{name} {found}")
         return ("rounded", " and ".join(words)) if words else None
-
-
-_BASES = tuple(10 ** (exponent / 100) for exponent in range(200, 801))
-"""Rotary bases that are tried, a fortieth apart."""
-
-
-def _describe_base(
-    own: Float[Tensor, "entry d_head"],
-    expected: Float[Tensor, "entry d_head"],
-    positions: Int[Tensor, " entry"],
-    frequencies: Float[Tensor, " frequency"],
-) -> str:
-    """Return the base that keys were rotated with instead of the model's; empty if none explains them."""
-    pairs = len(frequencies)
-    exponents = -torch.arange(pairs, dtype=torch.float64) / pairs
-    model = float(frequencies[1].double() ** -pairs) if pairs > 1 else 0.0
-    if not model or not torch.allclose(model**exponents, frequencies.cpu().double(), rtol=1e-3):
-        return ""  # scaled for long contexts
-
-    def distance(base: float) -> float:
-        """Return how far the keys are from those expected, rotated with a base."""
-        angle = positions.cpu().unsqueeze(-1) * (base**exponents - frequencies.cpu().double())
-        return float(torch.linalg.vector_norm(rotate_keys(expected.cpu().double(), angle) - own.cpu().double()))
-
-    best = min(_BASES, key=distance)
-    for step in (1.005, 1.0005):
-        best = min((best * step**count for count in range(-5, 6)), key=distance)
-    explained = distance(best) <= 0.2 * distance(model) and abs(best / model - 1) > 0.002
-    return f"rotated with base {float(f'{best:.3g}'):,.0f}, the model's is {model:,.0f}" if explained else ""
 
 
 def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:

@@ -1,0 +1,111 @@
+"""The plain model's entries of a dump's requests, to which dumped ones are compared (METHOD: Engines' caches)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from perturbkv.audit_trace import Floats
+from perturbkv.auditing import reference
+from perturbkv.auditing.dumps import matching
+from perturbkv.auditing.dumps.dump_file import Request
+from perturbkv.auditing.situations import situation
+from perturbkv.cache.external_cache import Layers
+from perturbkv.models.adapter import Adapter
+
+Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
+TOKENS_PER_PASS = 256
+
+
+class PlainEntries:
+    """The plain model's entries of all requests, with their noise floors."""
+
+    def __init__(self, adapter: Adapter, requests: Sequence[Request]) -> None:
+        self.layers: dict[str, Layers] = {}
+        self.queries: dict[str, dict[int, Tensor]] = {}
+        floors: list[Floats] = []
+        for request in requests:
+            ids = torch.tensor(request.token_ids, device=adapter.device)
+            alone = situation("single", ids, ids[:1], 1)
+            if request.finished or len(ids) < 2:
+                self.layers[request.id] = reference.read(adapter, alone)
+                continue
+            entries = reference.prompt_entries(adapter, alone)
+            self.layers[request.id] = entries.full
+            self.queries[request.id] = _last_query(adapter, ids, entries.full)
+            floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
+        least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
+        self.floors: Floats = np.max([least, *floors], axis=0)
+
+    def layer(self, index: int) -> Mapping[str, Pair]:
+        """Return request -> keys and values in one layer."""
+        return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
+
+
+def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
+    """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
+    before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
+    kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
+    (record,) = reference.decode(adapter, before, situation("single", ids[:-1], ids[-1:], 1), [kept])
+    return {layer: query[0, :, -1] for layer, query in record.query.items()}
+
+
+class StoredCache(DynamicCache):  # type: ignore[misc]
+    """A cache whose attention reads entries that were stored before, as an engine's own does in fewer bits.
+
+    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. A cache that
+    `mends` lets attention read what was computed in the place of stored entries that are much farther from it than
+    most are: those that were overwritten after the engine had read them.
+    """
+
+    def __init__(self, stored: Sequence[Pair], mends: bool = False) -> None:
+        super().__init__()
+        self.stored = [(keys.clone(), values.clone()) for keys, values in stored] if mends else list(stored)
+        self.mends, self.mended = mends, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, d_head)."""
+        end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
+        if self.mends:
+            self._mend(layer_idx, end - key_states.shape[2], (key_states[0], value_states[0]))
+        own = [part[None, :, :end] for part in self.stored[layer_idx]]
+        return own[0], own[1]
+
+    def _mend(self, layer: int, first: int, computed: Pair) -> None:
+        """Put the computed entries of the tokens from `first` on in the place of stored ones that are far from them."""
+        for stored, new in zip(self.stored[layer], computed, strict=True):
+            own = stored[:, first : first + new.shape[1]]
+            distance = matching.entry_distances(own.float(), new.float(), new)
+            far = distance > matching.LEVELS * distance.median()
+            own[far] = new[far]
+            self.mended += int(far.sum())
+
+    def computed(self, index: int) -> Pair:
+        """Return the keys and values that the model computed for a layer."""
+        return self.layers[index].keys[0], self.layers[index].values[0]
+
+
+def token_logprobs(
+    adapter: Adapter, token_ids: Sequence[int], at_once: int = TOKENS_PER_PASS, cache: DynamicCache | None = None
+) -> Float[Tensor, " token"]:
+    """Return each token's log-probability after those before it; 0 for the first. Reads `at_once` tokens at a time.
+
+    The model reads the tokens through `cache`; None: a new one.
+    """
+    cache, found, last = DynamicCache() if cache is None else cache, [], None
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    for first in range(0, ids.shape[1], at_once):
+        part = ids[:, first : first + at_once]
+        logits = adapter.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].double()
+        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        targets = part[0, 1:] if last is None else part[0]
+        found.append(before.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu())
+        last = logits[-1:]
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])

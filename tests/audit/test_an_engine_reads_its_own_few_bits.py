@@ -1,0 +1,125 @@
+"""An engine that attends to its cache of fewer bits differs more from layer to layer, and is still held to its type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.auditing.changes import round_towards_zero
+from perturbkv.auditing.dumps.dump_audit import audit_dump
+from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
+from tests.audit.dumped import TOKENS, entries, model
+
+Round = Callable[[Tensor], Tensor]
+IDS = TOKENS["a"]
+
+
+class FewBits(DynamicCache):  # type: ignore[misc]
+    """A cache that rounds what it is given, which the model's attention then reads."""
+
+    def __init__(self, rounded: Round) -> None:
+        super().__init__()
+        self.rounded = rounded
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        own = [self.rounded(part).float() for part in (key_states, value_states)]
+        return super().update(own[0], own[1], layer_idx, *args, **kwargs)
+
+
+def to(dtype: torch.dtype) -> Round:
+    return lambda part: part.to(dtype)
+
+
+def served(rounded: Round) -> tuple[FewBits, list[float | None]]:
+    """An engine's cache and log-probabilities: the tokens one by one."""
+    cache, told = FewBits(rounded), list[float | None]([None])
+    with torch.inference_mode():
+        for token, following in zip(IDS, [*IDS[1:], 0], strict=True):
+            logits = model().model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].double()
+            told.append(float(logits.log_softmax(-1)[following]))
+    return cache, told[:-1]
+
+
+def audited(
+    folder: Path, rounded: Round, dtype: torch.dtype, damage: Callable[[int, Tensor], object] = lambda *_: None
+) -> DumpAudit:
+    cache, told = served(rounded)
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for index, layer in enumerate(cache.layers):
+            keys = layer.keys[0].clone()
+            damage(index, keys)
+            yield {
+                "keys.a": keys.to(dtype),
+                "values.a": layer.values[0].to(dtype),
+                "positions.a": torch.arange(len(IDS)),
+            }
+
+    request = {"id": "a", "token_ids": IDS, "logprobs": told}
+    return conclude(audit_dump(model(), read_dump(write_dump(folder, [request], layers(), kv_heads=2, head_size=8))))
+
+
+def from_plain(rounded: Round) -> float:
+    """Largest distance of a key of the last layer from the plain model's, over the root mean square norm."""
+    own, full = served(rounded)[0].layers[-1].keys[0], entries()["a"][-1][0]
+    unit = full.square().sum(-1).mean(-1, keepdim=True).sqrt()
+    return float((torch.linalg.vector_norm(own - full, dim=-1) / unit).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_its_cache_is_exact_to_its_type_in_every_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+    result = audited(tmp_path / "dump", to(dtype), dtype)
+    assert result.verdict == "exact", result.summary
+    (request,) = result.requests
+    assert 0.3 * torch.finfo(dtype).eps < request.key_distance < 0.65 * torch.finfo(dtype).eps
+    assert request.key_distance < 0.8 * from_plain(to(dtype))
+    assert request.logprobs < 1e-4
+
+
+def test_numbers_that_are_rounded_towards_zero_are_named(tmp_path: Path) -> None:
+    dtype = torch.float8_e4m3fn
+    result = audited(tmp_path / "dump", lambda part: round_towards_zero(part, dtype), dtype)
+    assert result.verdict == "differs"
+    assert [(fault.kind, fault.what, list(fault.layers)) for fault in result.faults] == [
+        ("rounded", f"all {name} rounded towards zero", [0, 1, 2]) for name in ("keys", "values")
+    ]
+    assert result.requests[0].logprobs < 1e-4
+
+
+def test_a_constant_factor_is_not_taken_for_it(tmp_path: Path) -> None:
+    dtype = torch.float8_e4m3fn
+    result = audited(tmp_path / "dump", lambda part: (0.94 * part).to(dtype), dtype)
+    assert {fault.kind for fault in result.faults} == {"scale"}
+
+
+def test_entries_that_were_overwritten_later_are_still_named(tmp_path: Path) -> None:
+    dtype = torch.float8_e4m3fn
+
+    def overwrite(layer: int, keys: Tensor) -> None:
+        if layer == 1:
+            keys[:, 20:24] = keys[:, 30:34].clone()
+
+    result = audited(tmp_path / "dump", to(dtype), dtype, overwrite)
+    assert [(fault.first, fault.last, list(fault.layers)) for fault in result.faults] == [(20, 23, [1])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
+def test_rounding_towards_zero_is_the_largest_number_of_the_type_that_is_not_larger(dtype: torch.dtype) -> None:
+    """By a search among all numbers of the type, in float64."""
+    numbers = torch.randn(300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 300)
+    bits = torch.arange(2 ** (8 * dtype.itemsize - 1))
+    kind = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    every = bits.to(kind).view(dtype).double()
+    known = np.sort(every[every.isfinite()].numpy())
+    expected = known[np.searchsorted(known, numbers.abs().double().numpy(), side="right") - 1] * np.sign(
+        numbers.numpy()
+    )
+    np.testing.assert_array_equal(round_towards_zero(numbers, dtype).double().numpy(), expected)
