@@ -141,7 +141,7 @@ def test_an_engine_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"backends": ["CPU_ATTN", "ROCM_ATTN"]}, "attention backend ROCM_ATTN is not read; those read: CPU_ATTN, FL"),
         ({"types": ["turboquant_k8v4"]}, "type of cache turboquant_k8v4 is not read; those read: auto, "),
-        ({"instructions": "amx"}, "CPU_ATTN stores blocks for amx, which are not read"),
+        ({"instructions": "neon"}, "CPU_ATTN stores blocks for neon, which are not read"),
         ({"names": []}, "layer model.layers.0.self_attn.attn has another kind of cache"),
     ],
 )
@@ -172,3 +172,22 @@ def test_blocks_of_gpu_backends_are_split_by_token(parts: int) -> None:
     worker = SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=6)))
     found = vllm_engine._split(worker, layer, [4, 1])
     assert torch.equal(found[0], keys[[4, 1]]) and torch.equal(found[1], values[[4, 1]])
+
+
+def test_blocks_in_tiles_are_split_by_token() -> None:
+    """AMX: keys by 16 tokens, values by 16 components, and two numbers of the other axis side by side."""
+    keys, values = (torch.randn(3, 32, 2, 64) for _ in range(2))  # block token head dim
+    memory = torch.empty(3, 2, 2 * 32 * 64)
+    for token in range(32):
+        for dim in range(64):
+            place = token // 16 * 1024 + dim // 2 * 32 + token % 16 * 2 + dim % 2
+            memory[:, :, place] = keys[:, token, :, dim]
+            place = 32 * 64 + dim // 16 * 512 + token // 2 * 32 + dim % 16 * 2 + token % 2
+            memory[:, :, place] = values[:, token, :, dim]
+    layer = SimpleNamespace(
+        kv_cache=memory.view(3, 2, 32, 128), head_size=64, isa="amx",
+        attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"),
+    )  # fmt: skip
+    worker = SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=3)))
+    found = vllm_engine._split(worker, layer, [2, 0])
+    assert torch.equal(found[0], keys[[2, 0]]) and torch.equal(found[1], values[[2, 0]])

@@ -103,6 +103,13 @@ def test_an_engine_serves_on_after_a_dump(
     assert audited(*requests).verdict == "exact"
 
 
+def test_a_cache_in_bfloat16_is_exact() -> None:
+    """In tiles, where the processor has AMX."""
+    ((_, trace),) = audit_vllm(EMBEDDED, ["preempted"], dtype="bfloat16")
+    audit = conclude(trace)
+    assert (audit.verdict, audit.stored) == ("exact", "bfloat16"), audit.summary
+
+
 def test_a_cache_of_8_bits_is_cut_off_or_refused_in_the_engines_words() -> None:
     """This build rounds towards zero; else its cache is what a model computes that attends to it."""
     if not torch.cpu._is_avx512_supported():

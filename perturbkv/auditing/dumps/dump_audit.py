@@ -33,6 +33,8 @@ _DIRECTION = 0.95
 """Least cosine of an entry with the model's, by which it is recognised."""
 _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
+_PARTS = (1, 2, 3)
+"""Numbers of parts in which tokens are read for the noise floor of their log-probabilities."""
 _LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
 """Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
 
@@ -430,7 +432,7 @@ class _Comparison:
         if not known:
             return np.nan, np.nan
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
-        plain, other = (token_logprobs(self.adapter, request.token_ids, tokens)[known] for tokens in (256, 96))
-        floor = max(_LOGPROB_LEAST, float((plain - other).abs().amax()))
+        plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
+        floor = max(_LOGPROB_LEAST, *(float((plain - other).abs().amax()) for other in others))
         every = [plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))]
         return min(float((engine - one).abs().nan_to_num(torch.inf).amax()) for one in every), floor

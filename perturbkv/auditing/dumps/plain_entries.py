@@ -19,7 +19,7 @@ from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 
 Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
-TOKENS_PER_PASS = 256
+_TOKENS_PER_PASS = 256
 
 
 class PlainEntries:
@@ -93,12 +93,13 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
 
 
 def token_logprobs(
-    adapter: Adapter, token_ids: Sequence[int], at_once: int = TOKENS_PER_PASS, cache: DynamicCache | None = None
+    adapter: Adapter, token_ids: Sequence[int], parts: int = 1, cache: DynamicCache | None = None
 ) -> Float[Tensor, " token"]:
-    """Return each token's log-probability after those before it; 0 for the first. Reads `at_once` tokens at a time.
+    """Return each token's log-probability after those before it; 0 for the first.
 
-    The model reads the tokens through `cache`; None: a new one.
+    At most 256 tokens are read at a time, in `parts`, through `cache`; None: a new one.
     """
+    at_once = -(-min(len(token_ids), _TOKENS_PER_PASS) // parts)
     cache, found, last = DynamicCache() if cache is None else cache, [], None
     ids = torch.tensor([list(token_ids)], device=adapter.device)
     for first in range(0, ids.shape[1], at_once):

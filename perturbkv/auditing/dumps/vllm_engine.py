@@ -27,8 +27,11 @@ BACKENDS: Mapping[str, str] = {
     ),
 }
 """Attention backend that is read -> how it stores keys and values."""
-_UNKNOWN_ON_CPU = ("amx", "neon", "rvv", "vsx", "vxe")
+_UNKNOWN_ON_CPU = ("neon", "rvv", "vsx", "vxe")
 """Instruction sets of `CPU_ATTN` whose blocks were not seen; `vec` and `vec16` store them as above."""
+_AMX, _TILE = "amx", 16
+"""Instruction set that stores keys in tiles of 16 tokens, values in tiles of 16 components, and two of the other axis
+side by side: keys (tile dim/2 token 2), values (tile token/2 dim 2)."""
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _CACHE_TYPES = ("auto", "float16", "bfloat16", "float32", *_EIGHT_BITS)
 _LAYOUT = "block token head dim"
@@ -87,7 +90,12 @@ def _split(
     if layer.attn_backend.get_name() == _ON_CPU:
         tokens = blocks.shape[2]
         keys, values = blocks.flatten(2).split(tokens * size, dim=-1)
-        both = keys.unflatten(-1, (size, tokens)).transpose(2, 3), values.unflatten(-1, (tokens, size))
+        if layer.isa == _AMX:
+            keys = keys.unflatten(-1, (tokens // _TILE, size // 2, _TILE, 2)).permute(0, 1, 2, 4, 3, 5)
+            values = values.unflatten(-1, (size // _TILE, tokens // 2, _TILE, 2)).permute(0, 1, 3, 5, 2, 4)
+            both = keys.flatten(2).unflatten(-1, (tokens, size)), values.flatten(2).unflatten(-1, (tokens, size))
+        else:
+            both = keys.unflatten(-1, (size, tokens)).transpose(2, 3), values.unflatten(-1, (tokens, size))
     else:
         both = blocks.split(size, dim=-1)
     whole = [part.unflatten(0, (-1, parts)).permute(0, 1, 3, 2, 4).flatten(1, 2) for part in both]
