@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
 from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
+from perturbkv.models.adapter import Adapter
 from tests.audit.dumped import TOKENS, entries, model
 
 Round = Callable[[Tensor], Tensor]
@@ -30,7 +32,7 @@ class FewBits(DynamicCache):  # type: ignore[misc]
         self.rounded = rounded
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        own = [self.rounded(part).float() for part in (key_states, value_states)]
+        own = [self.rounded(part).to(part.dtype) for part in (key_states, value_states)]
         return super().update(own[0], own[1], layer_idx, *args, **kwargs)
 
 
@@ -38,12 +40,13 @@ def to(dtype: torch.dtype) -> Round:
     return lambda part: part.to(dtype)
 
 
-def served(rounded: Round) -> tuple[FewBits, list[float | None]]:
+def served(rounded: Round, engine: Any = None) -> tuple[FewBits, list[float | None]]:
     """An engine's cache and log-probabilities: the tokens one by one."""
+    engine = model().model if engine is None else engine
     cache, told = FewBits(rounded), list[float | None]([None])
     with torch.inference_mode():
         for token, following in zip(IDS, [*IDS[1:], 0], strict=True):
-            logits = model().model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].double()
+            logits = engine(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].double()
             told.append(float(logits.log_softmax(-1)[following]))
     return cache, told[:-1]
 
@@ -65,6 +68,22 @@ def audited(
 
     request = {"id": "a", "token_ids": IDS, "logprobs": told}
     return conclude(audit_dump(model(), read_dump(write_dump(folder, [request], layers(), kv_heads=2, head_size=8))))
+
+
+def test_a_short_request_in_16_bits_is_no_fault_of_decoding(tmp_path: Path) -> None:
+    """An engine that decodes token by token rounds otherwise than one that reads a prompt whole."""
+    adapter = Adapter(copy.deepcopy(model().model).bfloat16(), model().tokenizer, "halved", "test", True)
+    cache, told = served(lambda part: part, adapter.model)
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for layer in cache.layers:
+            yield {"keys.a": layer.keys[0], "values.a": layer.values[0], "positions.a": torch.arange(len(IDS))}
+
+    request = {"id": "a", "token_ids": IDS, "logprobs": told}
+    path = write_dump(tmp_path / "dump", [request], layers(), kv_heads=2, head_size=8)
+    result = conclude(audit_dump(adapter, read_dump(path)))
+    assert result.verdict == "exact", result.summary
+    assert result.requests[0].logprobs > 6 * 0.001  # the least floor
 
 
 def from_plain(rounded: Round) -> float:
