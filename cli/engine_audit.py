@@ -11,7 +11,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
 _ENGINE = "vllm:"
-_USED = frozenset({"eviction", "situation", "dtype", "device", "seed", "revision", "output"})
+_USED = frozenset({"eviction", "situation", "dtype", "device", "seed", "revision", "output", "as_json"})
 
 
 def is_engine(eviction: str) -> bool:
@@ -20,10 +20,10 @@ def is_engine(eviction: str) -> bool:
 
 
 def audit_engine(eviction: str, run: Any) -> int:
-    """Print the verdict on an engine's cache in each situation, and return the largest exit code.
+    """Print the verdict on an engine's cache in each situation, or all as JSON, and return the largest exit code.
 
-    `run` has the options of `perturbkv audit`, of which `--situation`, `--dtype`, `--device`, `--seed`, `--revision`
-    and, to keep the dumps, `--output` are used. Raises ConfigError for any other.
+    `run` has the options of `perturbkv audit`, of which `--situation`, `--dtype`, `--device`, `--seed`, `--revision`,
+    `--json` and, to keep the dumps, `--output` are used. Raises ConfigError for any other.
     """
     from perturbkv.analyses.audit.dump_verdict import conclude
     from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
@@ -37,7 +37,7 @@ def audit_engine(eviction: str, run: Any) -> int:
         raise ConfigError(msg)
     situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
     folder = None if run.output is None else Path(run.output)
-    codes = []
+    codes, documents = [], {}
     with console.progress("situations", len(situations)) as bar:
         audits = audit_vllm(
             eviction.removeprefix(_ENGINE) or DEFAULT, situations, dtype=run.dtype, device=run.device, seed=run.seed,
@@ -45,6 +45,10 @@ def audit_engine(eviction: str, run: Any) -> int:
         )  # fmt: skip
         for name, trace in audits:
             result = conclude(trace)
-            console.say(f"{name}: {result.summary}")
             codes.append(result.exit_code)
+            documents[name] = result.to_dict()
+            if not run.as_json:
+                console.say(f"{name}: {result.summary}")
+    if run.as_json:
+        console.print_json({"situations": documents})
     return max(codes)

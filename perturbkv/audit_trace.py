@@ -331,6 +331,7 @@ class DumpedRequest:
         logprob_distance: largest difference of a token's log-probability from the plain model's; NaN where the dump has
             none.
         logprob_floor: the same between two ways of reading the tokens.
+        moved: whether some entries are gone and the keys of the others stand at 0, 1, … in the cache.
     """
 
     name: str
@@ -343,6 +344,7 @@ class DumpedRequest:
     perturbation: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     logprob_distance: float = math.nan
     logprob_floor: float = math.nan
+    moved: bool = False
 
 
 @dataclass(frozen=True)

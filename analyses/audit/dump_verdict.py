@@ -17,7 +17,7 @@ from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import DUMP_FAULTS, FLOORS, DumpedRequest, DumpFault, DumpTrace
+from perturbkv.audit_trace import DUMP_FAULTS, FLOORS, IN_CACHE, ORIGINAL, DumpedRequest, DumpFault, DumpTrace
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
@@ -70,6 +70,7 @@ class RequestAudit(Record):
         heading="#log p", text=lambda value, _: "–" if isnan(value) else f"{value:.2g}",
     )  # fmt: skip
     logprobs_floor: float = column("the same between two ways of reading the tokens")
+    positions: str = column("original, or in-cache: entries are gone, and keys stand at 0, 1, …")
 
 
 @record
@@ -271,7 +272,8 @@ class DumpAudit(Result):
             keys, values = (_percent(float(np.median(self.typical[:, kind]))) for kind in range(2))
             near = f"but for coarser numbers: keys typically {keys} away, values {values}"
         removed = f"; {_percent(gone / (gone + entries))} of them are gone" if gone else ""
-        return f"{whose}, {near}{removed}"
+        moved = ", keys stand at their places in the cache" if any(request.moved for request in compared) else ""
+        return f"{whose}, {near}{removed}{moved}"
 
 
 def _request_audit(request: DumpedRequest) -> RequestAudit:
@@ -282,7 +284,7 @@ def _request_audit(request: DumpedRequest) -> RequestAudit:
     return RequestAudit(
         request.name, request.tokens, request.compared, request.differing, request.removed,
         float(distance[:, 0].max()), float(distance[:, 1].max()), median, worst, outputs,
-        request.logprob_distance, request.logprob_floor,
+        request.logprob_distance, request.logprob_floor, IN_CACHE if request.moved else ORIGINAL,
     )  # fmt: skip
 
 

@@ -102,8 +102,8 @@ def audit(
     eviction: Annotated[
         str,
         Argument(
-            help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), or the folder of a "
-            "dump of an engine's cache"
+            help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), the folder of a "
+            "dump of an engine's cache, or vllm:MODEL"
         ),
     ],
 ) -> None:

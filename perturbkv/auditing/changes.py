@@ -56,6 +56,11 @@ def _complex_pairs(keys: Float[Tensor, "entry d_head"], half: int) -> Tensor:
     return torch.complex(components[:, :half], components[:, half : 2 * half])
 
 
+def _neighbours_apart(keys: Float[Tensor, "entry d_head"]) -> Tensor:
+    """Return keys in an order that has neighbouring components half a head apart."""
+    return keys.reshape(len(keys), -1, 2).transpose(1, 2).flatten(1)
+
+
 def describe_rotation(
     keys: Float[Tensor, "entry d_head"],
     full: Float[Tensor, "entry d_head"],
@@ -69,7 +74,11 @@ def describe_rotation(
     """
     chosen = torch.linspace(0, len(keys) - 1, min(len(keys), _MOST_TESTED), device=keys.device).round().long()
     shifts = excess_rotations(keys[chosen], full[chosen], frequencies, most)
-    if shifts is None or not bool(shifts.any()):
+    if shifts is None:
+        own, known = _neighbours_apart(keys[chosen]), _neighbours_apart(full[chosen])
+        shifts = excess_rotations(own, known, frequencies, most)
+        return "rotated with neighbouring components as pairs" if shifts is not None and bool(shifts.any()) else ""
+    if not bool(shifts.any()):
         return ""
     own = positions[chosen]
     if bool((shifts == own).all()):

@@ -25,7 +25,8 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def answer(model: str, situations: list[str], **options: Any) -> Iterator[tuple[str, Any]]:
         asked.append((model, list(situations), options["dtype"]))
         for name in situations:
-            yield name, SimpleNamespace(summary=VERDICTS[name][0], exit_code=VERDICTS[name][1])
+            summary, code = VERDICTS[name]
+            yield name, SimpleNamespace(summary=summary, exit_code=code, to_dict=lambda summary=summary: [summary])
 
     monkeypatch.setattr(vllm_audit, "audit_vllm", answer)
     monkeypatch.setattr(dump_verdict, "conclude", lambda trace: trace)
@@ -39,13 +40,15 @@ def test_each_situation_has_its_line_and_the_worst_is_the_exit_code(perturbkv: R
     assert (ran.code, asked_for) == (1, [("my/model", ["plain", "prefix", "chunked"], "bfloat16")])
     assert perturbkv("audit", "vllm:", *names[:2]).code == 0
     assert asked_for[-1][0] == EMBEDDED
+    ran = perturbkv("audit", "vllm:my/model", *names, "--json")
+    assert (ran.code, ran.json()["situations"]) == (1, {name: [text] for name, (text, _) in VERDICTS.items()})
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--budget", "8"], "--budget has no effect on the audit of an engine"),
-        (["--json"], "--json has no effect on the audit of an engine"),
+        (["--junit", "x.xml"], "--junit has no effect on the audit of an engine"),
         (["--situation", "plain", "--situation", "plain"], "got plain twice"),
         (["--situation", "batch"], "unknown situation 'batch'; known: "),
         ([], "expected the package vllm, got none installed; type: pip install vllm"),

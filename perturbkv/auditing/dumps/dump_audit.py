@@ -18,7 +18,7 @@ from perturbkv.auditing.dumps import matching
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.dumps.matching import Distances, Entries, Known
-from perturbkv.auditing.dumps.plain_entries import Pair, PlainEntries, StoredCache, token_logprobs
+from perturbkv.auditing.dumps.plain_entries import Pair, PlainEntries, StoredCache, keys_at_tokens, token_logprobs
 from perturbkv.cache.external_cache import NOWHERE, recover
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -110,6 +110,7 @@ class _Comparison:
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
         self.stored = ""
         self.coarse: set[int] = set()
+        self.moved: set[str] = set()
         self.given_stored: dict[str, list[tuple[StoredCache, Tensor]]] = {}
 
     def add_layer(self, index: int) -> None:
@@ -125,6 +126,10 @@ class _Comparison:
             if explained:
                 self._read_stored()
         entries = self._live_entries(layer, known_entries)
+        if index == 0:
+            self.moved = {name for name, own in entries.items() if self._is_moved(own, known_entries[name])}
+        for name in self.moved:
+            entries[name] = keys_at_tokens(entries[name], self.adapter.frequencies)
         known_entries = self._nearest(index, entries, known_entries)
         scaled = self._undo_scales(layer, index, entries, known_entries)
         measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
@@ -147,6 +152,11 @@ class _Comparison:
         """Return the entries of all live requests in one layer."""
         blocks = self._blocks(layer)
         return {request.id: self._entries(request, layer, blocks, known) for request in self.live}
+
+    def _is_moved(self, own: Entries, full: Pair) -> bool:
+        """Return whether keys, some of which are gone, stand at 0, 1, … in the cache."""
+        back = keys_at_tokens(own, self.adapter.frequencies)
+        return matching.mean_distance(back, full) < matching.mean_distance(own, full)
 
     def _read_stored(self) -> None:
         """Let the model read the live requests of which no entry is gone once more, attending to the dumped entries.
@@ -386,7 +396,7 @@ class _Comparison:
                     name, len(request.token_ids), self.compared[name], self.differing[name],
                     np.array(self.distance[name]), self.removed[name],
                     tuple(self.kept[name]) if self.removed[name] else (), np.array(self.perturbation[name]),
-                    distance, floor,
+                    distance, floor, name in self.moved,
                 )
             )  # fmt: skip
         dump = self.dump

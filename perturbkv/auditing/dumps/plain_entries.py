@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from transformers import DynamicCache
 from perturbkv.audit_trace import Floats
 from perturbkv.auditing import reference
 from perturbkv.auditing.dumps import matching
-from perturbkv.auditing.dumps.dump_file import Request
+from perturbkv.auditing.dumps.dump_file import REMOVED, Request
+from perturbkv.auditing.dumps.matching import Entries
 from perturbkv.auditing.situations import situation
+from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 
@@ -90,6 +93,15 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
     def computed(self, index: int) -> Pair:
         """Return the keys and values that the model computed for a layer."""
         return self.layers[index].keys[0], self.layers[index].values[0]
+
+
+def keys_at_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
+    """Return entries whose keys stand at 0, 1, … in the cache, with the keys back at their tokens' positions."""
+    there = entries.positions != REMOVED
+    moved = (entries.positions - there.cumsum(dim=-1) + 1) * there
+    angles = moved.unsqueeze(-1) * frequencies.to(moved.device)
+    keys = [rotate_keys(head, angle) for head, angle in zip(entries.keys, angles, strict=True)]
+    return replace(entries, keys=torch.stack(keys))
 
 
 def token_logprobs(
