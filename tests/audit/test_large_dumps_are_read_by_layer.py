@@ -1,0 +1,69 @@
+"""A dump of a gigabyte is read one layer at a time: memory grows with a layer, not with the dump."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from perturbkv.auditing.dumps.dump_file import write_dump
+
+LAYERS, BLOCKS, BLOCK, MIB = 16, 131_072, 4, 2**20
+LAYER_MIB = 2 * BLOCKS * BLOCK * 2 * 8 * 4 // MIB
+AUDIT = """
+import sys
+from pathlib import Path
+from perturbkv.analyses.audit.dump_verdict import conclude
+from perturbkv.auditing.dumps.dump_audit import audit_dump
+from perturbkv.auditing.dumps.dump_file import read_dump
+from tests.support.models import tiny_adapter
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+adapter = tiny_adapter("llama", 4, 2, layers=16)
+audit_dump(adapter, read_dump(Path(sys.argv[1])))
+before = peak()
+result = conclude(audit_dump(adapter, read_dump(Path(sys.argv[2]))))
+print(result.verdict, (peak() - before) // 1024)
+"""
+
+
+def write(folder: Path, blocks: int) -> Path:
+    from transformers import DynamicCache
+
+    from tests.support.models import tiny_adapter, token_ids
+
+    adapter, ids, cache = tiny_adapter("llama", 4, 2, layers=LAYERS), token_ids(30), DynamicCache()
+    with torch.inference_mode():
+        adapter.model(torch.tensor([ids]), past_key_values=cache)
+    table = [blocks - 1 - index for index in range(-(-len(ids) // BLOCK))]
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for layer in cache.layers:
+            both = torch.zeros(2, blocks, BLOCK, 2, 8)
+            for kind, part in enumerate((layer.keys[0], layer.values[0])):
+                for place in range(len(ids)):
+                    both[kind, table[place // BLOCK], place % BLOCK] = part[:, place]
+            yield {"cache": both}
+
+    request = {"id": "a", "token_ids": ids, "blocks": table}
+    return write_dump(
+        folder, [request], layers(), kv_heads=2, head_size=8, block_size=BLOCK, layout="kv block token head dim"
+    )
+
+
+@pytest.mark.slow
+def test_memory_grows_with_a_layer(tmp_path: Path) -> None:
+    small, large = write(tmp_path / "small", 8), write(tmp_path / "large", BLOCKS)
+    assert sum(file.stat().st_size for file in large.iterdir()) >= LAYERS * LAYER_MIB * MIB == 1024 * MIB
+    done = subprocess.run(
+        [sys.executable, "-c", AUDIT, small, large], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert done[0] == "exact"
+    assert LAYER_MIB <= int(done[1]) < 6 * LAYER_MIB
