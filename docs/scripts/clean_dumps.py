@@ -1,32 +1,38 @@
-"""Whether dumps of a right engine raise a false alarm: python docs/scripts/clean_dumps.py vllm COUNT.
+"""How far the entries of right engines lie from the plain model's: python docs/scripts/clean_dumps.py vllm float32 80.
 
 Prompts begin at random places of a text, in one to three requests that begin and end at different times; every other
-time they share a prefix. Prints a line per alarm, then how many dumps are exact and the largest distance in floors.
+time they share a prefix. Rows go to docs/audit-threshold/engines.csv: the largest distance of a key, of a value and of
+a log-probability, in noise floors. Even seeds choose the threshold of a type, odd ones judge it. The rule: the smallest
+whole number that is at least twice the largest distance of the chosen dumps. `report` prints both halves.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
-from perturbkv.auditing.dumps import vllm_audit
-from perturbkv.auditing.dumps.dump_audit import audit_dump
+import numpy as np
+
+from perturbkv.auditing.dumps import dump_audit, matching, vllm_audit
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
 from perturbkv.models.loading import load_model, open_model
 
+FILE = Path(__file__).parents[1] / "audit-threshold" / "engines.csv"
+FIELDS = ("engine", "dtype", "seed", "requests", "entries", "keys", "values", "logprobs")
+
 
 def draw(text: list[int], seed: int) -> list[EngineRequest]:
     """Return one to three requests of 33 to 200 tokens, and of 2 to 20 decoded ones."""
     rng = random.Random(seed)
-    prefix = text[: rng.choice((64, 96))] if seed % 2 else []
+    prefix = text[: rng.choice((64, 96))] if rng.random() < 0.5 else []
     requests = []
     for index in range(rng.randint(1, 3)):
         first = rng.randrange(len(text) - 200)
@@ -36,31 +42,54 @@ def draw(text: list[int], seed: int) -> list[EngineRequest]:
     return requests
 
 
-def vllm_dumps(count: int, folder: Path) -> Any:
+def vllm_dumps(count: int, dtype: str, folder: Path) -> Iterator[Path]:
     """Yield the dumps of an engine of vLLM, in this process."""
     os.environ.update({name: os.environ.get(name, value) for name, value in vllm_audit.ENVIRONMENT.items()})
     files = open_model(EMBEDDED)
-    assert files.source is not None
-    llm = vllm_audit.start_engine(files.source.location, "float32", "plain")
+    model = folder / "model"
+    load_model(EMBEDDED, "float32", "cpu").model.save_pretrained(model)
+    llm = vllm_audit.start_engine(str(model), dtype, "plain")
     text = files.tokenizer(" ".join(sentences()[:400]))["input_ids"]
     for seed in range(count):
         yield dump_vllm(llm, folder / str(seed), draw(text, seed)).path
 
 
-def main(engine: str, count: int) -> None:
-    """Audit that many dumps."""
-    adapter, audits = load_model(EMBEDDED, "float32", "cpu"), list[DumpAudit]()
-    with tempfile.TemporaryDirectory() as folder:
-        for path in {"vllm": vllm_dumps}[engine](count, Path(folder)):
-            audits.append(conclude(audit_dump(adapter, read_dump(path), losses=False)))
-            if audits[-1].verdict != "exact":
-                print(f"{path.name}: {audits[-1].summary}")
-    floors = max(float((one.distance / audit.trace.floors).max()) for audit in audits
-                 for one in audit.trace.requests if one.compared)  # fmt: skip
-    exact = sum(audit.verdict == "exact" for audit in audits)
-    compared = sum(request.compared for audit in audits for request in audit.requests)
-    print(f"{exact} of {len(audits)} exact, {compared:,} entries compared, at most {floors:.2g} floors")
+def measure(engine: str, dtype: str, count: int) -> None:
+    """Append a row per dump to the file."""
+    adapter = load_model(EMBEDDED, dtype, "cpu")
+    with tempfile.TemporaryDirectory() as folder, FILE.open("a") as stream:
+        rows = csv.writer(stream, lineterminator="\n")
+        if not stream.tell():
+            rows.writerow(FIELDS)
+        for path in {"vllm": vllm_dumps}[engine](count, dtype, Path(folder)):
+            trace = dump_audit.audit_dump(adapter, read_dump(path), losses=False)
+            compared = [request for request in trace.requests if request.compared]
+            keys, values = np.max([request.distance / trace.floors for request in compared], axis=(0, 1))
+            logprobs = np.nanmax([request.logprob_distance / request.logprob_floor for request in compared])
+            entries = sum(request.compared for request in compared)
+            found = (f"{number:.3g}" for number in (keys, values, logprobs))
+            rows.writerow([engine, dtype, path.name, len(compared), entries, *found])
+            stream.flush()
+
+
+def report() -> None:
+    """Print, per engine and type, the dumps of each half, their largest distance, and the threshold by the rule."""
+    rows = list(csv.DictReader(FILE.read_text().splitlines()))
+    for engine, dtype in dict.fromkeys((row["engine"], row["dtype"]) for row in rows):
+        halves: tuple[list[float], list[float]] = ([], [])
+        own = [row for row in rows if (row["engine"], row["dtype"]) == (engine, dtype)]
+        for row in own:
+            halves[int(row["seed"]) % 2].append(max(float(row[name]) for name in FIELDS[5:]))
+        entries = sum(int(row["entries"]) for row in own)
+        print(
+            f"{engine} {dtype}: {len(halves[0])} chosen, largest {max(halves[0])}, rule {-int(-2 * max(halves[0]) // 1)};"
+            f" {len(halves[1])} judged, largest {max(halves[1])}; {entries:,} entries"
+        )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    if sys.argv[1] == "report":
+        report()
+    else:
+        matching.FLOORS = sys.maxsize  # nothing differs, so that all distances are told
+        measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
