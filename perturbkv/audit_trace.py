@@ -41,6 +41,8 @@ KEPT_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choos
 
 FLOORS = 6
 """Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""
+DUMP_FLOORS: Mapping[str, int] = {"float32": 17, "bfloat16": 7, "float16": 7}
+"""Type of the model -> the same number for an entry of an engine, whose kernels are others; chosen in the same page."""
 
 
 @dataclass(frozen=True)

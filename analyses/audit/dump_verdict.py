@@ -17,7 +17,7 @@ from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import DUMP_FAULTS, FLOORS, IN_CACHE, ORIGINAL, DumpedRequest, DumpFault, DumpTrace
+from perturbkv.audit_trace import DUMP_FAULTS, DUMP_FLOORS, IN_CACHE, ORIGINAL, DumpedRequest, DumpFault, DumpTrace
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
@@ -268,7 +268,7 @@ class DumpAudit(Result):
         gone, entries = (sum(getattr(request, name) for request in compared) for name in ("removed", "compared"))
         whose = f"the entries of {plural(len(compared), 'request')}, {self.layers} layers, are the plain model's"
         near = f"at most {floors_text(floors)} noise floors away"
-        if floors > FLOORS:
+        if floors > DUMP_FLOORS[self.about["dtype"]]:
             keys, values = (_percent(float(np.median(self.typical[:, kind]))) for kind in range(2))
             near = f"but for coarser numbers: keys typically {keys} away, values {values}"
         removed = f"; {_percent(gone / (gone + entries))} of them are gone" if gone else ""

@@ -9,6 +9,7 @@ whole number that is at least twice the largest distance of the chosen dumps. `r
 from __future__ import annotations
 
 import csv
+import math
 import os
 import random
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perturbkv.auditing.dumps import dump_audit, matching, vllm_audit
+from perturbkv.auditing.dumps import dump_audit, vllm_audit
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
@@ -81,9 +82,10 @@ def report() -> None:
         for row in own:
             halves[int(row["seed"]) % 2].append(max(float(row[name]) for name in FIELDS[5:]))
         entries = sum(int(row["entries"]) for row in own)
+        chosen, judged = map(max, halves)
         print(
-            f"{engine} {dtype}: {len(halves[0])} chosen, largest {max(halves[0])}, rule {-int(-2 * max(halves[0]) // 1)};"
-            f" {len(halves[1])} judged, largest {max(halves[1])}; {entries:,} entries"
+            f"{engine} {dtype}: {len(halves[0])} chosen, largest {chosen}, threshold {math.ceil(2 * chosen)}; "
+            f"{len(halves[1])} judged, largest {judged}; {entries:,} entries"
         )
 
 
@@ -91,5 +93,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "report":
         report()
     else:
-        matching.FLOORS = sys.maxsize  # nothing differs, so that all distances are told
+        # nothing differs, so that all distances are told
+        dump_audit.DUMP_FLOORS = dict.fromkeys(dump_audit.DUMP_FLOORS, sys.maxsize)
         measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))

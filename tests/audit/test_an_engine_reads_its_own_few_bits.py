@@ -70,20 +70,39 @@ def audited(
     return conclude(audit_dump(model(), read_dump(write_dump(folder, [request], layers(), kv_heads=2, head_size=8))))
 
 
-def test_a_short_request_in_16_bits_is_no_fault_of_decoding(tmp_path: Path) -> None:
-    """An engine that decodes token by token rounds otherwise than one that reads a prompt whole."""
-    adapter = Adapter(copy.deepcopy(model().model).bfloat16(), model().tokenizer, "halved", "test", True)
+def halved() -> Adapter:
+    return Adapter(copy.deepcopy(model().model).bfloat16(), model().tokenizer, "halved", "test", True)
+
+
+def audited_halved(folder: Path, factor: float) -> DumpAudit:
+    """An engine that decodes token by token in 16 bits, and multiplies the values of 16 tokens in layer 1 by a factor."""
+    adapter = halved()
     cache, told = served(lambda part: part, adapter.model)
 
     def layers() -> Iterator[dict[str, Tensor]]:
-        for layer in cache.layers:
-            yield {"keys.a": layer.keys[0], "values.a": layer.values[0], "positions.a": torch.arange(len(IDS))}
+        for index, layer in enumerate(cache.layers):
+            values = layer.values[0].clone()
+            if index == 1:
+                values[:, 16:32] *= factor
+            yield {"keys.a": layer.keys[0], "values.a": values, "positions.a": torch.arange(len(IDS))}
 
     request = {"id": "a", "token_ids": IDS, "logprobs": told}
-    path = write_dump(tmp_path / "dump", [request], layers(), kv_heads=2, head_size=8)
-    result = conclude(audit_dump(adapter, read_dump(path)))
+    path = write_dump(folder, [request], layers(), kv_heads=2, head_size=8)
+    return conclude(audit_dump(adapter, read_dump(path)))
+
+
+def test_a_short_request_in_16_bits_is_no_fault_of_decoding(tmp_path: Path) -> None:
+    """Rounding is another one than of a prompt that is read whole."""
+    result = audited_halved(tmp_path / "dump", 1.0)
     assert result.verdict == "exact", result.summary
     assert result.requests[0].logprobs > 6 * 0.001  # the least floor
+
+
+def test_neighbours_that_differ_together_are_named_below_the_limit_of_one(tmp_path: Path) -> None:
+    result = audited_halved(tmp_path / "dump", 1.05)
+    (fault,) = result.faults
+    assert (fault.first, fault.last, list(fault.layers)) == (16, 31, [1])
+    assert 0.05 < 7 * result.floors[1, 1]
 
 
 def from_plain(rounded: Round) -> float:

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
-from perturbkv.audit_trace import FLOORS
+from perturbkv.audit_trace import DUMP_FLOORS
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, describe_cache, dump_vllm, read_blocks
@@ -53,7 +53,7 @@ def test_log_probabilities_of_prompt_and_decoding_are_the_plain_models(
         if request.compared:
             prompt_unknown = name == "prefix" and request.request == "b"
             assert known[request.request] == (19 if prompt_unknown else request.tokens - 1)
-            assert 0 < request.logprobs < 1e-3 < FLOORS * request.logprobs_floor
+            assert 0 < request.logprobs < 1e-3 < DUMP_FLOORS["float32"] * request.logprobs_floor
 
 
 def test_a_prefix_is_shared_and_blocks_are_used_again(audits: tuple[Path, Mapping[str, DumpAudit]]) -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from perturbkv import memory, theory
-from perturbkv.audit_trace import FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
+from perturbkv.audit_trace import DUMP_FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
 from perturbkv.auditing import loss, reference
 from perturbkv.auditing.audit import provenance
-from perturbkv.auditing.dumps import matching
+from perturbkv.auditing.dumps import distances, matching
+from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
-from perturbkv.auditing.dumps.matching import Distances, Entries, Known
-from perturbkv.auditing.dumps.plain_entries import Pair, PlainEntries, StoredCache, keys_at_tokens, token_logprobs
+from perturbkv.auditing.dumps.matching import Known
+from perturbkv.auditing.dumps.plain_entries import PlainEntries, StoredCache, keys_at_tokens, token_logprobs
 from perturbkv.cache.external_cache import NOWHERE, recover
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
@@ -108,6 +109,7 @@ class _Comparison:
         self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
         self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
+        self.most = DUMP_FLOORS[str(adapter.dtype).removeprefix("torch.")]
         self.stored = ""
         self.coarse: set[int] = set()
         self.moved: set[str] = set()
@@ -132,20 +134,20 @@ class _Comparison:
             entries[name] = keys_at_tokens(entries[name], self.adapter.frequencies)
         known_entries = self._nearest(index, entries, known_entries)
         scaled = self._undo_scales(layer, index, entries, known_entries)
-        measured = {name: matching.distances(own, known_entries[name]) for name, own in entries.items()}
-        typical = matching.typical(list(measured.values()))
+        measured = {name: distances.distances(own, known_entries[name]) for name, own in entries.items()}
+        typical = distances.typical(list(measured.values()))
         self.typical.append(typical)
         floors = [float(floor) for floor in self.plain.floors[index]]
-        if max(typical) > max(FLOORS * max(floors), explained):
+        if max(typical) > max(self.most * max(floors), explained):
             self.coarse.add(index)
         levels = (explained / 2, explained / 2) if index in self.coarse else typical
-        limits = tuple(matching.tolerance(floor, level) for floor, level in zip(floors, levels, strict=True))
+        limits = Limits.of_layer(floors, levels, self.most)
         known = Known(
             known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies, lambda block: self._alternatives(layer, block),
         )  # fmt: skip
         for name, own in entries.items():
-            self._add(name, index, own, measured[name], known, (limits[0], limits[1]))
+            self._add(name, index, own, measured[name], known, limits)
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
 
     def _live_entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
@@ -156,7 +158,7 @@ class _Comparison:
     def _is_moved(self, own: Entries, full: Pair) -> bool:
         """Return whether keys, some of which are gone, stand at 0, 1, … in the cache."""
         back = keys_at_tokens(own, self.adapter.frequencies)
-        return matching.mean_distance(back, full) < matching.mean_distance(own, full)
+        return distances.mean_distance(back, full) < distances.mean_distance(own, full)
 
     def _read_stored(self) -> None:
         """Let the model read the live requests of which no entry is gone once more, attending to the dumped entries.
@@ -167,7 +169,7 @@ class _Comparison:
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
         for index in range(self.dump.layers):
             for name, own in self._live_entries(self.dump.layer(index), self.plain.layer(index)).items():
-                if name in stored and matching.is_whole(own):
+                if name in stored and distances.is_whole(own):
                     stored[name].append((own.keys.to(like), own.values.to(like)))
                 else:
                     stored.pop(name, None)
@@ -184,7 +186,7 @@ class _Comparison:
         nearest = dict(plain)
         for name, given in self.given_stored.items():
             every = [plain[name], *(cache.computed(index) for cache, _ in given)]
-            nearest[name] = min(every, key=lambda full: matching.mean_distance(entries[name], full))
+            nearest[name] = min(every, key=lambda full: distances.mean_distance(entries[name], full))
         return nearest
 
     def _undo_scales(
@@ -194,12 +196,12 @@ class _Comparison:
 
         What is left is compared as if there were none. Returns whether there was one.
         """
-        factors = [matching.common_factor(kind, entries, known) for kind in range(2)]
+        factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
         for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
             if factor == 1:
                 continue
             fault, what = "scale", f"all {name} multiplied by {factor:.2g}"
-            if matching.is_cut_off(kind, entries, known, layer):
+            if distances.is_cut_off(kind, entries, known, layer):
                 fault, what = "rounded", f"all {name} rounded towards zero"
             self.faults.append(DumpFault("", fault, what, layers=(index,)))
         for name, own in entries.items():
@@ -215,16 +217,14 @@ class _Comparison:
         named = [getattr(torch, name, None) for name in (self.dump.dtype, self.dump.compute) if name]
         known = [dtype for dtype in named if isinstance(dtype, torch.dtype)]
         if len(known) < len(named):
-            return matching.MOST_LEVEL
+            return distances.MOST_LEVEL
         coarsest = max(torch.finfo(dtype).eps for dtype in (*(tensor.dtype for tensor in tensors), *known))
         return coarsest / 2 if coarsest > torch.finfo(self.adapter.dtype).eps else 0.0
 
-    def _add(
-        self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: tuple[float, float]
-    ) -> None:
+    def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> None:
         """Add one request's comparison in one layer."""
         present = measured.present
-        far = ((measured.key > limits[0]) | (measured.value > limits[1])) & present
+        far = limits.far(own, measured)
         near = present & ~far
         self.compared[name] += int(present.sum())
         self.differing[name] += int(far.sum())
@@ -236,7 +236,7 @@ class _Comparison:
         self.removed[name] += sum(tokens - len(positions) for positions in kept)
         self.perturbation[name].append(self._perturbation(name, index, own, known.requests[name]))
         self.faults += matching.duplicates(name, index, own)
-        self.faults += matching.faults(name, index, own, measured, known, limits)
+        self.faults += matching.faults(name, index, own, far, known, limits)
 
     def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
@@ -388,7 +388,7 @@ class _Comparison:
                 requests.append(DumpedRequest(name, len(request.token_ids)))
                 continue
             distance, floor = self._logprobs(request)
-            if distance > max(FLOORS * floor, min(FLOORS * floor * self._coarseness, _MOST_LOGPROB)):
+            if distance > max(self.most * floor, min(self.most * floor * self._coarseness, _MOST_LOGPROB)):
                 words = f"log-probabilities differ by up to {distance:.3g}, rounding gives {floor:.3g}"
                 faults.append(DumpFault(name, "decoding", words, 0, len(request.token_ids) - 1))
             requests.append(

@@ -1,4 +1,4 @@
-"""Comparison of a layer's dumped entries with the plain model's, and what was done to those that differ.
+"""What was done to dumped entries that differ from the plain model's.
 
 Every entry has an expected place: a request's token. Where an entry is not that token's, it is looked for among all
 tokens of all requests; then among other heads, layers, layouts and changes of its numbers.
@@ -13,44 +13,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import FLOORS, DumpFault
+from perturbkv.audit_trace import DumpFault
 from perturbkv.auditing import changes
-from perturbkv.auditing.dumps.dump_file import REMOVED, LayerDump
+from perturbkv.auditing.dumps.distances import WHOLE_BLOCK, Entries, Limits, Pair
+from perturbkv.auditing.dumps.dump_file import REMOVED
 from perturbkv.cache.external_cache import NOWHERE, recover
 
 NEAR = 0.1
 """Relative distance up to which an entry may be another token's, layer's or head's."""
-LEVELS = 4
-"""Number of a layer's typical distances up to which an entry is as far from the plain model's as all others."""
-MOST_LEVEL = 0.3
-"""Largest typical distance, of entries in few bits; above, entries are not the plain model's but for rounding."""
-_WHOLE_BLOCK = 8
-"""Least tokens of a block that is looked at by itself; of smaller ones neighbours are looked at together."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
-_LEAST_FACTOR, _NEARER = 0.01, 0.8
-"""Least difference of a common factor from 1, and most of the distance that is left without it."""
-_CUT_OFF = 0.95
-"""Least share of a layer's numbers that are rounded towards zero where all are."""
-_Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The dumped entries of a request in one layer.
-
-    Attributes:
-        keys, values: as dumped, in float32.
-        positions: the token that each entry stands for; `REMOVED` where there is no entry.
-        blocks: id of the block that holds each entry; `REMOVED` in rows.
-        block_size: tokens of a block; 0 in rows.
-    """
-
-    keys: Float[Tensor, "kv_head entry d_head"]
-    values: Float[Tensor, "kv_head entry d_head"]
-    positions: Int[Tensor, "kv_head entry"]
-    blocks: Int[Tensor, " entry"]
-    block_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,102 +37,11 @@ class Known:
         alternatives: of a block, (layout in words, keys and values (kv_head, token, d_head)) in every other layout.
     """
 
-    requests: Mapping[str, _Pair]
+    requests: Mapping[str, Pair]
     finished: frozenset[str]
-    others: Callable[[], Iterator[tuple[int, Mapping[str, _Pair]]]]
+    others: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
     alternatives: Callable[[int], Iterator[tuple[str, Tensor, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Distances:
-    """The distances of a request's entries from the plain model's, over the root mean square norm of the head's.
-
-    Attributes:
-        key, value: infinite where the number is none.
-        present: whether there is an entry.
-    """
-
-    key: Float[Tensor, "kv_head entry"]
-    value: Float[Tensor, "kv_head entry"]
-    present: Bool[Tensor, "kv_head entry"]
-
-
-def distances(entries: Entries, known: _Pair) -> Distances:
-    """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
-    present, index = entries.positions != REMOVED, entries.positions.clamp(min=0)
-    key, value = (
-        entry_distances(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
-        for own, full in zip((entries.keys, entries.values), known, strict=True)
-    )
-    return Distances(key.masked_fill(~present, 0), value.masked_fill(~present, 0), present)
-
-
-def entry_distances(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
-    """Return distances of entries, over the root mean square norm of all entries of the head."""
-    unit = full.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance = torch.linalg.vector_norm(own - expected, dim=-1) / unit.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(distance.isfinite(), distance, torch.inf)
-
-
-def mean_distance(entries: Entries, known: _Pair) -> float:
-    """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
-    measured = distances(entries, known)
-    return float(torch.stack([measured.key, measured.value])[:, measured.present].clamp(max=1).mean())
-
-
-def typical(measured: Sequence[Distances]) -> tuple[float, float]:
-    """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
-    medians = []
-    for kind in ("key", "value"):
-        every = torch.cat([getattr(each, kind)[each.present] for each in measured])
-        medians.append(float(every.median()) if len(every) else 0.0)
-    return medians[0], medians[1]
-
-
-def tolerance(floor: float, level: float) -> float:
-    """Return the largest distance of an entry that does not differ, from the noise floor and the typical distance."""
-    return max(FLOORS * floor, LEVELS * level if level <= MOST_LEVEL else 0.0)
-
-
-def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair]) -> float:
-    """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
-    dumped_entries, full = _pairs(kind, entries, known)
-    factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
-    if not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
-        return 1.0
-    before, after = (
-        torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
-    )
-    return factor if bool(after < _NEARER * before) else 1.0
-
-
-def _pairs(
-    kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair]
-) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
-    """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
-    own, expected = [], []
-    for name, dumped in entries.items():
-        index = dumped.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
-        there = dumped.positions != REMOVED
-        own.append((dumped.keys, dumped.values)[kind][there])
-        expected.append(known[name][kind].float().gather(1, index)[there])
-    return torch.cat(own), torch.cat(expected)
-
-
-def is_cut_off(kind: int, entries: Mapping[str, Entries], known: Mapping[str, _Pair], layer: LayerDump) -> bool:
-    """Return whether all keys (`kind` 0) or values (1) of a layer were rounded towards zero to the type of the dump."""
-    tensors = layer.stored or next(iter(layer.rows.values()))[:2]
-    dtype, scale = tensors[kind % len(tensors)].dtype, layer.scales[kind]
-    own, full = _pairs(kind, entries, known)
-    return bool((changes.round_towards_zero(full / scale, dtype) * scale == own).float().mean() > _CUT_OFF)
-
-
-def is_whole(entries: Entries) -> bool:
-    """Return whether every token has an entry in every head, in order, and all numbers are finite."""
-    in_order = torch.arange(entries.positions.shape[1]).expand_as(entries.positions)
-    finite = entries.keys.isfinite().all() & entries.values.isfinite().all()
-    return torch.equal(entries.positions, in_order) and bool(finite)
 
 
 def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
@@ -204,7 +85,7 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
         if not len(index):
             continue
         new = index[1:] - index[:-1] > 1
-        if entries.block_size >= _WHOLE_BLOCK:
+        if entries.block_size >= WHOLE_BLOCK:
             new = entries.blocks[index[1:]] != entries.blocks[index[:-1]]
         for run in torch.tensor_split(index, (new.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
             chosen = tuple(head for head, row in zip(group, odd, strict=True) if bool(row[run].any()))
@@ -217,16 +98,14 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
 
 
 def faults(
-    request: str, layer: int, entries: Entries, measured: Distances, known: Known, limits: tuple[float, float]
+    request: str, layer: int, entries: Entries, far: Bool[Tensor, "kv_head entry"], known: Known, limits: Limits
 ) -> list[DumpFault]:
-    """Return what was done to the entries of a request that are farther than `limits`, for keys and for values."""
-    far_kinds = [measured.key > limits[0], measured.value > limits[1]]
-    far = (far_kinds[0] | far_kinds[1]) & measured.present
+    """Return what was done to the entries of a request that are `far` from the plain model's."""
     if not bool(far.any()):
         return []
     found = []
     for run in _runs(entries, far):
-        kind, what = _Search(request, run, known, limits).describe()
+        kind, what = _Search(request, run, known, limits.together).describe()
         first, last = int(run.positions.amin()), int(run.positions.amax())
         blocks = () if run.block == REMOVED else (run.block,)
         found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads))
@@ -238,12 +117,12 @@ class _Search:
 
     def __init__(self, request: str, run: _Run, known: Known, limits: tuple[float, float]) -> None:
         self.request, self.run, self.known, self.limits, self.near = request, run, known, limits, max(NEAR, *limits)
-        self.own: _Pair = (run.keys, run.values)
+        self.own: Pair = (run.keys, run.values)
         full = known.requests[request]
-        self.full: _Pair = (full[0].float(), full[1].float())
+        self.full: Pair = (full[0].float(), full[1].float())
         self.expected = self._at(self.full, run.positions)
 
-    def _at(self, full: _Pair, positions: Tensor, heads: Sequence[int] | None = None) -> _Pair:
+    def _at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
         """Return the entries of these positions, of the run's heads or others."""
         rows = list(self.run.heads if heads is None else heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
@@ -280,7 +159,7 @@ class _Search:
         """Return whether nearly all entries are those expected, up to `limit`."""
         return bool((_relative(own, expected) <= (self.near if limit is None else limit)).float().mean() > 0.9)
 
-    def _are_near(self, own: _Pair, expected: _Pair) -> bool:
+    def _are_near(self, own: Pair, expected: Pair) -> bool:
         """Return whether nearly all keys and nearly all values are those expected."""
         return all(self._is_near(one, other) for one, other in zip(own, expected, strict=True))
 
@@ -340,7 +219,7 @@ class _Search:
         moved = places - self.run.positions
         if not bool(moved.any()):
             return None  # only a few of the entries differ
-        if bool((moved == moved[0]).all()) and abs(int(moved[0])) < _WHOLE_BLOCK:
+        if bool((moved == moved[0]).all()) and abs(int(moved[0])) < WHOLE_BLOCK:
             return "shifted", f"entries of the token {abs(int(moved[0]))} {'later' if moved[0] > 0 else 'earlier'}"
         return "place", f"{tokens} of the same request"
 

@@ -13,15 +13,14 @@ from transformers import DynamicCache
 
 from perturbkv.audit_trace import Floats
 from perturbkv.auditing import reference
-from perturbkv.auditing.dumps import matching
+from perturbkv.auditing.dumps import distances
+from perturbkv.auditing.dumps.distances import Entries, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Request
-from perturbkv.auditing.dumps.matching import Entries
 from perturbkv.auditing.situations import situation
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 
-Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 _TOKENS_PER_PASS = 256
 
 
@@ -85,8 +84,8 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         """Put the computed entries of the tokens from `first` on in the place of stored ones that are far from them."""
         for stored, new in zip(self.stored[layer], computed, strict=True):
             own = stored[:, first : first + new.shape[1]]
-            distance = matching.entry_distances(own.float(), new.float(), new)
-            far = distance > matching.LEVELS * distance.median()
+            distance = distances.entry_distances(own.float(), new.float(), new)
+            far = distance > distances.LEVELS * distance.median()
             own[far] = new[far]
             self.mended += int(far.sum())
 
