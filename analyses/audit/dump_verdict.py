@@ -91,6 +91,7 @@ class DumpAudit(Result):
         "key_distance",
         "value_distance",
         "perturbation",
+        "logprobs",
     )
     FIRST: ClassVar[str] = "request"
 
@@ -210,8 +211,10 @@ class DumpAudit(Result):
         """Return what the distances are relative to."""
         if not self.requests:
             return []
+        more = ["All faults, one to a line: --explain."] if len(self.trace.faults) > 1 else []
         return [
-            "keys, values: the farthest that does not differ, over its head's root mean square; outputs: median head."
+            *more,
+            "keys, values: the farthest that does not differ, over its head's root mean square; outputs: median head.",
         ]
 
     def details(self) -> Sequence[Part]:
@@ -292,10 +295,10 @@ def _fault_clause(fault: DumpFault, layers: int) -> str:
     """Return a fault in words: where, and what is there."""
     where = [f"request {fault.request}"] if fault.request else []
     if fault.request:
-        where.append(f"token {fault.first}" if fault.first == fault.last else f"tokens {fault.first} to {fault.last}")
-    if fault.blocks:
+        tokens = f"token {fault.first}" if fault.first == fault.last else f"tokens {fault.first} to {fault.last}"
         shown = ", ".join(map(str, fault.blocks[:4])) + (", …" if len(fault.blocks) > 4 else "")
-        where.append(f"{'block' if len(fault.blocks) == 1 else 'blocks'} {shown}")
+        held = f" ({'block' if len(fault.blocks) == 1 else 'blocks'} {shown})" if fault.blocks else ""
+        where.append(f"{tokens}{held}")
     count = len(fault.layers)
     if count:
         where.append("all layers" if count == layers else f"layer {fault.layers[0]}" if count == 1 else

@@ -83,6 +83,17 @@ def mean_distance(entries: Entries, known: Pair) -> float:
     return float(torch.stack([measured.key, measured.value])[:, measured.present].clamp(max=1).mean())
 
 
+def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
+    """Return, of each token, the keys and values in `every` that are nearest to its entries, over all heads."""
+    if len(every) == 1:
+        return every[0]
+    measured = (distances(entries, full) for full in every)
+    chosen = torch.stack([(each.key + each.value).sum(dim=0) for each in measured]).argmin(dim=0)
+    tokens = torch.arange(len(chosen), device=chosen.device)
+    keys, values = (torch.stack([full[kind] for full in every])[chosen, :, tokens] for kind in range(2))
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
 def typical(measured: Sequence[Distances]) -> tuple[float, float]:
     """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
     medians = []
@@ -123,7 +134,8 @@ class Limits:
             groups = nn.functional.pad(known, (0, -tokens % size), value=torch.nan).reshape(len(known), -1, size)
             many = groups.isfinite().sum(dim=-1) >= WHOLE_BLOCK
             above = many & (groups.nanmedian(dim=-1).values > together)
-            odd |= (distance > single) | above.repeat_interleave(size, dim=-1)[:, :tokens]
+            together_odd = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
+            odd |= (distance > single) | together_odd
         return odd & measured.present
 
 

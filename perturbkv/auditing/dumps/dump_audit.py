@@ -113,7 +113,7 @@ class _Comparison:
         self.stored = ""
         self.coarse: set[int] = set()
         self.moved: set[str] = set()
-        self.given_stored: dict[str, list[tuple[StoredCache, Tensor]]] = {}
+        self.given_stored: dict[str, tuple[tuple[StoredCache, Tensor], ...]] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare one layer's entries."""
@@ -126,7 +126,7 @@ class _Comparison:
             if layer.stored:
                 self._recognise_layout(layer, known_entries)
             if explained:
-                self._read_stored()
+                self._read_stored({request.id for request in self.live})
         entries = self._live_entries(layer, known_entries)
         if index == 0:
             self.moved = {name for name, own in entries.items() if self._is_moved(own, known_entries[name])}
@@ -149,6 +149,7 @@ class _Comparison:
         for name, own in entries.items():
             self._add(name, index, own, measured[name], known, limits)
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
+        self._read_stored({name for name, count in self.differing.items() if count})
 
     def _live_entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer."""
@@ -160,12 +161,15 @@ class _Comparison:
         back = keys_at_tokens(own, self.adapter.frequencies)
         return distances.mean_distance(back, full) < distances.mean_distance(own, full)
 
-    def _read_stored(self) -> None:
-        """Let the model read the live requests of which no entry is gone once more, attending to the dumped entries.
+    def _read_stored(self, names: set[str]) -> None:
+        """Let the model read requests of which no entry is gone once more, attending to the dumped entries.
 
-        An engine whose cache has fewer bits attends to them, so that its entries differ more from layer to layer.
+        An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
+        so do all layers above.
         """
-        stored: dict[str, list[Pair]] = {request.id: [] for request in self.live}
+        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names - self.given_stored.keys())}
+        if not stored:
+            return
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
         for index in range(self.dump.layers):
             for name, own in self._live_entries(self.dump.layer(index), self.plain.layer(index)).items():
@@ -173,20 +177,21 @@ class _Comparison:
                     stored[name].append((own.keys.to(like), own.values.to(like)))
                 else:
                     stored.pop(name, None)
+        self.given_stored |= dict.fromkeys(names - self.given_stored.keys(), ())
         tokens = {request.id: request.token_ids for request in self.live}
         for name, layers in stored.items():
             for mends in (False, True):
                 cache = StoredCache(layers, mends)
                 logprobs = token_logprobs(self.adapter, tokens[name], cache=cache)
                 if cache.mended or not mends:
-                    self.given_stored.setdefault(name, []).append((cache, logprobs))
+                    self.given_stored[name] += ((cache, logprobs),)
 
     def _nearest(self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> Mapping[str, Pair]:
-        """Return the model's entries, of each request the plain ones or those given the dumped ones, the nearest."""
+        """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
         nearest = dict(plain)
         for name, given in self.given_stored.items():
             every = [plain[name], *(cache.computed(index) for cache, _ in given)]
-            nearest[name] = min(every, key=lambda full: distances.mean_distance(entries[name], full))
+            nearest[name] = distances.nearest(entries[name], every)
         return nearest
 
     def _undo_scales(
@@ -387,10 +392,10 @@ class _Comparison:
             if request.finished:
                 requests.append(DumpedRequest(name, len(request.token_ids)))
                 continue
-            distance, floor = self._logprobs(request)
+            distance, floor, token = self._logprobs(request)
             if distance > max(self.most * floor, min(self.most * floor * self._coarseness, _MOST_LOGPROB)):
-                words = f"log-probabilities differ by up to {distance:.3g}, rounding gives {floor:.3g}"
-                faults.append(DumpFault(name, "decoding", words, 0, len(request.token_ids) - 1))
+                words = f"its log-probability differs most, by {distance:.3g}; rounding gives {floor:.3g}"
+                faults.append(DumpFault(name, "decoding", words, token, token))
             requests.append(
                 DumpedRequest(
                     name, len(request.token_ids), self.compared[name], self.differing[name],
@@ -436,13 +441,14 @@ class _Comparison:
                     request.id, "missing", "in no block of the table", held, len(request.token_ids) - 1, (), everywhere
                 )
 
-    def _logprobs(self, request: Request) -> tuple[float, float]:
-        """Return the largest difference of the dump's log-probabilities from the plain model's, and its noise floor."""
+    def _logprobs(self, request: Request) -> tuple[float, float, int]:
+        """Return the largest difference of a log-probability from the plain model's, its noise floor, and its token."""
         known = [index for index, value in enumerate(request.logprobs) if value is not None and index]
         if not known:
-            return np.nan, np.nan
+            return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
         floor = max(_LOGPROB_LEAST, *(float((plain - other).abs().amax()) for other in others))
         every = [plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))]
-        return min(float((engine - one).abs().nan_to_num(torch.inf).amax()) for one in every), floor
+        far = torch.stack([(engine - one).abs().nan_to_num(torch.inf) for one in every]).amin(dim=0)
+        return float(far.amax()), floor, known[int(far.argmax())]

@@ -213,7 +213,8 @@ def _parse_request(fields: Any, index: int, block_size: int) -> Request:
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in logprobs
     )
     if not numbers or len(logprobs) not in (0, len(tokens)):
-        msg = f"expected a number or null per token as logprobs of request '{name}'"
+        found = f"{len(logprobs)} of {len(tokens)} tokens" if numbers else "others"
+        msg = f"expected a list of a number or null per token as logprobs of request '{name}', got {found}"
         raise ValueError(msg)
     return Request(name, tokens, table, finished, tuple(logprobs))
 

@@ -17,10 +17,11 @@ from perturbkv.audit_trace import DumpFault
 from perturbkv.auditing import changes
 from perturbkv.auditing.dumps.distances import WHOLE_BLOCK, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED
-from perturbkv.cache.external_cache import NOWHERE, recover
 
 NEAR = 0.1
 """Relative distance up to which an entry may be another token's, layer's or head's."""
+_MOST_SEARCHED = 64
+"""Entries of a run that are looked for among all tokens."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -183,44 +184,47 @@ class _Search:
         return ("scale", " and ".join(words)) if words else None
 
     def _moved(self) -> tuple[str, str] | None:
-        """Return the tokens whose entries these are."""
-        if self._are_near(self.own, self.expected):
+        """Return the tokens whose entries, keys or values these are."""
+        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind])]
+        if not far:
             return None
-        names = list(self.known.requests)
-        lengths = [self.known.requests[name][0].shape[1] for name in names]
         rows = list(self.run.heads)
-        pool = [
-            torch.cat([self.known.requests[name][kind][rows].float() for name in names], dim=1).unsqueeze(0)
-            for kind in range(2)
-        ]
-        (match,) = recover([(self.own[0].unsqueeze(0), self.own[1].unsqueeze(0))], [(pool[0], pool[1])])
-        index, key, value = (
-            torch.stack(list(part)) for part in (match.positions, match.key_distance, match.value_distance)
-        )
-        same = (index != NOWHERE) & (key <= self.near) & (value <= self.near)
+        names = sorted(self.known.requests, key=lambda name: name != self.request)  # a shared prefix is its own
+        some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
+        distances = []
+        for kind in far:
+            every = torch.cat([self.known.requests[name][kind][rows].float() for name in names], dim=1)
+            unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
+            distances.append(torch.cdist(self.own[kind][:, some], every) / unit)
+        nearest, index = torch.stack(distances).amax(dim=0).min(dim=-1)
+        same = nearest <= self.near
         if float(same.float().mean()) <= 0.9:
             return None
-        places = index.mode(dim=0).values
-        ends = torch.tensor(lengths).cumsum(dim=0).to(places.device)
-        owner = int(torch.searchsorted(ends, places, right=True).mode().values)
-        first = int(ends[owner]) - lengths[owner]
-        there = places[(places >= first) & (places < int(ends[owner]))] - first
-        return self._describe_move(names[owner], there)
+        lengths = torch.tensor([self.known.requests[name][0].shape[1] for name in names])
+        ends = lengths.cumsum(dim=0).to(index.device)
+        owner = int(torch.searchsorted(ends, index[same], right=True).mode().values)
+        first = int(ends[owner] - lengths[owner])
+        here = same & (index >= first) & (index < ends[owner])
+        what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
+        return self._describe_move(
+            names[owner], what, index[here] - first, self.run.positions[some].expand_as(here)[here]
+        )
 
-    def _describe_move(self, request: str, places: Int[Tensor, " entry"]) -> tuple[str, str] | None:
-        """Return whose entries these are, given the request and its tokens."""
-        tokens = _range(int(places.amin()), int(places.amax()))
+    def _describe_move(
+        self, request: str, what: str, places: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
+    ) -> tuple[str, str] | None:
+        """Return whose entries, keys or values stand at `positions`, given the request and its tokens, `places`."""
+        tokens = f"{what} of {_range(int(places.amin()), int(places.amax()))}"
         if request != self.request:
             if request in self.known.finished:
                 return "stale", f"{tokens} of request {request}, which has ended"
             return "request", f"{tokens} of request {request}"
-        if len(places) != len(self.run.positions):
-            return "place", f"{tokens} of the same request"
-        moved = places - self.run.positions
+        moved = places - positions
         if not bool(moved.any()):
             return None  # only a few of the entries differ
-        if bool((moved == moved[0]).all()) and abs(int(moved[0])) < WHOLE_BLOCK:
-            return "shifted", f"entries of the token {abs(int(moved[0]))} {'later' if moved[0] > 0 else 'earlier'}"
+        shift = int(moved.mode().values)
+        if 0 < abs(shift) < WHOLE_BLOCK and float((moved == shift).float().mean()) > 0.9:
+            return "shifted", f"{what} of the token {abs(shift)} {'later' if shift > 0 else 'earlier'}"
         return "place", f"{tokens} of the same request"
 
     def _head(self) -> tuple[str, str] | None:

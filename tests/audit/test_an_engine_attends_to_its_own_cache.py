@@ -1,4 +1,4 @@
-"""An engine that attends to its cache of fewer bits differs more from layer to layer, and is still held to its type."""
+"""An engine attends to its own cache: what follows from fewer bits, or from a fault, is told apart from faults."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def to(dtype: torch.dtype) -> Round:
     return lambda part: part.to(dtype)
 
 
-def served(rounded: Round, engine: Any = None) -> tuple[FewBits, list[float | None]]:
+def served(rounded: Round, engine: Any = None, cache: Any = None) -> tuple[Any, list[float | None]]:
     """An engine's cache and log-probabilities: the tokens one by one."""
     engine = model().model if engine is None else engine
-    cache, told = FewBits(rounded), list[float | None]([None])
+    cache, told = FewBits(rounded) if cache is None else cache, list[float | None]([None])
     with torch.inference_mode():
         for token, following in zip(IDS, [*IDS[1:], 0], strict=True):
             logits = engine(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].double()
@@ -75,7 +75,7 @@ def halved() -> Adapter:
 
 
 def audited_halved(folder: Path, factor: float) -> DumpAudit:
-    """An engine that decodes token by token in 16 bits, and multiplies the values of 16 tokens in layer 1 by a factor."""
+    """An engine that decodes token by token in 16 bits, and multiplies 16 values of layer 1 by a factor."""
     adapter = halved()
     cache, told = served(lambda part: part, adapter.model)
 
@@ -147,6 +147,39 @@ def test_entries_that_were_overwritten_later_are_still_named(tmp_path: Path) -> 
 
     result = audited(tmp_path / "dump", to(dtype), dtype, overwrite)
     assert [(fault.first, fault.last, list(fault.layers)) for fault in result.faults] == [(20, 23, [1])]
+
+
+class Late(DynamicCache):  # type: ignore[misc]
+    """A cache that writes the keys of head 1 in layer 1 one token late, for tokens that come one by one."""
+
+    last: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx == 1:
+            right, key_states = key_states, key_states.clone()
+            key_states[:, 1] = right[:, 1] if self.last is None else self.last[:, 1]
+            self.last = right
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def test_what_follows_from_a_fault_while_serving_is_no_fault_of_its_own(tmp_path: Path) -> None:
+    """Entries of layer 2, and probabilities, are what attention to the wrong keys of layer 1 gives."""
+    cache, told = served(lambda part: part, model().model, Late())
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for layer in cache.layers:
+            yield {"keys.a": layer.keys[0], "values.a": layer.values[0], "positions.a": torch.arange(len(IDS))}
+
+    far = torch.linalg.vector_norm(cache.layers[2].keys[0] - entries()["a"][2][0], dim=-1)
+    assert float(far.median()) > 0.01
+    request = {"id": "a", "token_ids": IDS, "logprobs": told}
+    path = write_dump(tmp_path / "dump", [request], layers(), kv_heads=2, head_size=8)
+    result = conclude(audit_dump(model(), read_dump(path)))
+    assert [
+        (fault.kind, fault.what, fault.first, fault.last, list(fault.layers), list(fault.heads))
+        for fault in result.faults
+    ] == [("shifted", "keys of the token 1 earlier", 1, len(IDS) - 1, [1], [1])]
+    assert result.summary == "differs: request a, tokens 1 to 52, layer 1, head 1: keys of the token 1 earlier"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
