@@ -19,9 +19,9 @@ from perturbkv.auditing.audit import provenance
 from perturbkv.auditing.dumps import matching
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
-from perturbkv.auditing.dumps.matching import Distances, Entries, Known
-from perturbkv.auditing.situations import situation
-from perturbkv.cache.external_cache import NOWHERE, Layers, recover
+from perturbkv.auditing.dumps.matching import Distances, Entries, Known, Limits
+from perturbkv.auditing.dumps.plain_entries import PlainEntries
+from perturbkv.cache.external_cache import NOWHERE, recover
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import full_precision
@@ -38,6 +38,8 @@ _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
 """Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
+_FARTHER = 2
+"""Ratio of a layer's typical distance to the one that the engine's rounding gives, above which the type is another."""
 _Pair = tuple[Tensor, Tensor]
 
 
@@ -64,7 +66,7 @@ def audit_dump(
     for request in dump.requests:
         check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
         check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
-    plain = _PlainEntries(adapter, dump.requests)
+    plain = PlainEntries(adapter, dump)
     comparison = _Comparison(adapter, dump, plain)
     for index in range(dump.layers):
         comparison.add_layer(index)
@@ -95,43 +97,10 @@ def _check_shape(adapter: Adapter, dump: Dump) -> None:
             raise UnreadableCacheError(msg)
 
 
-class _PlainEntries:
-    """The plain model's entries of all requests, with their noise floors."""
-
-    def __init__(self, adapter: Adapter, requests: Sequence[Request]) -> None:
-        self.layers: dict[str, Layers] = {}
-        self.queries: dict[str, dict[int, Tensor]] = {}
-        floors: list[Floats] = []
-        for request in requests:
-            ids = torch.tensor(request.token_ids, device=adapter.device)
-            alone = situation("single", ids, ids[:1], 1)
-            if request.finished or len(ids) < 2:
-                self.layers[request.id] = reference.read(adapter, alone)
-                continue
-            entries = reference.prompt_entries(adapter, alone)
-            self.layers[request.id] = entries.full
-            self.queries[request.id] = _last_query(adapter, ids, entries.full)
-            floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
-        least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
-        self.floors: Floats = np.max([least, *floors], axis=0)
-
-    def layer(self, index: int) -> Mapping[str, _Pair]:
-        """Return request -> keys and values (kv_head, entry, d_head) in one layer."""
-        return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
-
-
-def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
-    """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
-    before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
-    kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
-    (record,) = reference.decode(adapter, before, situation("single", ids[:-1], ids[-1:], 1), [kept])
-    return {layer: query[0, :, -1] for layer, query in record.query.items()}
-
-
 class _Comparison:
     """The comparison of a dump, layer by layer."""
 
-    def __init__(self, adapter: Adapter, dump: Dump, plain: _PlainEntries) -> None:
+    def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
         self.adapter, self.dump, self.plain = adapter, dump, plain
         self.live = [request for request in dump.requests if not request.finished]
         self.layout: Layout | None = dump.layout
@@ -164,6 +133,7 @@ class _Comparison:
         floors, explained = [float(floor) for floor in self.plain.floors[index]], self._explained_distance(layer)
         if max(typical) > max(FLOORS * max(floors), explained):
             self.coarse.add(index)
+        self._add_too_coarse(index, typical, floors)
         levels = (explained / 2, explained / 2) if index in self.coarse else typical
         limits = tuple(matching.tolerance(floor, level) for floor, level in zip(floors, levels, strict=True))
         known = Known(
@@ -171,8 +141,12 @@ class _Comparison:
             lambda: self._other_layers(index), self.adapter.frequencies, lambda block: self._alternatives(layer, block),
         )  # fmt: skip
         for name, own in entries.items():
-            self._add(name, index, own, measured[name], known, (limits[0], limits[1]))
+            expected = self.plain.expected.get(name)
+            allowed = (limits[0], limits[1]) if expected is None else expected[index].limits(own.positions, limits)
+            self._add(name, index, own, measured[name], known, allowed)
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
+        if layer.through:
+            self.faults.append(DumpFault("", "rounded", " and ".join(layer.through), layers=(index,)))
 
     def _undo_scales(self, index: int, entries: dict[str, Entries], known: Mapping[str, _Pair]) -> bool:
         """Divide a layer's keys, and values, by a constant factor that all of them have, and record it as a fault.
@@ -187,11 +161,23 @@ class _Comparison:
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
         return factors != [1, 1]
 
+    def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
+        """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""
+        for kind, name in enumerate(("keys", "values")):
+            expected = self.plain.expected_distance(index, kind)
+            if expected is not None and typical[kind] > max(FLOORS * floors[kind], _FARTHER * expected):
+                self.faults.append(
+                    DumpFault("", "coarse", f"{name} farther away than {self.stored} explains", layers=(index,))
+                )
+
     def _explained_distance(self, layer: LayerDump) -> float:
         """Return the largest median distance that the dump's types explain; 0 where they are the plain model's.
 
-        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known.
+        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known. Where
+        the engine's is, each entry has its own limit (`plain_entries.Expected`).
         """
+        if self.plain.expected:
+            return 0.0
         tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
         named = [getattr(torch, name, None) for name in (self.dump.dtype, self.dump.compute) if name]
         known = [dtype for dtype in named if isinstance(dtype, torch.dtype)]
@@ -200,9 +186,7 @@ class _Comparison:
         coarsest = max(torch.finfo(dtype).eps for dtype in (*(tensor.dtype for tensor in tensors), *known))
         return coarsest / 2 if coarsest > torch.finfo(self.adapter.dtype).eps else 0.0
 
-    def _add(
-        self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: tuple[float, float]
-    ) -> None:
+    def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> None:
         """Add one request's comparison in one layer."""
         present = measured.present
         far = ((measured.key > limits[0]) | (measured.value > limits[1])) & present

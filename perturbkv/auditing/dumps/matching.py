@@ -32,6 +32,8 @@ _MOST_RUNS = 64
 _LEAST_FACTOR, _NEARER = 0.01, 0.8
 """Least difference of a common factor from 1, and most of the distance that is left without it."""
 _Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
+Limits = tuple[float, float] | tuple[Float[Tensor, "kv_head entry"], Float[Tensor, "kv_head entry"]]
+"""Largest distances of keys and of values that do not differ: one for all entries, or one for each."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,17 @@ def distances(entries: Entries, known: _Pair) -> Distances:
     """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
     present, index = entries.positions != REMOVED, entries.positions.clamp(min=0)
     key, value = (
-        _distance(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
+        distance(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
         for own, full in zip((entries.keys, entries.values), known, strict=True)
     )
     return Distances(key.masked_fill(~present, 0), value.masked_fill(~present, 0), present)
 
 
-def _distance(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
+def distance(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
     """Return distances of entries, over the root mean square norm of all entries of the head."""
     unit = full.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance = torch.linalg.vector_norm(own - expected, dim=-1) / unit.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(distance.isfinite(), distance, torch.inf)
+    found = torch.linalg.vector_norm(own - expected, dim=-1) / unit.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(found.isfinite(), found, torch.inf)
 
 
 def typical(measured: Sequence[Distances]) -> tuple[float, float]:
@@ -155,6 +157,7 @@ class _Run:
         positions: the tokens that they stand for.
         block: id of their block; `REMOVED` in rows.
         offsets: the entries' places inside the block.
+        index: the entries' places among all.
     """
 
     heads: tuple[int, ...]
@@ -163,6 +166,15 @@ class _Run:
     positions: Int[Tensor, " entry"]
     block: int
     offsets: Int[Tensor, " entry"]
+    index: Int[Tensor, " entry"]
+
+
+def _limits_of(run: _Run, limits: Limits) -> tuple[float, float]:
+    """Return the largest limits of the entries of a run."""
+    key, value = (
+        float(limit[list(run.heads)][:, run.index].amax()) if isinstance(limit, Tensor) else limit for limit in limits
+    )
+    return key, value
 
 
 def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run]:
@@ -183,12 +195,12 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
             offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
                 chosen, entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
-                int(entries.blocks[run[0]]), offsets,
+                int(entries.blocks[run[0]]), offsets, run,
             )  # fmt: skip
 
 
 def faults(
-    request: str, layer: int, entries: Entries, measured: Distances, known: Known, limits: tuple[float, float]
+    request: str, layer: int, entries: Entries, measured: Distances, known: Known, limits: Limits
 ) -> list[DumpFault]:
     """Return what was done to the entries of a request that are farther than `limits`, for keys and for values."""
     far_kinds = [measured.key > limits[0], measured.value > limits[1]]
@@ -197,7 +209,7 @@ def faults(
         return []
     found = []
     for run in _runs(entries, far):
-        kind, what = _Search(request, run, known, limits).describe()
+        kind, what = _Search(request, run, known, _limits_of(run, limits)).describe()
         first, last = int(run.positions.amin()), int(run.positions.amax())
         blocks = () if run.block == REMOVED else (run.block,)
         found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads))
