@@ -375,7 +375,7 @@ class _Comparison:
         """Yield the faults, with those of entries that are all a little too far away as one."""
         changed: set[int] = set()
         for fault in self.faults:
-            if fault.kind == "changed" and self.coarse.issuperset(fault.layers):
+            if fault.kind == "changed" and not self.plain.expected and self.coarse.issuperset(fault.layers):
                 changed |= set(fault.layers)
             else:
                 yield fault

@@ -30,7 +30,7 @@ from perturbkv.models.adapter import Adapter
 _VERSION = 4
 _REQUEST = "slot"
 _PAIRED = frozenset({"llama", "mistral", "mixtral", "granite"})
-"""model_type of families whose GGUF files have keys in pairs: components 2i and 2i + 1 are the model's i and i + d/2."""
+"""model_type of families whose GGUF files have keys in pairs: there 2i and 2i + 1 are components i and i + d/2."""
 
 
 @dataclass(frozen=True)

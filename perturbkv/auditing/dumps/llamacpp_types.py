@@ -104,13 +104,15 @@ class Stored:
             return ""
         some = entries[:, torch.linspace(0, count - 1, min(_TRIED, count)).long()]
         some = some[:, some.isfinite().all(dim=-1).all(dim=0) & some.any(dim=-1).all(dim=0)]
+        if not some.numel():
+            return ""
         for kind, name in TYPES.items():
             if name in _FLOATS or heads * size % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][0]:
                 continue
             for rotation in (0, _ROTATION) if size % _ROTATION == 0 else (0,):
                 back = Stored(kind, rotation, self.paired).round(some)
                 lost = torch.linalg.vector_norm(back - some, dim=-1) / torch.linalg.vector_norm(some, dim=-1)
-                if lost.numel() and float(lost.median()) < _FLOATS[self.name]:
+                if float(lost.median()) < _FLOATS[self.name]:
                     return name
         return ""
 
@@ -187,15 +189,16 @@ def _hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) ->
 @contextmanager
 def _rounded_products(adapter: Adapter, grid: float) -> Iterator[None]:
     """Round what weights are multiplied by, within the block: to their type, or to 8 bits where they are quantised."""
-    kind = adapter.stored.kind
-    floating = getattr(torch, kind, None)
-    if isinstance(floating, torch.dtype):
-        change = lambda given: (given * grid).to(floating).to(given) / grid  # noqa: E731
-    else:
-        block = 256 if kind.endswith("_K") else 32
-        change = lambda given: _in_eight_bits(given, block, grid)  # noqa: E731
+    kind, floating = adapter.stored.kind, getattr(torch, adapter.stored.kind, torch.float32)
+    block = 256 if kind.endswith("_K") else 32
+
+    def change(given: Tensor) -> Tensor:
+        """Return what a matrix is multiplied by, rounded."""
+        return _in_eight_bits(given, block, grid) if adapter.stored.quantised else (given * grid).to(floating) / grid
+
+    rounds = adapter.stored.quantised or floating != torch.float32
     linear = [module for module in adapter.model.model.modules() if isinstance(module, nn.Linear)]
-    with _hooked(linear if floating != torch.float32 else [], change):
+    with _hooked(linear if rounds else [], lambda given: change(given).to(given)):
         yield
 
 

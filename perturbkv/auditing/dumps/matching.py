@@ -220,7 +220,8 @@ class _Search:
     """The search for what was done to a run of entries."""
 
     def __init__(self, request: str, run: _Run, known: Known, limits: tuple[float, float]) -> None:
-        self.request, self.run, self.known, self.limits, self.near = request, run, known, limits, max(NEAR, *limits)
+        self.request, self.run, self.known, self.limits = request, run, known, limits
+        self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: _Pair = (run.keys, run.values)
         full = known.requests[request]
         self.full: _Pair = (full[0].float(), full[1].float())
@@ -259,13 +260,13 @@ class _Search:
         """Return the median distance of entries from those expected, over their root mean square norm."""
         return float(_relative(own, expected).median())
 
-    def _is_near(self, own: Tensor, expected: Tensor, limit: float | None = None) -> bool:
+    def _is_near(self, own: Tensor, expected: Tensor, limit: float) -> bool:
         """Return whether nearly all entries are those expected, up to `limit`."""
-        return bool((_relative(own, expected) <= (self.near if limit is None else limit)).float().mean() > 0.9)
+        return bool((_relative(own, expected) <= limit).float().mean() > 0.9)
 
     def _are_near(self, own: _Pair, expected: _Pair) -> bool:
         """Return whether nearly all keys and nearly all values are those expected."""
-        return all(self._is_near(one, other) for one, other in zip(own, expected, strict=True))
+        return all(self._is_near(*each) for each in zip(own, expected, self.near, strict=True))
 
     def _swapped(self) -> tuple[str, str] | None:
         """Return whether keys stand for values and values for keys."""
@@ -301,7 +302,7 @@ class _Search:
         index, key, value = (
             torch.stack(list(part)) for part in (match.positions, match.key_distance, match.value_distance)
         )
-        same = (index != NOWHERE) & (key <= self.near) & (value <= self.near)
+        same = (index != NOWHERE) & (key <= self.near[0]) & (value <= self.near[1])
         if float(same.float().mean()) <= 0.9:
             return None
         places = index.mode(dim=0).values
@@ -342,7 +343,7 @@ class _Search:
 
     def _rotated(self) -> tuple[str, str] | None:
         """Return how keys were rotated, where values are intact or moved."""
-        if not self._is_near(self.own[1], self.expected[1]):
+        if not self._is_near(self.own[1], self.expected[1], self.near[1]):
             return None
         most = 2 * max(int(self.full[0].shape[1]), 1)
         own, before = self.own[0][0], self.expected[0][0]
