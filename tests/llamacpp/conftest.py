@@ -25,7 +25,7 @@ from perturbkv.models.aliases import EMBEDDED
 from perturbkv.models.loading import load_model
 from perturbkv.models.stored_weights import WeightStorage
 
-PROMPT, NEW = 120, 12
+PROMPT, NEW = 100, 12
 Save = Callable[..., Path]
 """`(weights, keys, values, flash, first)` -> slot file of a prompt and its continuation."""
 Audited = Callable[[Path, str], DumpAudit]
