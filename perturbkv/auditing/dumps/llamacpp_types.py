@@ -8,7 +8,7 @@ rounding, several times, each on other grids. No number of it depends on the eng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,12 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import AttentionFunction, intercept_attention
 
 TYPES: Mapping[int, str] = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16",
@@ -42,7 +44,7 @@ _TRIED = 64
 
 @dataclass(frozen=True)
 class Stored:
-    """How keys or values of a layer are stored.
+    """Form in which keys or values of a layer are stored.
 
     Attributes:
         kind: ggml's type, a key of `TYPES`.
@@ -147,7 +149,7 @@ def rounded_entries(
     for seed, grid in enumerate(_GRIDS):
         cache = _RoundingCache(stored, grid, flash)
         noise = torch.Generator().manual_seed(seed)
-        with _rounded_products(adapter, grid), _rounded_sums(adapter, stored, noise if flash else None):
+        with _RoundedProducts(adapter, grid), _rounded_sums(adapter, stored, noise if flash else None):
             adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -172,34 +174,26 @@ class _RoundingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-@contextmanager
-def _hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change what modules get, within the block."""
-    hooks = [
-        module.register_forward_pre_hook(lambda _, given: (change(given[0]), *given[1:]), prepend=True)
-        for module in modules
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+class _RoundedProducts(TorchFunctionMode):
+    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised."""
 
+    def __init__(self, adapter: Adapter, grid: float) -> None:
+        super().__init__()
+        kind, self.grid, self.quantised = adapter.stored.kind, grid, adapter.stored.quantised
+        self.floating = getattr(torch, kind, torch.float32)
+        self.block = 256 if kind.endswith("_K") else 32
 
-@contextmanager
-def _rounded_products(adapter: Adapter, grid: float) -> Iterator[None]:
-    """Round what weights are multiplied by, within the block: to their type, or to 8 bits where they are quantised."""
-    kind, floating = adapter.stored.kind, getattr(torch, adapter.stored.kind, torch.float32)
-    block = 256 if kind.endswith("_K") else 32
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument rounded."""
+        if func is nn.functional.linear:
+            args = (self._round(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
 
-    def change(given: Tensor) -> Tensor:
+    def _round(self, given: Tensor) -> Tensor:
         """Return what a matrix is multiplied by, rounded."""
-        return _in_eight_bits(given, block, grid) if adapter.stored.quantised else (given * grid).to(floating) / grid
-
-    rounds = adapter.stored.quantised or floating != torch.float32
-    linear = [module for module in adapter.model.model.modules() if isinstance(module, nn.Linear)]
-    with _hooked(linear if rounds else [], lambda given: change(given).to(given)):
-        yield
+        if self.quantised:
+            return _in_eight_bits(given, self.block, self.grid)
+        return given if self.floating == torch.float32 else (given * self.grid).to(self.floating).to(given) / self.grid
 
 
 def _in_eight_bits(numbers: Tensor, block: int, grid: float) -> Tensor:
@@ -221,17 +215,15 @@ def _rounded_sums(
     Of n additions each rounds to a relative ε/√12, in independent directions: √n of it, over the output's root mean
     square.
     """
-    modules = [] if noise is None else [
-        attention.o_proj for attention, (_, values) in zip(adapter.attentions, stored, strict=True)
-        if values.name in _SUMMED_IN_HALF
-    ]  # fmt: skip
 
-    def change(given: Tensor) -> Tensor:
-        """Return the outputs of all heads with noise."""
-        heads = torch.unflatten(given, -1, (adapter.heads, -1))
-        added = torch.arange(1, given.shape[1] + 1).sqrt().view(1, -1, 1, 1).to(given)
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the outputs (row, token, head, d_head) of the model's attention with noise."""
+        heads, *others = stock(module, *args, **kwargs)
+        if noise is None or stored[adapter.layer_of(module)][1].name not in _SUMMED_IN_HALF:
+            return heads, *others
+        added = torch.arange(1, heads.shape[1] + 1).sqrt().view(1, -1, 1, 1).to(heads)
         size = heads.square().mean(dim=-1, keepdim=True).sqrt() * added * torch.finfo(torch.float16).eps / math.sqrt(12)
-        return (heads + size * torch.randn(heads.shape, generator=noise).to(given)).flatten(-2)
+        return heads + size * torch.randn(heads.shape, generator=noise).to(heads), *others
 
-    with _hooked(modules, change):
+    with intercept_attention(adapter, attend):
         yield
