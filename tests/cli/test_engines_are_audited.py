@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +57,12 @@ def test_each_situation_has_its_line_and_the_worst_is_the_exit_code(perturbkv: R
 )
 def test_what_an_engine_cannot_do_is_one_line(perturbkv: Run, options: list[str], words: str) -> None:
     refused(perturbkv("audit", "vllm:", *options), words)
+
+
+def test_a_slot_of_llamacpp_is_told_by_its_content(perturbkv: Run, tmp_path: Path) -> None:
+    (tmp_path / "anything.json").write_bytes(b"qsgg" + bytes([9, 0, 0, 0, 0, 0, 0, 0]))
+    refused(
+        perturbkv("audit", str(tmp_path / "anything.json"), "--model", "random:smollm2-135m"),
+        "no slot of llama.cpp that can be read: expected version 4, got 9",
+    )
+    refused(perturbkv("audit", str(tmp_path / "anything.json"), "--budget", "8"), "--budget has no effect on")

@@ -108,11 +108,11 @@ class Limits:
     """The distances of a layer's keys, and of its values, above which they differ.
 
     Attributes:
-        single: of one entry.
+        single: of one entry: one limit for all, or one for each.
         together: of the median of a block, or of 16 neighbours, in one head.
     """
 
-    single: tuple[float, float]
+    single: tuple[float | Float[Tensor, "kv_head entry"], float | Float[Tensor, "kv_head entry"]]
     together: tuple[float, float]
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,28 +16,23 @@ from perturbkv.auditing import loss, reference
 from perturbkv.auditing.audit import provenance
 from perturbkv.auditing.dumps import distances, matching
 from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair
+from perturbkv.auditing.dumps.dump_entries import DumpReader
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
-from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
 from perturbkv.auditing.dumps.matching import Known
 from perturbkv.auditing.dumps.plain_entries import PlainEntries, StoredCache, keys_at_tokens, token_logprobs
-from perturbkv.cache.external_cache import NOWHERE, recover
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import full_precision
-from perturbkv.errors import ConfigError, UnreadableCacheError
+from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 _DEFAULT = Resources()
-_TRIED = 64
-"""Entries by which a layout is recognised."""
-_DIRECTION = 0.95
-"""Least cosine of an entry with the model's, by which it is recognised."""
-_RECOGNISED, _SURE = 0.25, 0.9
-"""Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
 _PARTS = (1, 2, 3)
 """Numbers of parts in which tokens are read for the noise floor of their log-probabilities."""
 _LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
 """Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
+_FARTHER = 2
+"""Ratio of a layer's typical distance to the one that the engine's rounding gives, above which the type is another."""
 
 
 @torch.inference_mode()
@@ -63,7 +58,7 @@ def audit_dump(
     for request in dump.requests:
         check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
         check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
-    plain = PlainEntries(adapter, dump.requests)
+    plain = PlainEntries(adapter, dump)
     comparison = _Comparison(adapter, dump, plain)
     for index in range(dump.layers):
         comparison.add_layer(index)
@@ -100,7 +95,7 @@ class _Comparison:
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
         self.adapter, self.dump, self.plain = adapter, dump, plain
         self.live = [request for request in dump.requests if not request.finished]
-        self.layout: Layout | None = dump.layout
+        self.reader = DumpReader(dump, self.live)
         self.faults: list[DumpFault] = []
         self.typical: list[tuple[float, float]] = []
         self.compared = dict.fromkeys((request.id for request in self.live), 0)
@@ -124,10 +119,10 @@ class _Comparison:
             kinds = {str(tensor.dtype) for tensor in (*layer.stored, *(row[0] for row in layer.rows.values()))}
             self.stored = self.dump.dtype or ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
             if layer.stored:
-                self._recognise_layout(layer, known_entries)
+                self.faults += self.reader.recognise_layout(layer, known_entries)
             if explained:
                 self._read_stored({request.id for request in self.live})
-        entries = self._live_entries(layer, known_entries)
+        entries = self.reader.entries(layer, known_entries)
         if index == 0:
             self.moved = {name for name, own in entries.items() if self._is_moved(own, known_entries[name])}
         for name in self.moved:
@@ -140,21 +135,22 @@ class _Comparison:
         floors = [float(floor) for floor in self.plain.floors[index]]
         if max(typical) > max(self.most * max(floors), explained):
             self.coarse.add(index)
+        self._add_too_coarse(index, typical, floors)
         levels = (explained / 2, explained / 2) if index in self.coarse else typical
         limits = Limits.of_layer(floors, levels, self.most)
         known = Known(
             known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
-            lambda: self._other_layers(index), self.adapter.frequencies, lambda block: self._alternatives(layer, block),
+            lambda: self._other_layers(index), self.adapter.frequencies,
+            lambda block: self.reader.alternatives(layer, block),
         )  # fmt: skip
         for name, own in entries.items():
-            self._add(name, index, own, measured[name], known, limits)
+            expected = self.plain.expected.get(name)
+            allowed = limits if expected is None else expected[index].limits(own.positions, limits)
+            self._add(name, index, own, measured[name], known, allowed)
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
+        if layer.through:
+            self.faults.append(DumpFault("", "rounded", " and ".join(layer.through), layers=(index,)))
         self._read_stored({name for name, count in self.differing.items() if count})
-
-    def _live_entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
-        """Return the entries of all live requests in one layer."""
-        blocks = self._blocks(layer)
-        return {request.id: self._entries(request, layer, blocks, known) for request in self.live}
 
     def _is_moved(self, own: Entries, full: Pair) -> bool:
         """Return whether keys, some of which are gone, stand at 0, 1, … in the cache."""
@@ -172,7 +168,7 @@ class _Comparison:
             return
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
         for index in range(self.dump.layers):
-            for name, own in self._live_entries(self.dump.layer(index), self.plain.layer(index)).items():
+            for name, own in self.reader.entries(self.dump.layer(index), self.plain.layer(index)).items():
                 if name in stored and distances.is_whole(own):
                     stored[name].append((own.keys.to(like), own.values.to(like)))
                 else:
@@ -213,11 +209,23 @@ class _Comparison:
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
         return factors != [1, 1]
 
+    def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
+        """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""
+        for kind, name in enumerate(("keys", "values")):
+            expected = self.plain.expected_distance(index, kind)
+            if expected is not None and typical[kind] > max(self.most * floors[kind], _FARTHER * expected):
+                self.faults.append(
+                    DumpFault("", "coarse", f"{name} farther away than {self.stored} explains", layers=(index,))
+                )
+
     def _explained_distance(self, layer: LayerDump) -> float:
         """Return the largest median distance that the dump's types explain; 0 where they are the plain model's.
 
-        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known.
+        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known. Where
+        the engine's is, each entry has its own limit (`plain_entries.Expected`).
         """
+        if self.plain.expected:
+            return 0.0
         tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
         named = [getattr(torch, name, None) for name in (self.dump.dtype, self.dump.compute) if name]
         known = [dtype for dtype in named if isinstance(dtype, torch.dtype)]
@@ -259,125 +267,6 @@ class _Comparison:
         )
         return ((dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)).cpu().numpy()
 
-    def _blocks(self, layer: LayerDump) -> Pair | None:
-        """Return keys and values of all blocks in the dump's layout; None in a dump of rows."""
-        if not layer.stored:
-            return None
-        assert self.layout is not None
-        try:
-            keys, values = layer.split(self.layout, self.dump.sizes)
-        except ConfigError as error:
-            raise UnreadableCacheError(f"{self.dump.path}: {error}") from None  # noqa: EM102
-        return keys, values
-
-    def _entries(self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]) -> Entries:
-        """Return a request's entries in one layer, from its blocks or its rows."""
-        tokens = len(request.token_ids)
-        if request.blocks is None or blocks is None:
-            keys, values, positions = layer.rows[request.id]
-            if positions is None:
-                positions = self._find_positions((keys, values), known[request.id])
-            nowhere = torch.full((keys.shape[1],), REMOVED)
-            return Entries(keys.float(), values.float(), positions, nowhere)
-        size = self.dump.block_size
-        table = torch.tensor(request.blocks[: -(-tokens // size)], dtype=torch.int64)
-        known_index = torch.full((int(layer.block_ids.amax()) + 1,), REMOVED)
-        known_index[layer.block_ids] = torch.arange(len(layer.block_ids))
-        ids = table.repeat_interleave(size)[:tokens]
-        places = torch.arange(len(ids))
-        there = ids != REMOVED
-        chosen = known_index[ids.clamp(min=0)]
-        keys, values = (part[chosen, places % size].transpose(0, 1) for part in blocks)
-        positions = torch.where(there, places, REMOVED).expand(self.dump.kv_heads, -1)
-        return Entries(keys, values, positions, ids, size)
-
-    def _find_positions(self, own: Pair, full: Pair) -> Tensor:
-        """Return the tokens that rows stand for, found by their content; of those of no token, their place."""
-        matched = [tuple(part.unsqueeze(0).float() for part in pair) for pair in (own, full)]
-        (kept,) = recover([(matched[0][0], matched[0][1])], [(matched[1][0], matched[1][1])])
-        positions = torch.stack(list(kept.positions))
-        in_order = torch.arange(positions.shape[1]).expand_as(positions)
-        return torch.where(positions == NOWHERE, in_order.clamp(max=full[0].shape[1] - 1), positions)
-
-    def _recognise_layout(self, layer: LayerDump, known: Mapping[str, Pair]) -> None:
-        """Find the layout of the blocks where none is named, or where entries in the named one are none of the model's.
-
-        Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
-        """
-        named = self.dump.layout
-        shares = {named: self._recognised(layer, named, known)} if named else {}
-        if named and shares[named] >= _SURE:
-            return
-        for layout in self._all_layouts(layer):
-            shares[layout] = self._recognised(layer, layout, known)
-        best = max(shares, key=lambda layout: shares[layout], default=None)
-        if best is None or shares[best] < _RECOGNISED:
-            if named and not self._are_finite(layer, named, known):
-                return
-            tried = f"'{named}' or any other layout" if named else "any layout"
-            msg = (
-                f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
-                "entries of these tokens; is it this model's cache?"
-            )
-            raise UnreadableCacheError(msg)
-        if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - 0.05:
-            return
-        self.layout = best
-        if named:
-            everywhere = tuple(range(self.dump.layers))
-            self.faults.append(DumpFault("", "layout", f"written as '{best}', named '{named}'", layers=everywhere))
-
-    def _are_finite(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> bool:
-        """Return whether all numbers of the live requests' entries are finite, or the layout does not fit."""
-        try:
-            blocks = layer.split(layout, self.dump.sizes)
-        except ConfigError:
-            return True
-        entries = [self._entries(request, layer, (blocks[0], blocks[1]), known) for request in self.live]
-        return all(bool(part.isfinite().all()) for own in entries for part in (own.keys, own.values))
-
-    def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
-        """Yield all layouts that fit the block tensors."""
-        sizes = self.dump.sizes
-        both = [list(candidates(tensor.shape, sizes, len(layer.stored) == 1)) for tensor in layer.stored]
-        if len(both) == 1:
-            yield from (Layout(groups, groups) for groups in both[0])
-            return
-        yield from (Layout(keys, values) for keys in both[0] for values in both[1])
-
-    def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> float:
-        """Return the share of some entries that have the direction of the model's entries of the same tokens.
-
-        Keys in the place of values, and values in that of keys, count too; lengths do not.
-        """
-        try:
-            blocks = layer.split(layout, self.dump.sizes)
-        except ConfigError:
-            return 0.0
-        tried: list[float] = []
-        for request in self.live:
-            own = self._entries(request, layer, (blocks[0], blocks[1]), known)
-            there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
-            if not len(there):
-                continue
-            some = there[torch.linspace(0, len(there) - 1, min(_TRIED, len(there))).long()]
-            parts = own.keys[:, some], own.values[:, some]
-            full = [part[:, own.positions[0, some]].float() for part in known[request.id]]
-            ways = (
-                [torch.cosine_similarity(one, other, dim=-1) for one, other in zip(parts, both, strict=True)]
-                for both in (full, full[::-1])
-            )
-            tried.append(max(float((torch.stack(way) >= _DIRECTION).float().mean()) for way in ways))
-        return float(np.mean(tried)) if tried else 0.0
-
-    def _alternatives(self, layer: LayerDump, block: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (axes, keys, values (kv_head, token, d_head)) of one block, were it written in another order."""
-        assert self.layout is not None
-        index = int((layer.block_ids == block).nonzero()[0])
-        keys, values = (part[index] for part in layer.split(self.layout, self.dump.sizes))
-        for words, *both in reorderings(self.layout.keys, keys, values):
-            yield words, both[0].transpose(0, 1), both[1].transpose(0, 1)
-
     def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, Pair]]]:
         """Yield (index, entries) of the other layers of the plain model, the nearest first."""
         for other in sorted(range(self.dump.layers), key=lambda layer: abs(layer - index)):
@@ -407,15 +296,15 @@ class _Comparison:
         dump = self.dump
         return DumpTrace(
             str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers, dump.kv_heads,
-            tuple(requests), tuple(matching.join(faults)), str(self.layout or ""), str(dump.layout or ""), self.stored,
-            self.plain.floors, np.array(self.typical),
+            tuple(requests), tuple(matching.join(faults)), str(self.reader.layout or ""), str(dump.layout or ""),
+            self.stored, self.plain.floors, np.array(self.typical),
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:
         """Yield the faults, with those of entries that are all a little too far away as one."""
         changed: set[int] = set()
         for fault in self.faults:
-            if fault.kind == "changed" and self.coarse.issuperset(fault.layers):
+            if fault.kind == "changed" and not self.plain.expected and self.coarse.issuperset(fault.layers):
                 changed |= set(fault.layers)
             else:
                 yield fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perturbkv.auditing.dumps.layouts import Layout, Sizes
+from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ConfigError, UnreadableCacheError
+from perturbkv.models.adapter import Adapter
 from perturbkv.user_files import FileKind
 
 FORMAT, VERSION, HEADER = "perturbkv-dump", 1, "dump.json"
@@ -62,12 +64,14 @@ class LayerDump:
         block_ids: id of each block of `stored`, in order.
         rows: request -> keys, values (kv_head, entry, d_head) and positions (kv_head, entry), `REMOVED` where there is
             no entry; None where positions are not known.
+        through: what went through fewer bits than its type has, in words.
     """
 
     stored: tuple[Tensor, ...]
     scales: tuple[Tensor, Tensor]
     block_ids: Int[Tensor, " block"]
     rows: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]
+    through: tuple[str, ...] = ()
 
     def split(self, layout: Layout, sizes: Sizes) -> tuple[Float[Tensor, "block token head dim"], ...]:
         """Return keys and values of all blocks in float32, scales applied. Raises ConfigError for another shape."""
@@ -105,6 +109,10 @@ class Dump:
     def sizes(self) -> Sizes:
         """The sizes of a block tensor's axes."""
         return Sizes(self.block_size, self.kv_heads, self.head_size)
+
+    def rounded(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
+        """Yield the plain model's entries of tokens, rounded as the engine does, in several ways; none if not known."""
+        yield from ()
 
     def layer(self, index: int) -> LayerDump:
         """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""

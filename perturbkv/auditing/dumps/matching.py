@@ -117,7 +117,8 @@ class _Search:
     """The search for what was done to a run of entries."""
 
     def __init__(self, request: str, run: _Run, known: Known, limits: tuple[float, float]) -> None:
-        self.request, self.run, self.known, self.limits, self.near = request, run, known, limits, max(NEAR, *limits)
+        self.request, self.run, self.known, self.limits = request, run, known, limits
+        self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: Pair = (run.keys, run.values)
         full = known.requests[request]
         self.full: Pair = (full[0].float(), full[1].float())
@@ -156,13 +157,13 @@ class _Search:
         """Return the median distance of entries from those expected, over their root mean square norm."""
         return float(_relative(own, expected).median())
 
-    def _is_near(self, own: Tensor, expected: Tensor, limit: float | None = None) -> bool:
+    def _is_near(self, own: Tensor, expected: Tensor, limit: float) -> bool:
         """Return whether nearly all entries are those expected, up to `limit`."""
-        return bool((_relative(own, expected) <= (self.near if limit is None else limit)).float().mean() > 0.9)
+        return bool((_relative(own, expected) <= limit).float().mean() > 0.9)
 
     def _are_near(self, own: Pair, expected: Pair) -> bool:
         """Return whether nearly all keys and nearly all values are those expected."""
-        return all(self._is_near(one, other) for one, other in zip(own, expected, strict=True))
+        return all(self._is_near(*each) for each in zip(own, expected, self.near, strict=True))
 
     def _swapped(self) -> tuple[str, str] | None:
         """Return whether keys stand for values and values for keys."""
@@ -185,7 +186,7 @@ class _Search:
 
     def _moved(self) -> tuple[str, str] | None:
         """Return the tokens whose entries, keys or values these are."""
-        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind])]
+        far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
         if not far:
             return None
         rows = list(self.run.heads)
@@ -195,9 +196,9 @@ class _Search:
         for kind in far:
             every = torch.cat([self.known.requests[name][kind][rows].float() for name in names], dim=1)
             unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
-            distances.append(torch.cdist(self.own[kind][:, some], every) / unit)
+            distances.append(torch.cdist(self.own[kind][:, some], every) / (unit * self.near[kind]))
         nearest, index = torch.stack(distances).amax(dim=0).min(dim=-1)
-        same = nearest <= self.near
+        same = nearest <= 1
         if float(same.float().mean()) <= 0.9:
             return None
         lengths = torch.tensor([self.known.requests[name][0].shape[1] for name in names])
@@ -242,7 +243,7 @@ class _Search:
 
     def _rotated(self) -> tuple[str, str] | None:
         """Return how keys were rotated, where values are intact or moved."""
-        if not self._is_near(self.own[1], self.expected[1]):
+        if not self._is_near(self.own[1], self.expected[1], self.near[1]):
             return None
         most = 2 * max(int(self.full[0].shape[1]), 1)
         own, before = self.own[0][0], self.expected[0][0]

@@ -1,37 +1,81 @@
-"""The plain model's entries of a dump's requests, to which dumped ones are compared (METHOD: Engines' caches)."""
+"""The plain model's entries of a dump's requests, their noise floors, and how far the engine's rounding moves them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.audit_trace import Floats
+from perturbkv.audit_trace import FLOORS, Floats
 from perturbkv.auditing import reference
 from perturbkv.auditing.dumps import distances
-from perturbkv.auditing.dumps.distances import Entries, Pair
-from perturbkv.auditing.dumps.dump_file import REMOVED, Request
+from perturbkv.auditing.dumps.distances import Entries, Limits, Pair
+from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
 from perturbkv.auditing.situations import situation
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 
 _TOKENS_PER_PASS = 256
+_MOST_FACTORED = 0.3
+"""Distance of an entry up to which `FLOORS` times what rounding gives is allowed; beyond, twice."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The distances from the plain model of a request's entries in one layer, that the engine's rounding gives.
+
+    Attributes:
+        typical: median of keys and of values.
+        largest: of each token, over heads and readings, of keys and of values.
+    """
+
+    typical: tuple[float, float]
+    largest: tuple[Float[Tensor, " token"], Float[Tensor, " token"]]
+
+    def limits(self, positions: Int[Tensor, "kv_head entry"], least: Limits) -> Limits:
+        """Return the limits of entries at these positions; `least` are those without any rounding."""
+        keys, values = (
+            _limit(largest, typical, smallest)[positions.clamp(min=0)]
+            for largest, typical, smallest in zip(self.largest, self.typical, least.single, strict=True)
+        )
+        together = [
+            max(distances.LEVELS * typical, one) for typical, one in zip(self.typical, least.together, strict=True)
+        ]
+        return Limits((keys, values), (together[0], together[1]))
+
+
+def _limit(largest: Float[Tensor, " token"], typical: float, least: float | Tensor) -> Float[Tensor, " token"]:
+    """Return the largest distance of each token's entries that does not differ.
+
+    A few tokens are moved far, in every way of rounding differently: those have more.
+    """
+    own = torch.maximum((FLOORS * largest).clamp(max=_MOST_FACTORED), 2 * largest)
+    return own.clamp(min=max(float(least), distances.LEVELS * typical))
 
 
 class PlainEntries:
-    """The plain model's entries of all requests, with their noise floors."""
+    """The plain model's entries of all requests, with their noise floors.
 
-    def __init__(self, adapter: Adapter, requests: Sequence[Request]) -> None:
+    Attributes:
+        layers: request -> keys and values (1, kv_head, entry, d_head) of each layer.
+        queries: request -> the last token's query (head, d_head) in each layer.
+        floors: (layer, kind) the largest distance between two ways of reading the tokens.
+        expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
+            not known.
+    """
+
+    def __init__(self, adapter: Adapter, dump: Dump) -> None:
         self.layers: dict[str, Layers] = {}
         self.queries: dict[str, dict[int, Tensor]] = {}
+        self.expected: dict[str, list[Expected]] = {}
         floors: list[Floats] = []
-        for request in requests:
+        for request in dump.requests:
             ids = torch.tensor(request.token_ids, device=adapter.device)
             alone = situation("single", ids, ids[:1], 1)
             if request.finished or len(ids) < 2:
@@ -41,12 +85,44 @@ class PlainEntries:
             self.layers[request.id] = entries.full
             self.queries[request.id] = _last_query(adapter, ids, entries.full)
             floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
+            moved = [_moved(rounded, entries.full) for rounded in dump.rounded(adapter, request.token_ids)]
+            if moved:
+                self.expected[request.id] = [_expect(readings) for readings in zip(*moved, strict=True)]
         least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
         self.floors: Floats = np.max([least, *floors], axis=0)
 
     def layer(self, index: int) -> Mapping[str, Pair]:
-        """Return request -> keys and values in one layer."""
+        """Return request -> keys and values (kv_head, entry, d_head) in one layer."""
         return {name: (layers[index][0][0], layers[index][1][0]) for name, layers in self.layers.items()}
+
+    def expected_distance(self, index: int, kind: int) -> float | None:
+        """Return the median distance of keys (`kind` 0) or values (1) that rounding gives; None where not known."""
+        known = [layers[index].typical[kind] for layers in self.expected.values()]
+        return max(known) if known else None
+
+
+def _moved(rounded: Layers, full: Layers) -> list[tuple[Tensor, Tensor]]:
+    """Return, per layer, the distances (kv_head, token) of rounded keys and values from the plain model's."""
+    return [
+        (
+            distances.entry_distances(keys[0], plain[0][0], plain[0][0]),
+            distances.entry_distances(values[0], plain[1][0], plain[1][0]),
+        )
+        for (keys, values), plain in zip(rounded, full, strict=True)
+    ]
+
+
+def _expect(readings: Sequence[tuple[Tensor, Tensor]]) -> Expected:
+    """Return the distances in one layer, given those of every reading.
+
+    Keys have at least what rounding of their angles in float32 gives, ε/2 of the position.
+    """
+    keys, values = (torch.stack(kind) for kind in zip(*readings, strict=True))
+    rotation = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
+    return Expected(
+        (float(keys.median()), float(values.median())),
+        (torch.maximum(keys.amax(dim=0).amax(dim=0), rotation), values.amax(dim=0).amax(dim=0)),
+    )
 
 
 def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:

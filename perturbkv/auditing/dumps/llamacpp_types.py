@@ -1,0 +1,229 @@
+"""How llama.cpp stores entries, and how far its arithmetic moves them from the plain model's.
+
+An engine that keeps keys in few bits computes later layers from them, and multiplies quantised weights by activations
+in 8 bits. So entries are expected at a distance, which is measured: the plain model reads the tokens with the engine's
+rounding, several times, each on other grids. No number of it depends on the engine's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
+
+from perturbkv.cache.external_cache import Layers
+from perturbkv.models.adapter import Adapter
+from perturbkv.pipeline.sample.capture import AttentionFunction, intercept_attention
+
+TYPES: Mapping[int, str] = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16",
+}  # fmt: skip
+"""ggml's code of a type of entries that is read -> its name."""
+_FLOATS = {"f32": 1e-3, "f16": 1e-3, "bf16": 3e-3}
+"""Floating-point type -> largest distance of its numbers from a grid of fewer bits on which they are, but for its ε."""
+_SUMMED_IN_HALF = ("f32", "f16")
+"""Types of values that flash attention sums in float16."""
+_ROTATION = 64
+"""Components that quantised entries are rotated by, where a head has a multiple of them."""
+_GRIDS = (1.0, 0.93, 1.07)
+"""Factors by which the grids of the readings differ from the engine's."""
+_TRIED = 64
+"""Entries of a layer whose grid is looked for."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Form in which keys or values of a layer are stored.
+
+    Attributes:
+        kind: ggml's type, a key of `TYPES`.
+        rotation: components of an orthonormal Hadamard matrix that they are multiplied by; 0: none.
+        paired: whether components i and i + d/2 of the model are 2i and 2i + 1.
+    """
+
+    kind: int
+    rotation: int = 0
+    paired: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the type."""
+        return TYPES[self.kind]
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a row of numbers; those of a part of a block are rounded down."""
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        return width * int(size) // int(values)
+
+    def row_width(self, nbytes: int) -> int:
+        """Return the numbers of a row of bytes."""
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        return nbytes * int(values) // int(size)
+
+    def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
+        numbers: NDArray[np.float32] = gguf.dequantize(rows, gguf.GGMLQuantizationType(self.kind))
+        return np.array(numbers, dtype=np.float32)
+
+    def to_stored(self, entries: Float[Tensor, "*rows d_head"]) -> Float[Tensor, "*rows d_head"]:
+        """Return the model's entries in the order and the basis in which they are stored."""
+        half = entries.shape[-1] // 2
+        return self._rotate(torch.unflatten(entries, -1, (2, half)).mT.flatten(-2) if self.paired else entries)
+
+    def from_stored(self, entries: Float[Tensor, "*rows d_head"]) -> Float[Tensor, "*rows d_head"]:
+        """Return stored entries as the model has them: the inverse of `to_stored`."""
+        rotated = self._rotate(entries)
+        return torch.unflatten(rotated, -1, (-1, 2)).mT.flatten(-2) if self.paired else rotated
+
+    def round(
+        self, entries: Float[Tensor, "*batch kv_head token d_head"], grid: float = 1.0
+    ) -> Float[Tensor, "*batch kv_head token d_head"]:
+        """Return the model's entries as they come back from this type, whose grid is made finer by `grid`."""
+        if self.name == "f32":
+            return entries
+        stored = (self.to_stored(entries.float()) * grid).transpose(-2, -3)  # a row has a token's heads
+        rows = stored.flatten(-2)
+        kind = gguf.GGMLQuantizationType(self.kind)
+        content = gguf.quantize(rows.flatten(0, -2).cpu().numpy(), kind)
+        back = torch.from_numpy(self.dequantise(content)).to(entries.device)
+        return self.from_stored(back.view(stored.shape).transpose(-2, -3) / grid).to(entries.dtype)
+
+    def coarser_grid(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
+        """Return the type of fewer bits that floating-point numbers went through; empty where none is found."""
+        heads, count, size = entries.shape
+        if self.name not in _FLOATS or not count:
+            return ""
+        some = entries[:, torch.linspace(0, count - 1, min(_TRIED, count)).long()]
+        some = some[:, some.isfinite().all(dim=-1).all(dim=0) & some.any(dim=-1).all(dim=0)]
+        if not some.numel():
+            return ""
+        for kind, name in TYPES.items():
+            if name in _FLOATS or heads * size % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][0]:
+                continue
+            for rotation in (0, _ROTATION) if size % _ROTATION == 0 else (0,):
+                back = Stored(kind, rotation, self.paired).round(some)
+                lost = torch.linalg.vector_norm(back - some, dim=-1) / torch.linalg.vector_norm(some, dim=-1)
+                if float(lost.median()) < _FLOATS[self.name]:
+                    return name
+        return ""
+
+    def _rotate(self, entries: Tensor) -> Tensor:
+        """Return entries multiplied by the Hadamard matrix, which is its own inverse."""
+        if not self.rotation:
+            return entries
+        parts = torch.unflatten(entries, -1, (-1, self.rotation))
+        return torch.matmul(parts, hadamard(self.rotation).to(entries)).flatten(-2)
+
+
+def hadamard(size: int) -> Float[Tensor, "size size"]:
+    """Return the orthonormal Hadamard matrix of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix / math.sqrt(size)
+
+
+def rounded_entries(
+    adapter: Adapter, token_ids: Sequence[int], stored: Sequence[tuple[Stored, Stored]], flash: bool
+) -> Iterator[Layers]:
+    """Yield the plain model's entries of tokens, read with the engine's rounding, each time on other grids.
+
+    Args:
+        adapter: the plain model, whose weights' storage says how products are rounded.
+        token_ids: the tokens.
+        stored: of each layer's keys and values.
+        flash: whether attention reads keys and values in float16, and sums in it those of `_SUMMED_IN_HALF`.
+    """
+    ids = torch.tensor([list(token_ids)], device=adapter.device)
+    for seed, grid in enumerate(_GRIDS):
+        cache = _RoundingCache(stored, grid, flash)
+        noise = torch.Generator().manual_seed(seed)
+        with _RoundedProducts(adapter, grid), _rounded_sums(adapter, stored, noise if flash else None):
+            adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        yield [(layer.keys, layer.values) for layer in cache.layers]
+
+
+class _RoundingCache(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps entries as the engine stores them."""
+
+    def __init__(self, stored: Sequence[tuple[Stored, Stored]], grid: float, flash: bool) -> None:
+        super().__init__()
+        self.stored, self.grid, self.flash = stored, grid, flash
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add entries, rounded, and return all of the layer as attention reads them."""
+        kinds = self.stored[layer_idx]
+        new = [kind.round(part, self.grid) for kind, part in zip(kinds, (key_states, value_states), strict=True)]
+        whole = super().update(new[0], new[1], layer_idx, *args, **kwargs)
+        if not self.flash:
+            return whole[0], whole[1]
+        keys, values = ((part * self.grid).half().to(part) / self.grid for part in whole)
+        return keys, values
+
+
+class _RoundedProducts(TorchFunctionMode):
+    """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised."""
+
+    def __init__(self, adapter: Adapter, grid: float) -> None:
+        super().__init__()
+        kind, self.grid, self.quantised = adapter.stored.kind, grid, adapter.stored.quantised
+        self.floating = getattr(torch, kind, torch.float32)
+        self.block = 256 if kind.endswith("_K") else 32
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch; in a product, with its first argument rounded."""
+        if func is nn.functional.linear:
+            args = (self._round(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, given: Tensor) -> Tensor:
+        """Return what a matrix is multiplied by, rounded."""
+        if self.quantised:
+            return _in_eight_bits(given, self.block, self.grid)
+        return given if self.floating == torch.float32 else (given * self.grid).to(self.floating).to(given) / self.grid
+
+
+def _in_eight_bits(numbers: Tensor, block: int, grid: float) -> Tensor:
+    """Return numbers rounded to 8 bits in blocks along the last axis, with a scale each in float16."""
+    if numbers.shape[-1] % block:
+        return numbers
+    blocks = torch.unflatten(numbers, -1, (-1, block)) * grid
+    scale = (blocks.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    rounded: Tensor = ((blocks / scale).round() * scale.half().to(scale) / grid).flatten(-2)
+    return rounded
+
+
+@contextmanager
+def _rounded_sums(
+    adapter: Adapter, stored: Sequence[tuple[Stored, Stored]], noise: torch.Generator | None
+) -> Iterator[None]:
+    """Add to heads' outputs what rounding of every sum to float16 does, within the block; nothing without `noise`.
+
+    Of n additions each rounds to a relative ε/√12, in independent directions: √n of it, over the output's root mean
+    square.
+    """
+
+    def attend(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the outputs (row, token, head, d_head) of the model's attention with noise."""
+        heads, *others = stock(module, *args, **kwargs)
+        if noise is None or stored[adapter.layer_of(module)][1].name not in _SUMMED_IN_HALF:
+            return heads, *others
+        added = torch.arange(1, heads.shape[1] + 1).sqrt().view(1, -1, 1, 1).to(heads)
+        size = heads.square().mean(dim=-1, keepdim=True).sqrt() * added * torch.finfo(torch.float16).eps / math.sqrt(12)
+        return heads + size * torch.randn(heads.shape, generator=noise).to(heads), *others
+
+    with intercept_attention(adapter, attend):
+        yield
