@@ -95,8 +95,8 @@ GRANULARITIES = {
     "head": "one kept set per key/value head index, for that head of all measured layers",
     "model": "one kept set for all heads of all measured layers, as engines of one list of tokens keep it",
 }
-"""`head` and `model` are the eviction modes `per_head` and `union` of TensorRT-LLM's KV-cache compression; LMCache drops
-tokens by one list per request, too. Layers whose window slides are not measured, and share no set."""
+"""`head` and `model` are the sets of `per_head` and `union`, eviction modes of TensorRT-LLM's KV-cache compression
+(https://github.com/NVIDIA/TensorRT-LLM/pull/16957). Layers whose window slides are not measured, and share no set."""
 _SHARED_BY_HEADS, _SHARED_BY_LAYERS = ("layer", "model"), ("head", "model")
 
 

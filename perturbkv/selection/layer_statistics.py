@@ -96,7 +96,7 @@ def join_layers(layers: Iterable[LayerStatistics]) -> LayerStatistics:
         return torch.stack([part.view(first.kv_heads, -1, first.prefix) for part in parts], dim=1).flatten(0, 2)
 
     names = [name for name in ("accumulated", "norms", "realised", "euclidean") if getattr(first, name) is not None]
-    rows = {name: joined([getattr(layer, name) for layer in all_layers]) for name in names}
+    rows: dict[str, Any] = {name: joined([getattr(layer, name) for layer in all_layers]) for name in names}
     return dataclasses.replace(first, **rows, layers=1, first_stage=None, model_wide=None)
 
 
