@@ -219,5 +219,5 @@ def ablation() -> None:
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
     query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
-    of the same protection. --restrictions: the price of sets that heads or layers share, and of blocks.
+    of the same protection. --restrictions: the price of shared kept sets, and of blocks.
     """

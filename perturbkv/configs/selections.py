@@ -92,7 +92,7 @@ GRANULARITIES = {
     "query": "one kept set per query head",
     "kv": "one kept set per key/value head",
     "layer": "one kept set for all heads of a layer, as engines of one block table keep it",
-    "head": "one kept set per key/value head index, for that head of all measured layers",
+    "head": "one kept set per key/value head for all measured layers together",
     "model": "one kept set for all heads of all measured layers, as engines of one list of tokens keep it",
 }
 """`head` and `model` are the sets of `per_head` and `union`, eviction modes of TensorRT-LLM's KV-cache compression

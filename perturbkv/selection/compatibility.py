@@ -55,10 +55,10 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         )
         raise ConfigError(msg)
     if not can_share(policy, config.granularity):
-        suitable = " or ".join(name for name in GRANULARITIES if can_share(policy, Choice(name)))
+        suitable = ", ".join(name for name in GRANULARITIES if can_share(policy, Choice(name)))
         msg = (
             f"policy '{policy.name}' shares budgets out {policy.budgets}, and granularity '{config.granularity.name}' "
-            f"keeps {GRANULARITIES[config.granularity.name].partition(',')[0]}; choose {suitable}, or another policy"
+            f"is {GRANULARITIES[config.granularity.name].partition(',')[0]}; choose {suitable}, or another policy"
         )
         raise ConfigError(msg)
     resolved = resolve(config)

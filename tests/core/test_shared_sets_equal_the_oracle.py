@@ -134,10 +134,10 @@ def test_a_union_is_of_the_members_own_best_and_knows_no_scale() -> None:
 @pytest.mark.parametrize(
     ("granularity", "fields", "words"),
     [
-        ("model", {"policy": "adakv"}, "budgets out by head, and granularity 'model' keeps .* choose query or kv, or"),
-        ("head", {"policy": "adakv"}, "budgets out by head, and granularity 'head' keeps .* choose query or kv, or"),
-        ("layer", {"policy": "lava"}, "by head, and granularity 'layer' keeps one kept set for all heads of a layer;"),
-        ("head", {"policy": "pyramidkv"}, "by layer, and granularity 'head' keeps .* query or kv or layer, or another"),
+        ("model", {"policy": "adakv"}, "budgets out by head, and granularity 'model' is .* choose query, kv, or"),
+        ("head", {"policy": "adakv"}, "budgets out by head, and granularity 'head' is .* choose query, kv, or"),
+        ("layer", {"policy": "lava"}, "by head, and granularity 'layer' is one kept set for all heads of a layer;"),
+        ("head", {"policy": "pyramidkv"}, "by layer, and granularity 'head' is .* choose query, kv, layer, or another"),
         ("model", {"policy": "quest", "selection": "attention"}, "granularity 'model' has one set for several heads"),
         ("head", {"policy": "quest", "selection": "attention"}, "granularity 'head' has one set for several heads"),
         ("kv(reduce=union)", {"policy": "quest", "selection": "attention"}, "expected reduce mean or max, got union"),

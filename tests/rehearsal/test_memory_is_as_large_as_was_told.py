@@ -77,7 +77,9 @@ def test_sets_that_layers_share_take_what_was_told(granularity: str, least: floa
     configs = pk.grid(0.1, granularity=granularity, selection="two-stage")
     model, config = llama(24)
     found, estimate = on_paper(model, 8192, configs), told(config, 8192, configs)
-    check(found, estimate)
+    stays = estimate.weights + estimate.full_cache + estimate.statistics
+    assert found.peaks["layer"] - stays == pytest.approx(estimate.layer, rel=WITHIN["layer"])
+    assert max(found.peaks.values()) == pytest.approx(estimate.total, rel=0.05)
     assert estimate.layer > least * told(config, 8192, pk.grid(0.1, granularity="kv", selection="two-stage")).layer
 
 

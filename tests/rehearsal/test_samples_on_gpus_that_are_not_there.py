@@ -78,7 +78,9 @@ def of_policy(name: str) -> list[pk.EvictionConfig]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["kv(reduce=union)", "layer(reduce=union)", "head", "model", "model(reduce=union)"])
+@pytest.mark.parametrize(
+    "granularity", ["kv(reduce=union)", "layer(reduce=union)", "head", "model", "model(reduce=union)"]
+)
 def test_sets_that_heads_and_layers_share_on_two_gpus(granularity: str) -> None:
     selections = ("attention", "two-stage") if "union" in granularity else ("two-stage", "hindsight", "value", "random")
     configs = pk.grid(24, policy="snapkv", window=8, selection=selections, granularity=granularity)
