@@ -56,6 +56,8 @@ COMPARISONS = {
 """Comparison -> baseline, treatment, and 1 where the claim is that the treatment loses more, -1 where less."""
 SHOWN = {f"{name} over kv": ("kv", name, 1) for name in UNITED}
 """Comparisons that the picture has and the rules do not judge."""
+ONE_HEAD, EQUAL_BY_HEAD = "gemma-3-270m-q4_k_m", ("allocation", "layer", "model over head")
+"""The model of one key/value head, and the comparisons whose sides are then one set: they are not counted."""
 NUMBERS = ("isolated", "propagated", "KL")
 SETTINGS = ("model", "template", "dataset", "budget", "selection")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "cache_share", "comparison", "number", "value",
@@ -176,9 +178,11 @@ def read() -> list[dict[str, str]]:
     return found
 
 
-def of(found: Sequence[dict[str, str]], comparison: str, number: str) -> list[dict[str, str]]:
-    """Return the rows of one comparison's number, a row per setting."""
-    return [row for row in found if (row["comparison"], row["number"]) == (comparison, number)]
+def of(found: Sequence[dict[str, str]], comparison: str, number: str, everything: bool = False) -> list[dict[str, str]]:
+    """Return the rows of one comparison's number, a row per setting that is counted, or per setting."""
+    rows_ = [row for row in found if (row["comparison"], row["number"]) == (comparison, number)]
+    equal = () if everything else EQUAL_BY_HEAD
+    return [row for row in rows_ if (row["model"] != ONE_HEAD or comparison not in equal)]
 
 
 def verdict(row: dict[str, str]) -> str:
@@ -233,8 +237,9 @@ def levels_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
             for title in titles:
                 rows_ = [row for row in of(found, title, "propagated") if row[name] == level]
                 words = [verdict(row) for row in rows_]
-                middle = np.median([float(row["value"]) for row in rows_])
-                cells.append(f"{middle:.2f} ({words.count('holds')} / {words.count('turned')} of {len(rows_)})")
+                middle = f"{np.median([float(row['value']) for row in rows_]):.2f}" if rows_ else ""
+                counts = f"({words.count('holds')} / {words.count('turned')} of {len(rows_)})"
+                cells.append(f"{middle} {counts}" if rows_ else "–")
             yield f"| {level if name != 'template' else _template(level)} | {' | '.join(cells)} |"
 
 
@@ -262,7 +267,7 @@ def settings_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
     titles = [title for title in (*COMPARISONS, *SHOWN) if (COMPARISONS | SHOWN)[title][0] == "kv"]
     yield f"| model | template | data | b | selection | n | {' | '.join(titles)} |"
     yield "|---" * (6 + len(titles)) + "|"
-    by_title = [of(found, title, "propagated") for title in titles]
+    by_title = [of(found, title, "propagated", everything=True) for title in titles]
     for each in zip(*by_title, strict=True):
         row = each[0]
         cells = [f"{float(one['value']):.2f} [{float(one['low']):.2f}, {float(one['high']):.2f}]" for one in each]
@@ -293,7 +298,7 @@ def draw(found: Sequence[dict[str, str]], path: Path) -> None:
 
 def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> None:
     """Draw one number: a point per setting, coloured by its verdict against `kv`, and the settings' median."""
-    even, axis = (0.0, "KL less kv's, nat") if number == "KL" else (1.0, "sum over kv's")
+    even, axis = (0.0, "KL minus kv's, nat") if number == "KL" else (1.0, "sum over kv's")
     for place, title in enumerate(PICTURED):
         rows_ = of(found, title, number)
         shifts = np.linspace(-0.28, 0.28, len(rows_))
@@ -308,7 +313,8 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
     panel.set_xlabel(axis)
     if number == "KL":
         panel.set_xscale("symlog", linthresh=0.1)
-        panel.set_xticks([-1, -0.1, 0, 0.1, 1], ["−1", "−0.1", "0", "0.1", "1"])
+        panel.set_xlim(-0.1, 3)
+        panel.set_xticks([-0.1, 0, 0.1, 1], ["−0.1", "0", "0.1", "1"])
     else:
         panel.set_xscale("log")
         ticks = [0.7, 1, 1.4, 2]
