@@ -313,11 +313,11 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
     panel.set_xlabel(axis)
     if number == "KL":
         panel.set_xscale("symlog", linthresh=0.1)
-        panel.set_xlim(-0.1, 3)
+        panel.set_xlim(-0.25, 5)
         panel.set_xticks([-0.1, 0, 0.1, 1], ["−0.1", "0", "0.1", "1"])
     else:
         panel.set_xscale("log")
-        ticks = [0.7, 1, 1.4, 2]
+        ticks = [0.7, 1, 1.4, 2, 3, 4]
         panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
 
