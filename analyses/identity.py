@@ -168,7 +168,7 @@ class RunIdentity:
 
 
 _WORDS = {"policy": "policy ", "selection": "selection ", "budget": "budget ", "alpha": "α ", "window": "window "}
-_SETS = {"query": "query head", "kv": "key-value head", "layer": "layer"}
+_SETS = {"query": "query head", "kv": "key-value head", "layer": "layer", "head": "head of all layers"}
 
 
 def _in_words(choice: str, word: str) -> str:

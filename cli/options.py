@@ -170,7 +170,7 @@ class RunOptions(DataOptions):
     ] = None
     granularity: Annotated[
         list[str] | None,
-        _eviction_option(metavar="NAME", help="Heads with one kept set: query, kv, layer", show_default=_BY_PRESET),
+        _eviction_option(metavar="NAME", help="Kept sets: query, kv, layer, head, model", show_default=_BY_PRESET),
     ] = None
     precision: Annotated[
         list[str] | None,

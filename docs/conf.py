@@ -26,7 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "scripts", "bench", "specification"]
+exclude_patterns = ["_build", "scripts", "bench", "specification", "raggedness"]
 
 # Notebooks stand in `examples/` with the embedded model's output; tests run them.
 nb_execution_mode = "off"

@@ -93,7 +93,7 @@ class Setting(BaselineSetting):
 
     @derived()
     def granularity(self) -> str:
-        """Heads that share a kept set: query, kv or layer."""
+        """Heads that share a kept set: query, kv, layer, head or model."""
         return self.baseline.granularity.name
 
     def lines(self) -> Sequence[Line]:

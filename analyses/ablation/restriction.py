@@ -1,4 +1,4 @@
-"""Costs of kept sets that all heads of a layer share, and of whole blocks, as an engine's block table has them."""
+"""Costs of kept sets that heads or layers share, and of whole blocks, as an engine's block table has them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult,
 from perturbkv.analyses.pairing import common, group_settings
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import UNION, reduction
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 ANALYSIS = "restriction"
 RESTRICTION_BASELINE = "kv"
-_ORDER = (RESTRICTION_BASELINE, "layer", "query")
-_FREE = ("granularity", "granularity_block", "granularity_block_score")
+_ORDER = (RESTRICTION_BASELINE, "layer", "head", "model", "query")
+_FREE = ("granularity", "granularity_block", "granularity_block_score", "granularity_reduce")
 """Choices in which the rows of a setting differ, as `EvictionConfig.flat` names them."""
 
 
@@ -42,7 +43,7 @@ class Row(Outcome):
 
 @record
 class RestrictionSetting(OutcomeSetting):
-    """Configurations that share all but the restriction: per key/value head, per layer, then one per query head."""
+    """Configurations that share all but the restriction: per key/value head, shared ones, then one per query head."""
 
     SECTION: ClassVar[str] = "restriction setting"
 
@@ -62,8 +63,9 @@ class RestrictionSetting(OutcomeSetting):
 
 
 def restriction_text(config: EvictionConfig) -> str:
-    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`."""
-    return str(config.granularity.without(["reduce", "product"]))
+    """Return the restriction of a configuration's kept sets as text: `layer(block=16)`, `model(reduce=union)`."""
+    of_scores = ["product"] if reduction(config.granularity) == UNION else ["reduce", "product"]
+    return str(config.granularity.without(of_scores))
 
 
 def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
@@ -73,7 +75,10 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
     """
     groups = group_settings(trace.run, *_FREE)
     results = [
-        _setting(trace, config, group, step) for group in groups for config in group if _is_baseline(config, group)
+        _setting(trace, baseline, treatments, step)
+        for group in groups
+        for baseline in filter(_is_baseline, group)
+        if (treatments := [config for config in group if _is_treatment(config, baseline)])
     ]
     if not results:
         names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
@@ -85,9 +90,16 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
     return tuple(results)
 
 
-def _is_baseline(config: EvictionConfig, group: list[EvictionConfig]) -> bool:
-    """Return whether a configuration is its group's unrestricted baseline, and the group has other configurations."""
-    return config.granularity.name == RESTRICTION_BASELINE and config.block == 1 and len(group) > 1
+def _is_baseline(config: EvictionConfig) -> bool:
+    """Return whether a configuration keeps a set of single entries per key/value head, by scores of the group."""
+    single = config.granularity.name == RESTRICTION_BASELINE and config.block == 1
+    return single and reduction(config.granularity) != UNION
+
+
+def _is_treatment(config: EvictionConfig, baseline: EvictionConfig) -> bool:
+    """Return whether a configuration of the baseline's group combines scores as the baseline does, or by union."""
+    reduces = config.granularity.options.get("reduce", reduction(baseline.granularity))
+    return config != baseline and reduces in (reduction(baseline.granularity), UNION)
 
 
 def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
@@ -95,9 +107,11 @@ def _sort_key(config: EvictionConfig) -> tuple[int, int, str]:
     return _ORDER.index(config.granularity.name), config.block, restriction_text(config)
 
 
-def _setting(trace: Trace, baseline: EvictionConfig, group: list[EvictionConfig], step: int) -> RestrictionSetting:
-    """Return the setting of a group: each other configuration compared with the baseline."""
-    treatments = sorted((config for config in group if config != baseline), key=_sort_key)
+def _setting(
+    trace: Trace, baseline: EvictionConfig, treatments: Sequence[EvictionConfig], step: int
+) -> RestrictionSetting:
+    """Return a setting: each treatment compared with the baseline."""
+    treatments = sorted(treatments, key=_sort_key)
     return RestrictionSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
@@ -122,7 +136,7 @@ class Restriction(SettingsResult):
         """Return by how much more restricted kept sets perturb than the baseline, without sets per query head."""
         cases = self.cases()
         if not cases:
-            return f"This trace holds no restriction to layers or blocks, only {RESTRICTION_BASELINE} and query."
+            return f"This trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query."
         clause = comparison("a restricted kept set", f"one of single entries per {RESTRICTION_BASELINE} head", cases)
         return sentence(f"{clause} (propagated, all heads, equal budgets; {sample_note(self.identity.samples)})")
 
@@ -168,7 +182,7 @@ class Restriction(SettingsResult):
 
 
 def restriction(trace: Trace, step: int = 0) -> Restriction:
-    """Compare kept sets that a layer's heads share, or that are whole blocks, as in engines, with unrestricted ones.
+    """Compare kept sets that heads or layers share, or that are whole blocks, as in engines, with unrestricted ones.
 
     Compared is L1, isolated and propagated (METHOD: the quantities), of each granularity and size of block with that of
     `kv`, one set of single entries per key/value head, at the same budget; beside it the drift after the last layer,

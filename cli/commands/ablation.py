@@ -15,7 +15,7 @@ from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.selections import EVICT_NOTHING
+from perturbkv.configs.selections import EVICT_NOTHING, UNION, reduction
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,8 +124,10 @@ def _all_methods(run: RunOptions) -> list[str]:
 
 def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
     """Return whether a policy evicts entries and supports the user's head scores, cache and granularities."""
+    from perturbkv.selection.compatibility import can_share
+
     granularities = [as_choice(name) for name in run.granularity or []]
-    shared = any(one.name == "layer" for one in granularities) and policy.budgets == "by head"
+    shared = not all(can_share(policy, one) for one in granularities)
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
     return policy.name not in EVICT_NOTHING and scored and run.cache in policy.caches() and not shared and not in_blocks
@@ -182,16 +184,24 @@ def _restriction_configs(run: RunOptions) -> tuple[EvictionConfig, ...]:
 
 
 def _default_granularities(run: RunOptions) -> list[str]:
-    """Return the default granularities: entries and blocks per kv head and per layer, and entries per query head.
+    """Return the default granularities: entries and blocks per kv head and per layer, entries that layers share.
 
-    Those per layer are left out where a policy allocates its budget between heads.
+    Last come entries per query head. Left out is what a policy's budgets between heads or layers rule out, and the
+    union where a score combines the heads by itself.
     """
+    from perturbkv.selection.compatibility import can_share
     from perturbkv.selection.policies import registry
 
-    by_head = any(registry.info(parse(name).name).budgets == "by head" for name in run.policy or [])
-    names = ["kv"] if by_head else ["kv", "layer"]
+    policies = [registry.build(parse(name)) for name in run.policy or ["snapkv"]]
+
+    def fits(text: str) -> bool:
+        granularity = parse(text)
+        unites = reduction(granularity) == UNION
+        return all(can_share(type(one), granularity) and not (unites and one.score.reduces) for one in policies)
+
+    names = list(filter(fits, ("kv", "layer")))
     blocks = [f"{name}(block={size})" for size in _BLOCKS for name in names]
-    return [*names, *blocks, "query"]
+    return [*names, *blocks, *filter(fits, ("head", "model", f"model(reduce={UNION})")), "query"]
 
 
 @analysis_views(
@@ -200,7 +210,7 @@ def _default_granularities(run: RunOptions) -> list[str]:
     restrictions=_restrictions,
     flags={
         "restrictions": Annotated[
-            bool, Option("--restrictions", help="Compare what engines restrict: sets per layer, blocks")
+            bool, Option("--restrictions", help="Compare what engines restrict: shared sets, blocks")
         ]
     },
 )
@@ -209,5 +219,5 @@ def ablation() -> None:
 
     Un-pooling, the value norms and the group's product, between the baseline and hindsight; without --granularity per
     query head and per kv head. --methods ranks policies against snapkv, and against random entries and attention's
-    of the same protection. --restrictions: the price of one set for all heads, and of blocks.
+    of the same protection. --restrictions: the price of shared kept sets, and of blocks.
     """

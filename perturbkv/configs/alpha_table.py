@@ -73,11 +73,15 @@ class AlphaTable:
         """Mean of all shares."""
         return statistics.mean(share for row in self.shares for share in row)
 
-    def per_kept_set(self, layer: int, sets: int) -> tuple[float, ...]:
-        """Return α of each of the `sets` kept sets of a measured layer, counted from 0.
+    def per_kept_set(self, layer: int | None, sets: int) -> tuple[float, ...]:
+        """Return α of each of the `sets` kept sets of a measured layer, counted from 0; None: of those of all layers.
 
-        A kept set that heads share has the mean of their α. The mean of equal shares is that share, bit for bit.
+        A kept set that heads or layers share has the mean of their α. The mean of equal shares is that share, bit for
+        bit.
         """
+        if layer is None:
+            by_layer = [self.per_kept_set(index, sets) for index in range(len(self.shares))]
+            return tuple(map(statistics.mean, zip(*by_layer, strict=True)))
         row = self.shares[0 if self.by == GLOBAL else layer]
         if len(row) == 1:
             return row * sets

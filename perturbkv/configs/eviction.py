@@ -113,7 +113,8 @@ class EvictionConfig:
         selection: how the kept entries are selected by scores, a key of `SELECTIONS`.
         window: `w`, the last queries of the prompt, whose attention is accumulated and whose entries always stay
             (paper, Algorithm 2: n' = 32); 0 where the kept sets come from outside.
-        granularity: one kept set per `query` head, per `kv` head or per `layer`; of single entries or of whole blocks.
+        granularity: one kept set per `query` head, per `kv` head or per `layer`, or one for all layers, per key/value
+            `head` or of the `model`; of single entries or of whole blocks.
         protect_first: first entries that always stay, in every head: an int is entries, a float a share of b.
         protect_recent: most recent entries that always stay, in the same units; never fewer than the window.
         precision: `full`, or `quantise(bits=4)`: entries before the window are stored in few bits.
@@ -194,8 +195,9 @@ class EvictionConfig:
         """Return α per kept set of a measured layer, counted from 0; the mean over heads that share a kept set."""
         if not isinstance(self.alpha, AlphaTable):
             return (self.alpha,) * kept_heads
-        sets = 1 if self.granularity.name == "layer" else kept_heads
-        return self.alpha.per_kept_set(layer, sets) * (kept_heads // sets)
+        sets = 1 if selections.shares_heads(self.granularity) else kept_heads
+        shared = selections.shares_layers(self.granularity)
+        return self.alpha.per_kept_set(None if shared else layer, sets) * (kept_heads // sets)
 
     @property
     def euclidean(self) -> bool:

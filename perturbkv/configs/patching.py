@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from perturbkv.configs import option as numbers
+from perturbkv.configs import selections
+from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.layer_types import format_layers
 from perturbkv.errors import ConfigError, UnknownNameError
@@ -196,8 +198,11 @@ class Game:
         """
         for layer_numbers in (config.layers, *config.baseline_in, *config.treatment_in):
             _check_layers(layer_numbers, layers)
-        if config.by == "heads" and granularity == "layer":
-            msg = "by heads (--by heads) expects a kept set per head, and granularity 'layer' keeps one for all of them"
+        if config.by == "heads" and selections.shares_heads(Choice(granularity)):
+            msg = (
+                f"by heads (--by heads) expects a kept set per head, and granularity '{granularity}' keeps one for all "
+                "of them"
+            )
             raise ConfigError(msg)
         playing = config.layers or tuple(layers)
         heads: Sequence[int | None] = (None,) if config.by == "layers" else range(kept_heads)

@@ -92,7 +92,32 @@ GRANULARITIES = {
     "query": "one kept set per query head",
     "kv": "one kept set per key/value head",
     "layer": "one kept set for all heads of a layer, as engines of one block table keep it",
+    "head": "one kept set per key/value head for all measured layers together",
+    "model": "one kept set for all heads of all measured layers, as engines of one list of tokens keep it",
 }
+"""`head` and `model` are the sets of `per_head` and `union`, eviction modes of TensorRT-LLM's KV-cache compression
+(https://github.com/NVIDIA/TensorRT-LLM/pull/16957). Layers whose window slides are not measured, and share no set."""
+_SHARED_BY_HEADS, _SHARED_BY_LAYERS = ("layer", "model"), ("head", "model")
+
+
+def shares_heads(granularity: Choice) -> bool:
+    """Return whether all heads of a layer have one kept set."""
+    return granularity.name in _SHARED_BY_HEADS
+
+
+def shares_layers(granularity: Choice) -> bool:
+    """Return whether all measured layers have the same kept sets."""
+    return granularity.name in _SHARED_BY_LAYERS
+
+
+UNION = "union"
+
+
+def reduction(granularity: Choice) -> str:
+    """Return how the scores of a group are combined: `mean`, `max` or `union`."""
+    return str(granularity.options.get("reduce", "mean"))
+
+
 _BLOCKS = {
     "block": Option(1, "entries of a block, which stays or goes whole; 1: single entries", low=1),
     "block_score": Option("sum", "of a block's entries: sum or max", known=("sum", "max")),
@@ -100,18 +125,27 @@ _BLOCKS = {
 """Blocks lie as an engine's block table has them (PagedAttention, https://arxiv.org/abs/2309.06180, section 4.1):
 `Blocks`."""
 _GROUP = {
-    "reduce": Option("mean", "scores of a group, before pooling: mean or max", known=("mean", "max")),
+    "reduce": Option(
+        "mean",
+        "scores of a group: their mean or max, before pooling, or union: each entry has its best rank in the group",
+        known=("mean", "max", UNION),
+    ),
     "product": Option(
         "product-of-means",
         "stage 2 of a group: mean(Ā)·mean(ν), or the mean of Ā_h·ν_h",
         known=("product-of-means", "mean-of-products"),
     ),
 }
-"""The group of `layer` is all of its query heads."""
+"""The group is all query heads that share a kept set: for `layer` those of the layer, for `head` those of a key/value
+head in all measured layers, for `model` all of them.
+
+`union`: the members' own first r entries united, for the largest r with which no more entries are kept than the budget
+has; what is left of the budget goes to those of rank r + 1, by the group's mean score, then to the earlier position. It
+depends on no member's scale. In TensorRT-LLM's mode of this name the united entries are ranked again by their largest
+score, normalised per head, which is a `max`: an entry among the budget's largest is among those of its own head.
+"""
 GRANULARITY_OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    "query": _BLOCKS,
-    "kv": {**_GROUP, **_BLOCKS},
-    "layer": {**_GROUP, **_BLOCKS},
+    name: _BLOCKS if name == "query" else {**_GROUP, **_BLOCKS} for name in GRANULARITIES
 }
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import commands_for_signed
-from perturbkv.configs.selections import EVICT_NOTHING, SELECTIONS, TEXT_QUERIES
+from perturbkv.configs.selections import (
+    EVICT_NOTHING,
+    GRANULARITIES,
+    SELECTIONS,
+    TEXT_QUERIES,
+    UNION,
+    reduction,
+    shares_layers,
+)
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.selection.policies import checked
 from perturbkv.selection.policies.registry import build, info, known, names
@@ -46,13 +54,20 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
             f"{describe_compatible_choices()}"
         )
         raise ConfigError(msg)
-    if policy.budgets == "by head" and config.granularity.name == "layer":
+    if not can_share(policy, config.granularity):
+        suitable = ", ".join(name for name in GRANULARITIES if can_share(policy, Choice(name)))
         msg = (
-            f"policy '{policy.name}' shares budgets out by head, and granularity 'layer' keeps one set for all heads; "
-            "choose kv or query, or another policy"
+            f"policy '{policy.name}' shares budgets out {policy.budgets}, and granularity '{config.granularity.name}' "
+            f"is {GRANULARITIES[config.granularity.name].partition(',')[0]}; choose {suitable}, or another policy"
         )
         raise ConfigError(msg)
     resolved = resolve(config)
+    if resolved.system.competes and reduction(config.granularity) == UNION:
+        msg = (
+            f"policy '{policy.name}' compares the scores of kept sets, and reduce=union has ranks alone; choose "
+            "reduce=mean or reduce=max, or another policy"
+        )
+        raise ConfigError(msg)
     if resolved.system.first_stage is not None and config.block > 1:
         msg = (
             f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
@@ -66,6 +81,12 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
         raise ConfigError(msg)
     _check_sign(resolved)
     _check_correction(resolved)
+
+
+def can_share(policy: type[Policy], granularity: Choice) -> bool:
+    """Return whether a policy's budgets are equal wherever a granularity shares a kept set."""
+    alike = {"uniform": True, "by layer": not shares_layers(granularity)}
+    return alike.get(policy.budgets, granularity.name in ("query", "kv"))
 
 
 def _check_correction(config: ResolvedConfig) -> None:
@@ -202,7 +223,7 @@ def _can_recompress(policy: Policy) -> bool:
 def needs_all_layers(config: ResolvedConfig) -> bool:
     """Return whether eviction has to wait until all layers are computed."""
     policy = config.system
-    return policy.whole_model or policy.score.replay is not None
+    return policy.whole_model or policy.score.replay is not None or shares_layers(config.granularity)
 
 
 def check_generation(config: EvictionConfig) -> None:

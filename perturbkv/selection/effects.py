@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTION_OPTIONS, PRECISION_OPTIONS
-from perturbkv.configs.selections import GRANULARITY_OPTIONS, SCORED, SELECTION_OPTIONS, STAGED, WINDOW_QUERIES
+from perturbkv.configs.selections import (
+    GRANULARITY_OPTIONS,
+    SCORED,
+    SELECTION_OPTIONS,
+    STAGED,
+    UNION,
+    WINDOW_QUERIES,
+    reduction,
+)
 
 if TYPE_CHECKING:
     from perturbkv.selection.policies.base import Policy
@@ -49,6 +57,8 @@ def options_without_effect(config: EvictionConfig, policy: Policy) -> dict[Owned
         needs |= {("policy", name): "the policy's own score, without by" for name in (*_POOLING, WINDOW_QUERIES)}
     if not staged:
         needs["granularity", "product"] = "a two-stage selection"
+    elif reduction(config.granularity) == UNION:
+        needs["granularity", "product"] = "a reduce of mean or max: of a union, each head ranks by its own product"
     elif _product_has_no_effect(config, unpooled, reduces):
         needs["granularity", "product"] = "the value norms, a maximum or pooling: a mean of means is the same mean"
     if config.reads_pages:
@@ -79,5 +89,5 @@ def _width_has_no_effect(policy: Policy, name: str) -> bool:
 def _product_has_no_effect(config: EvictionConfig, unpooled: bool, reduces: str) -> bool:
     """Return whether both orders of product and mean over a head group agree: ν ≡ 1 and only means are taken."""
     raw = unpooled or config.selection.options.get("score") == "accumulated"
-    means = not reduces and config.granularity.options.get("reduce", "mean") == "mean"
+    means = not reduces and reduction(config.granularity) == "mean"
     return config.selection.name == "two-stage-uniform" and raw and means

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Int
@@ -78,20 +79,39 @@ class RankingGroup:
         return KeptSets(*(block_entries(each, self.budgets.blocks) for each in (kept, stage1)))
 
 
+Rankings = tuple[Ranking, Ranking | None]
+"""Rankings of stage 1 and of stage 2, None for a selection without stages."""
+
+
+def rankings(config: ResolvedConfig, scores: Scores) -> Rankings:
+    """Return the rankings of a configuration by the scores of one layer, or of several joined to one."""
+    return scores.first_ranking(config), scores.second_ranking(config)
+
+
+def on_device(shared: Mapping[ResolvedConfig, Rankings], device: torch.device) -> dict[ResolvedConfig, Rankings]:
+    """Return the rankings on a device; a ranking of several configurations stays one object."""
+    here = {ranking: ranking.on(device) for pair in shared.values() for ranking in pair if ranking}
+    return {config: (here[first], second and here[second]) for config, (first, second) in shared.items()}
+
+
 def ranking_groups(
-    configs: Sequence[ResolvedConfig], scores: Callable[[ResolvedConfig], Scores], prompt_tokens: int
+    configs: Sequence[ResolvedConfig],
+    scores: Callable[[ResolvedConfig], Scores],
+    prompt_tokens: int,
+    shared: Mapping[ResolvedConfig, Rankings] = MappingProxyType({}),
 ) -> list[RankingGroup]:
     """Return one layer's configurations, grouped by equal ranking; `scores` is called per configuration.
 
-    The groups, and the configurations in each, come in the same order in all layers.
+    `shared` has the rankings of configurations whose kept sets all layers share. The groups, and the configurations in
+    each, come in the same order in all layers.
 
     Raises BudgetError where a budget leaves nothing besides the window, ConfigError where headkv has no scores.
     """
     by_ranking: dict[tuple[Scores, Ranking, Ranking], list[int]] = {}
     for index, config in enumerate(configs):
         layer_scores = scores(config)
-        first = layer_scores.first_ranking(config)
-        key = (layer_scores, first, layer_scores.second_ranking(config) or first)
+        first, second = shared[config] if config in shared else rankings(config, layer_scores)
+        key = (layer_scores, first, second or first)
         by_ranking.setdefault(key, []).append(index)
     return [
         _make_ranking_group(indices, [configs[index] for index in indices], *key, prompt_tokens)
@@ -99,10 +119,18 @@ def ranking_groups(
     ]
 
 
-def select(config: ResolvedConfig, statistics: LayerStatistics, prompt_tokens: int) -> KeptSets:
-    """Return a configuration's kept sets in one layer, as masks (kept_head, n). Raises as `ranking_groups`."""
+def select(
+    config: ResolvedConfig,
+    statistics: LayerStatistics,
+    prompt_tokens: int,
+    shared: Mapping[ResolvedConfig, Rankings] = MappingProxyType({}),
+) -> KeptSets:
+    """Return a configuration's kept sets in one layer, as masks (kept_head, n). Raises as `ranking_groups`.
+
+    `shared` has the configuration's rankings where all layers share its kept sets.
+    """
     scores = Scores(statistics)
-    (group,) = ranking_groups([config], lambda _: scores, prompt_tokens)
+    (group,) = ranking_groups([config], lambda _: scores, prompt_tokens, shared)
     sets = group.kept_sets()
     return KeptSets(sets.kept[0], sets.stage1[0])
 
@@ -209,13 +237,14 @@ def kept_groups(
     scores: Callable[[ResolvedConfig], Scores],
     prompt_tokens: int,
     external: Mapping[ResolvedConfig, Bool[Tensor, "kv_head key"]],
+    shared: Mapping[ResolvedConfig, Rankings] = MappingProxyType({}),
 ) -> list[Group]:
     """Return one layer's groups of evicting configurations: `ranking_groups`, and one group of `external` kept sets.
 
     Groups come in the same order in all layers; configurations that evict nothing are left out.
     """
     ranked_indices = [index for index, config in enumerate(configs) if config not in external and config.evicts]
-    ranked = ranking_groups([configs[index] for index in ranked_indices], scores, prompt_tokens)
+    ranked = ranking_groups([configs[index] for index in ranked_indices], scores, prompt_tokens, shared)
     groups: list[Group] = [
         dataclasses.replace(group, config_indices=tuple(ranked_indices[index] for index in group.config_indices))
         for group in ranked

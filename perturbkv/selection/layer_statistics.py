@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.devices import on_first_device
 from perturbkv.errors import ConfigError
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig
 from perturbkv.theory import WORK
@@ -79,6 +81,23 @@ class LayerStatistics:
         if self.valid is None:
             return torch.zeros(1, dtype=torch.int64, device=self.norms.device)
         return self.prefix - self.valid.sum(dim=-1)
+
+
+def join_layers(layers: Iterable[LayerStatistics]) -> LayerStatistics:
+    """Return the statistics of all layers as those of one layer, on the first one's device, for shared kept sets.
+
+    Its query heads are those of all layers, ordered by key/value head, then by layer.
+    """
+    all_layers = list(layers)
+    first = all_layers[0]
+
+    def joined(rows: Sequence[Tensor | None]) -> Tensor:
+        parts = on_first_device(part for part in rows if part is not None)
+        return torch.stack([part.view(first.kv_heads, -1, first.prefix) for part in parts], dim=1).flatten(0, 2)
+
+    names = [name for name in ("accumulated", "norms", "realised", "euclidean") if getattr(first, name) is not None]
+    rows: dict[str, Any] = {name: joined([getattr(layer, name) for layer in all_layers]) for name in names}
+    return dataclasses.replace(first, **rows, layers=1, first_stage=None, model_wide=None)
 
 
 def is_at_ends(index: Tensor, begin: Tensor, end: int, first: Tensor | int, recent: Tensor | int) -> Tensor:

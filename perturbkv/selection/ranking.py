@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.selections import Blocks
+from perturbkv.configs.selections import UNION, Blocks, reduction, shares_heads
 from perturbkv.devices import send
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
@@ -66,12 +66,32 @@ class Ranking:
     order: Int[Tensor, "kept_head prefix"]
     ranks: Int[Tensor, "kept_head prefix"]
 
+    @classmethod
+    def from_order(cls, order: Int[Tensor, "kept_head prefix"]) -> Ranking:
+        """Return the ranking with the indices `order`, best first."""
+        ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        return cls(order, torch.empty_like(order).scatter_(-1, order, ranks).to(torch.int32))
+
+    def on(self, device: torch.device) -> Ranking:
+        """Return the ranking on a device; itself where it is there."""
+        return self if self.order.device == device else Ranking(send(self.order, device), send(self.ranks, device))
+
 
 def rank(score: Score) -> Ranking:
     """Return the ranking by descending score; ties are broken by position, earliest first."""
-    order = score.sort(dim=-1, descending=True, stable=True).indices
-    ranks = torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    return Ranking(order, torch.empty_like(order).scatter_(-1, order, ranks).to(torch.int32))
+    return Ranking.from_order(score.sort(dim=-1, descending=True, stable=True).indices)
+
+
+def rank_union(score: Float[Tensor, "member prefix"], sets: int) -> Ranking:
+    """Return the ranking of each of the `sets` groups of members by best rank: the union of the members' own sets.
+
+    An entry's rank in the group is its smallest among the members; ties go to the larger mean score, then to the
+    earlier position. So the first entries are the union of the members' first r ones, for every r.
+    """
+    members = (sets, -1, score.shape[-1])
+    best = rank(score).ranks.view(members).amin(dim=1)
+    by_mean = score.view(members).mean(dim=1).sort(dim=-1, descending=True, stable=True).indices
+    return Ranking.from_order(by_mean.gather(-1, best.gather(-1, by_mean).sort(dim=-1, stable=True).indices))
 
 
 class Scores:
@@ -88,7 +108,7 @@ class Scores:
         return self._results[key]  # type: ignore[return-value]
 
     def kept_heads(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets in the cache; with granularity `layer`, one per key/value head, all equal."""
+        """Return the number of kept sets in the cache; one per key/value head, all equal, where all heads share one."""
         return len(self.statistics.norms) if config.granularity.name == "query" else self.statistics.kv_heads
 
     def reduce(self, config: ResolvedConfig, score: Tensor, reduction: str = "mean") -> Score:
@@ -96,8 +116,8 @@ class Scores:
         return reduce_group(score, self._distinct_sets(config), reduction).expand(self.kept_heads(config), -1)
 
     def _distinct_sets(self, config: ResolvedConfig) -> int:
-        """Return the number of kept sets that may differ: 1 with granularity `layer`."""
-        return 1 if config.granularity.name == "layer" else self.kept_heads(config)
+        """Return the number of kept sets that may differ: 1 where all heads share one."""
+        return 1 if shares_heads(config.granularity) else self.kept_heads(config)
 
     def first_ranking(self, config: ResolvedConfig) -> Ranking:
         """Return the ranking of stage 1, or of the whole kept set for a selection without stages."""
@@ -111,12 +131,20 @@ class Scores:
         return config.selector.second and self.ranking(config.selector.second(self, config), config)
 
     def ranking(self, score: Score, config: ResolvedConfig) -> Ranking:
-        """Return the ranking of entries or blocks by descending score; padding comes last."""
-        size, reduction = block_scoring(config)
-        return self.once(
-            ("ranking", id(score), size, reduction),
-            lambda: rank(block_scores(self._mask_missing(score), size, reduction)),
-        )
+        """Return the ranking of entries or blocks by descending score; padding comes last.
+
+        With the reduction `union`, the score is the members' own.
+        """
+        size, block_reduction = block_scoring(config)
+        sets = self._distinct_sets(config) if reduction(config.granularity) == UNION else 0
+
+        def make() -> Ranking:
+            scores = block_scores(self._mask_missing(score), size, block_reduction)
+            if not sets:
+                return rank(scores)
+            return Ranking.from_order(rank_union(scores, sets).order.expand(self.kept_heads(config), -1))
+
+        return self.once(("ranking", id(score), size, block_reduction, sets), make)
 
     def heads_by_score(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " entry"]:
         """Return the kept-set index of every entry (or block) of the layer, sorted by descending competing score.
@@ -166,16 +194,18 @@ class Scores:
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:
         """Return the accumulated score per kept set, reduced over query heads and pooled over positions (Ā').
 
-        A score with its own reduction is pooled before it. Without `pooled` nothing is pooled (Ā).
+        A score with its own reduction is pooled before it; with the reduction `union`, the score stays each member's
+        own. Without `pooled` nothing is pooled (Ā).
         """
         sets, accumulated = self._distinct_sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
         if own_reduction := config.system.score.reduces:
             key = ("pooled", sets, own_reduction, kind, kernel)
             return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own_reduction))
-        reduction = config.granularity.options.get("reduce", "mean")
-        reduced = self.once(("attention", sets, reduction), lambda: self.reduce(config, accumulated, reduction))
-        return self.once(("pooled", sets, reduction, kind, kernel), lambda: self._pool(config, reduced, pooled))
+        if (name := reduction(config.granularity)) == UNION:
+            return self.once(("pooled", UNION, kind, kernel), lambda: self._pool(config, accumulated, pooled))
+        reduced = self.once(("attention", sets, name), lambda: self.reduce(config, accumulated, name))
+        return self.once(("pooled", sets, name, kind, kernel), lambda: self._pool(config, reduced, pooled))
 
     def _pool(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
         """Return a score pooled over positions with the policy's kind and width; unchanged unless `pooled`."""
@@ -189,7 +219,8 @@ class Scores:
     def second_stage(self, config: ResolvedConfig, uniform: bool) -> Score:
         """Return the score of stage 2: (accumulated score + ε) × value norm ν; `uniform` replaces ν by 1.
 
-        The granularity decides whether a group's heads are averaged before or after the product.
+        The granularity decides whether a group's heads are averaged before or after the product; with the reduction
+        `union`, the product stays each query head's own.
         """
         pooled = config.selection.options.get("score") == "pooled"
         key = ("stage 2", config.granularity, _pooling(config, pooled), _epsilon(config), config.euclidean)
@@ -200,10 +231,12 @@ class Scores:
         norms = self.statistics.selected_norms(config)
         if uniform:
             norms = torch.ones_like(norms)
-        if config.granularity.options.get("product") == "mean-of-products":
+        unites = reduction(config.granularity) == UNION
+        if unites or config.granularity.options.get("product") == "mean-of-products":
             score = self.statistics.accumulated
             per_head = pool(score, *_pooling(config, pooled)).repeat_interleave(len(norms) // len(score), dim=0)
-            return self.reduce(config, (per_head + _epsilon(config)) * norms)
+            products = (per_head + _epsilon(config)) * norms
+            return products if unites else self.reduce(config, products)
         return (self.attention(config, pooled) + _epsilon(config)) * self.reduce(config, norms)
 
     def value(self, config: ResolvedConfig) -> Score:
@@ -252,7 +285,9 @@ class Scores:
     def _mask_missing(self, score: Score) -> Score:
         """Return the score with −∞ at padding, where a kept set has no entry."""
         valid = self.statistics.valid
-        return score if valid is None else score.masked_fill(~valid, -torch.inf)
+        if valid is None:
+            return score
+        return score.masked_fill(~valid.repeat_interleave(len(score) // len(valid), dim=0), -torch.inf)
 
 
 def _pooling(config: ResolvedConfig, pooled: bool) -> tuple[str, int]:

@@ -156,6 +156,10 @@ def test_heads_that_share_a_kept_set_choose_together() -> None:
     assert result.shares["head"].shares == ((1.0, 1.0, 0.25, 0.25),) * 2
     layer = [config(one.selection, 128, granularity="layer") for one in kv]
     assert [*alpha(trace_of(moved, layer)).chosen] == ["global", "layer"]
+    for name in ("head", "model"):
+        shared = [config(one.selection, 128, granularity=name) for one in kv]
+        with pytest.raises(TraceError, match=f"granularity '{name}' has one set for all layers; choose query, kv or"):
+            alpha(trace_of(moved, shared))
 
 
 def fold_traces(found: Alpha, moved: Any) -> list[Trace]:

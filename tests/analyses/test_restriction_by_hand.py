@@ -41,6 +41,20 @@ def test_every_restriction_is_held_against_single_entries_per_key_value_head() -
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+def test_sets_of_layers_and_unions_stand_beside_the_baselines_own_way_to_combine_scores() -> None:
+    names = ("kv", "kv(reduce=max)", "kv(reduce=union)", "model(reduce=union)", "model", "head", "layer(reduce=max)")
+    each = [config("two-stage", 128, granularity=name) for name in names]
+    trace = one_head(dict(zip(each, [10.0, 20.0, 11.0, 14.0, 13.0, 12.0, 30.0], strict=True)), 6, [0.25] * len(each))
+    mean, largest = settings(trace)
+    assert [row.name for row in mean.rows] == ["kv(reduce=union)", "head", "model", "model(reduce=union)"]
+    assert [row.isolated.sum_ratio for row in mean.rows] == pytest.approx([1.1, 1.2, 1.3, 1.4])
+    assert largest.baseline == each[1]
+    assert [row.name for row in largest.rows] == ["kv(reduce=union)", "layer", "model(reduce=union)"]
+    assert [row.isolated.sum_ratio for row in largest.rows] == pytest.approx([0.55, 1.5, 0.7])
+    with pytest.raises(TraceError, match="needs the granularity 'kv' of single entries and another one"):
+        settings(one_head(dict.fromkeys(each[2:4], 10.0), 6, [0.25] * 2))
+
+
 def test_the_conclusion_is_of_restrictions_alone() -> None:
     result = restriction(made())
     assert {case.verdict for case in result.cases()} == {MORE}

@@ -43,12 +43,14 @@ def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run
     assert ran.code == 0, ran.err
     settings = ran.json()["settings"]
     assert [setting["baseline"]["selection"] for setting in settings] == ["attention", "two-stage"]
-    names = ["kv(block=16)", "kv(block=32)", "layer", "layer(block=16)", "layer(block=32)", "query"]
+    names = ["kv(block=16)", "kv(block=32)", "layer", "layer(block=16)", "layer(block=32)", "head", "model",
+             "model(reduce=union)", "query"]  # fmt: skip
     for setting in settings:
         assert [row["name"] for row in setting["rows"]] == names
         held = {row["name"]: row["held_over_full_treatment"] for row in setting["rows"]}
         assert held["layer"] == setting["rows"][0]["held_over_full_baseline"] >= held["kv(block=16)"]
         assert held["layer(block=16)"] == held["kv(block=16)"]
+        assert held["head"] == held["model"] == held["model(reduce=union)"] == held["layer"]
     assert Path("out/ablation-restrictions.pdf").exists()
 
 

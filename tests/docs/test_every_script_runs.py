@@ -20,6 +20,7 @@ BY_OTHERS = {
         f"paper{part}.py"
         for part in ("", "_answers", "_bounds", "_cost", "_heads", "_open", "_read", "_steps", "_verdicts")
     ),
+    "raggedness.py",
     "reference_pages.py",
     "report_pictures.py",
     "specification.py",

@@ -12,7 +12,7 @@ from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from tests.oracle import correction, lines, pages, policies, quantisation, selection, theory
+from tests.oracle import correction, lines, pages, policies, quantisation, selection, shared, theory
 from tests.oracle.decoder import Chosen, Decoder, Step
 from tests.support.configs import flat
 
@@ -83,18 +83,45 @@ class Reference:
 
     @functools.cache  # noqa: B019
     def _kept(self, layer: int, config: EvictionConfig) -> list[tuple[list[int], list[int]]]:
-        held, scale = self.layer(layer, 0), self.decoder.scale
         if flat(config).fill:
             entries = quantisation.entries_of(flat(config), self.n, self.decoder.d_head)
             config = replace(config, budget=Budget(entries), precision=parse("full"))
-        query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
-        accumulated = policies.accumulate(config, query, held["key"][:, : self.n], scale, held["sinks"],
-                                          self.template)  # fmt: skip
+        if flat(config).reduce == "union" or config.granularity.name in ("head", "model"):
+            found = self._shared(config)
+            return [found[layer, head] for head in range(self.decoder.heads)]
+        accumulated, realised = self._accumulated(layer, config), self._realised(layer)
         norms = self.norms(layer, 0)[:, : self.n]
-        realised = attention_of(held, scale)[:, : held["key"].shape[1]]
         place = (layer, self.decoder.layers, self.run.head_scores)
         other = self.euclidean(layer) if flat(config).norm == "l2" else None
         return selection.select(config, accumulated, norms, realised, self.n, self.decoder.kv_heads, *place, other)
+
+    def _accumulated(self, layer: int, config: EvictionConfig) -> np.ndarray:
+        """(head, n − w), the policy's score."""
+        held = self.layer(layer, 0)
+        query = np.stack([step.query[layer] for step in self.prompt[: self.n]], axis=1)
+        return policies.accumulate(
+            config, query, held["key"][:, : self.n], self.decoder.scale, held["sinks"], self.template
+        )
+
+    def _realised(self, layer: int) -> np.ndarray:
+        """(head, key), attention of the first decoded token."""
+        held = self.layer(layer, 0)
+        return attention_of(held, self.decoder.scale)[:, : held["key"].shape[1]]
+
+    @functools.cache  # noqa: B019
+    def _shared(self, config: EvictionConfig) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+        """(layer, head) -> what stays and stage 1 of it, where heads or layers share a set."""
+        prefix = self.n - min(config.window, self.n)
+        l2 = flat(config).norm == "l2"
+        rows = [
+            shared.Layer(
+                self._accumulated(layer, config),
+                (self.euclidean(layer) if l2 else self.norms(layer, 0))[:, :prefix],
+                self._realised(layer)[:, :prefix],
+            )
+            for layer in range(self.decoder.layers)
+        ]
+        return shared.select(config, rows, self.n, self.decoder.kv_heads)
 
     @functools.cache  # noqa: B019
     def lines(self, layer: int, config: EvictionConfig) -> list[tuple[lines.Lines, lines.Lines]]:

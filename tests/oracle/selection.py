@@ -57,17 +57,20 @@ def select(
 
 def groups(config: Any, heads: int, kv_heads: int) -> list[list[int]]:
     """Query heads of each kept set."""
-    size = {"query": 1, "kv": heads // kv_heads, "layer": heads}[config.granularity]
+    own = heads // kv_heads
+    size = {"query": 1, "kv": own, "head": own, "layer": heads, "model": heads}[config.granularity]
     return [list(range(first, first + size)) for first in range(0, heads, size)]
 
 
 def alpha(config: Any, members: list[int], layer: int) -> Fraction:
-    """Of the heads that share a kept set the mean of their shares of stage 1."""
+    """Of the heads that share a kept set, in this layer or in all, the mean of their shares of stage 1."""
     if isinstance(config.alpha, int | float):
         return Fraction(config.alpha)
     held = config.alpha.to_document()
-    row = {"global": lambda: held["alpha"], "layer": lambda: held["alpha"][layer], "head": lambda: None}[held["by"]]()
-    each = [held["alpha"][layer][h] if row is None else row for h in members]
+    if held["by"] == "global":
+        return Fraction(held["alpha"])
+    rows = held["alpha"] if config.granularity in ("head", "model") else [held["alpha"][layer]]
+    each = [row[h] if held["by"] == "head" else row for row in rows for h in members]
     return sum(map(Fraction, each), Fraction(0)) / len(each)
 
 

@@ -169,7 +169,7 @@ def test_a_whole_cache_of_its_own_is_planned_for() -> None:
     [
         (
             {"granularity": "layer"},
-            "chooses lines by head; granularity 'layer' has one set for all: choose query or kv",
+            "chooses lines by head; granularity 'layer' has one set for several heads: choose query or kv",
         ),
         ({"granularity": "query(block=8)"}, "block of granularity 'query' has no effect here: it needs a policy"),
         ({"precision": "quantise"}, "reads the prompt in a prefill of its own: expected precision full, got quantise"),

@@ -8,6 +8,7 @@ import torch
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.selections import UNION, reduction, shares_layers
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
 from perturbkv.models.adapter import Adapter
@@ -15,7 +16,7 @@ from perturbkv.pipeline.answers import generation
 from perturbkv.pipeline.answers.recompression import mean_entries
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
-from tests.oracle import policies, selection, theory
+from tests.oracle import policies, selection, shared, theory
 from tests.oracle.decoder import Decoder
 from tests.support.configs import flat
 from tests.support.models import MIXED, exact_adapter, tiny_adapter, token_ids
@@ -46,8 +47,7 @@ class Naive:
         while len(made) < TOKENS:
             lengths = [len(held) for layer in self.held for held in layer]
             if sum(lengths) / len(lengths) > LIMIT:
-                moved = np.array([self._compress(layer) for layer in range(len(self.held))])
-                self.compressions.append((len(made), sum(lengths) / len(lengths), moved))
+                self.compressions.append((len(made), sum(lengths) / len(lengths), np.array(self._compress())))
             logits = self._step(made[-1])
             made.append(int(np.argmax(logits)))
         return made
@@ -64,9 +64,13 @@ class Naive:
                     held.append(now)
         return record.logits
 
-    def _compress(self, layer: int) -> list[float]:
-        """Select for every head among what it holds; returns each head's isolated perturbation."""
-        decoder, _config = self.decoder, self.config
+    def _compress(self) -> list[list[float]]:
+        """Select for every head among what it holds; returns each layer's and head's isolated perturbation."""
+        return [self._take_all(layer, *self._votes(layer)) for layer in range(len(self.held))]
+
+    def _votes(self, layer: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Each head's votes and norms of what it holds before the window, and how many entries the longest holds."""
+        decoder = self.decoder
         longest = max(len(held) for held in self.held[layer])
         prefix = longest - WINDOW
         votes, norms = np.zeros((decoder.heads, prefix)), np.zeros((decoder.heads, prefix))
@@ -84,7 +88,7 @@ class Naive:
             for place, value in enumerate(values[:-WINDOW]):
                 length = theory.l2 if flat(self.config).norm == "l2" else theory.l1
                 norms[head, first + place] = length(value @ columns)
-        return self._take_all(layer, votes, norms, longest)
+        return votes, norms, longest
 
     def _take_all(self, layer: int, votes: np.ndarray, norms: np.ndarray, longest: int) -> list[float]:
         return [self._take(layer, head, votes, norms, longest) for head in range(self.decoder.heads)]
@@ -154,11 +158,30 @@ class NaiveBlocks(Naive):
         return [self._moved(layer, head, [held[head][place] for place in kept]) for head, (kept, _) in enumerate(sets)]
 
 
+class NaiveShared(Naive):
+    """Sets that heads and layers share: all layers' votes first."""
+
+    def _compress(self) -> list[list[float]]:
+        votes = [self._votes(layer) for layer in range(len(self.held))]
+        rows = [shared.Layer(each, norms, norms) for each, norms, _ in votes]
+        sets = shared.select(self.config, rows, votes[0][2], self.decoder.kv_heads)
+        kept = [[sets[layer, head][0] for head in range(self.decoder.heads)] for layer in range(len(votes))]
+        return [
+            [self._moved(layer, head, [self.held[layer][head][i] for i in own]) for head, own in enumerate(each)]
+            for layer, each in enumerate(kept)
+        ]
+
+
 @pytest.mark.parametrize("norm", ["l1", "l2"])
-@pytest.mark.parametrize("granularity", ["layer", "layer(block=4)", "kv(block=4)", "query(block=4, block_score=max)"])
-def test_whole_blocks_and_layers_are_compressed_as_the_naive_run_does(granularity: str, norm: str) -> None:
+@pytest.mark.parametrize(
+    "granularity",
+    ["layer", "layer(block=4)", "kv(block=4)", "query(block=4, block_score=max)", "kv(reduce=union)",
+     "layer(reduce=union, block=4)", "head", "head(reduce=max)", "model(block=4)", "model(reduce=union)"],
+)  # fmt: skip
+def test_whole_blocks_and_shared_sets_are_compressed_as_the_naive_run_does(granularity: str, norm: str) -> None:
     adapter, chosen = exact_adapter("llama", 4, 2, seed=1), config("snapkv", granularity=granularity, norm=norm)
-    naive = NaiveBlocks(adapter, chosen)
+    of_layers = shares_layers(chosen.granularity) or reduction(chosen.granularity) == UNION
+    naive = (NaiveShared if of_layers else NaiveBlocks)(adapter, chosen)
     expected = naive.generate()
     found = answer(adapter, PROMPT, (chosen,), TOKENS, compress_every=LIMIT)
     assert found.evicted[0] == expected[: len(found.evicted[0])]

@@ -263,7 +263,7 @@ def test_a_batch_of_its_own_reads_what_a_batch_of_many_reads() -> None:
 
 
 @pytest.mark.parametrize(("asked", "said"), [
-    ({"granularity": "layer"}, "chooses pages by head; granularity 'layer' has one set for all: choose query or kv"),
+    ({"granularity": "layer"}, "chooses pages by head; granularity 'layer' has one set for several heads: choose"),
     ({"granularity": "query(block=8)"}, "block of granularity 'query' has no effect here: it needs a policy"),
     ({"precision": "quantise"}, "reads pages of the model's own cache: expected precision full, got quantise"),
     ({"correction": "corrected"}, "expected correction none, got corrected"),

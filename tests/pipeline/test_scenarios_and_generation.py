@@ -124,7 +124,8 @@ class Naive:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_generation_equals_the_naive_decoders(heads: tuple[int, int], scenario: str) -> None:
     adapter = exact_adapter("llama", *heads)
-    configs = (config("snapkv"), config("adakv"), config("pyramidkv", selection="attention"))
+    shared = (config("snapkv", granularity=name) for name in ("head", "model(block=4)", "model(reduce=union)"))
+    configs = (config("snapkv"), config("adakv"), config("pyramidkv", selection="attention"), *shared)
     found = answer(adapter, PROMPT, configs, 12, scenario=scenario)
     run = RunConfig("m", "d", configs, scenario=scenario)
     for chosen, tokens in zip(configs, found.evicted, strict=True):

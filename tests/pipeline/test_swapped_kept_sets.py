@@ -322,5 +322,6 @@ def test_sides_of_two_granularities_and_budgets_that_evict_nothing_are_refused()
 
 
 def test_sides_of_layers_are_not_swapped_by_head() -> None:
-    with pytest.raises(ConfigError, match="granularity 'layer' keeps one for all of them"):
-        pk.patching(small(), PROMPTS, *sides("layer"), question=pk.PatchingConfig(by="heads"), progress=False)
+    for granularity in ("layer", "model"):
+        with pytest.raises(ConfigError, match=f"granularity '{granularity}' keeps one for all of them"):
+            pk.patching(small(), PROMPTS, *sides(granularity), question=pk.PatchingConfig(by="heads"), progress=False)

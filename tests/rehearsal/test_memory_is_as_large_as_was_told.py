@@ -68,6 +68,21 @@ def test_an_8b_model_takes_what_was_told(tokens: int, layers: int, steps: int) -
     check(on_paper(model, tokens, GRID, steps=steps), told(config, tokens, GRID, steps=steps))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("granularity", "least"), [("head(product=mean-of-products)", 1.2), ("model(reduce=union)", 1.4), ("model", 0.8)]
+)
+def test_sets_that_layers_share_take_what_was_told(granularity: str, least: float) -> None:
+    """In many layers their joined scores take more than measuring a layer does; means of groups do not."""
+    configs = pk.grid(0.1, granularity=granularity, selection="two-stage")
+    model, config = llama(24)
+    found, estimate = on_paper(model, 8192, configs), told(config, 8192, configs)
+    stays = estimate.weights + estimate.full_cache + estimate.statistics
+    assert found.peaks["layer"] - stays == pytest.approx(estimate.layer, rel=WITHIN["layer"])
+    assert max(found.peaks.values()) == pytest.approx(estimate.total, rel=0.05)
+    assert estimate.layer > least * told(config, 8192, pk.grid(0.1, granularity="kv", selection="two-stage")).layer
+
+
 @pytest.mark.parametrize("policy", ["kvzip", "scissorhands"])
 def test_shorter_loops_take_less_than_was_told(policy: str) -> None:
     configs = pk.grid((0.1, 0.4), policy=policy, selection="attention")

@@ -77,6 +77,16 @@ def of_policy(name: str) -> list[pk.EvictionConfig]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "granularity", ["kv(reduce=union)", "layer(reduce=union)", "head", "model", "model(reduce=union)"]
+)
+def test_sets_that_heads_and_layers_share_on_two_gpus(granularity: str) -> None:
+    selections = ("attention", "two-stage") if "union" in granularity else ("two-stage", "hindsight", "value", "random")
+    configs = pk.grid(24, policy="snapkv", window=8, selection=selections, granularity=granularity)
+    check(traced(configs, steps=2), TWO_GPUS)
+
+
 def test_the_main_path_on_one_gpu() -> None:
     check(traced(TWO, generate=3), ONE)
 
@@ -107,6 +117,7 @@ def test_every_family_on_two_gpus(family: str) -> None:
         ({}, {"correction": "corrected(mass=stored)"}),
         ({}, {"granularity": "query"}),
         ({}, {"granularity": "layer"}),
+        ({"generate": 2}, {"granularity": ("head", "head(reduce=union)", "model(block=4)", "model(reduce=union)")}),
     ],
     ids=str,
 )
@@ -124,8 +135,9 @@ def test_every_kind_of_cache_on_two_gpus(settings: dict[str, Any], grid: dict[st
          *pk.grid(24, policy="streaming-llm", selection="position", window=8)],
         pk.grid(24, policy="snapkv(positions=in-cache)", selection="attention", window=8),
         pk.grid(24, selection="attention", window=8, precision="quantise(bits=4)"),
+        pk.grid(24, selection="two-stage", window=8, granularity=("head", "model(reduce=union)")),
     ],
-    ids=["by score", "by time", "in-cache", "quantised"],
+    ids=["by score", "by time", "in-cache", "quantised", "shared by layers"],
 )  # fmt: skip
 def test_caches_that_are_compressed_while_decoding_on_two_gpus(configs: list[pk.EvictionConfig]) -> None:
     check(answered(configs, compress_every=4), TWO_GPUS)

@@ -65,6 +65,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "corrected": {"correction": "corrected"},
     "in-cache": {"policy": "adakv(positions=in-cache)"},
     "random": {"policy": "random", "selection": "random"},
+    "shared by layers": {"granularity": "head", "selection": "two-stage"},
+    "united": {"granularity": "model(reduce=union)", "selection": "two-stage"},
 }
 
 

@@ -166,6 +166,26 @@ def template_configs(granularity: str) -> tuple[EvictionConfig, ...]:
     return tuple(made)
 
 
+def shared_configs(granularity: str) -> tuple[EvictionConfig, ...]:
+    """Sets that heads or layers share, with every rule of combining scores, of entries and of blocks, in one batch."""
+    fields: dict[str, Any] = {"window": WINDOW, "kernel": 3}
+    united = f"{granularity}(reduce=union)"
+    table = AlphaTable("h.json", "head", ((0.0, 0.3, 1.0, 0.8), (0.6, 0.1, 0.45, 0.95)), (0, 1))
+    made = [
+        *(configuration(14, selection=name, granularity=f"{granularity}(reduce={rule})", **fields)
+          for name in ("attention", "two-stage") for rule in ("mean", "max", "union")),
+        *(configuration(14, selection=name, granularity=granularity, window=WINDOW)
+          for name in ("value", "hindsight", "hindsight-attention")),
+        configuration(19, granularity=f"{granularity}(reduce=union, block=4)", **fields),
+        configuration(19, granularity=f"{granularity}(block=4)", **fields),
+        configuration(0.6, granularity=united, protect_first=3, protect_recent=7, **fields),
+        configuration(14, granularity=united, selection=Choice("two-stage", {"alpha": table}), **fields),
+        configuration(14, policy="h2o", granularity=united, window=WINDOW),
+        EvictionConfig(14, "streaming-llm(positions=in-cache)", "position", WINDOW, granularity=granularity),
+    ]  # fmt: skip
+    return tuple(made)
+
+
 WAYS = (("query", "context-only"), ("kv", "regular"), ("kv", "context-only"))
 """Granularities and scenarios that every family is held to in two configurations, beside the first in five."""
 CASES = [
@@ -220,6 +240,13 @@ CASES = [
     ("llama", "GQA", "query", "regular", "templates"),
     ("gpt_oss", "GQA", "kv", "regular", "templates"),
     ("qwen3", "MQA", "query", "regular", "templates"),
+    ("llama", "GQA", "kv", "regular", "shared"),
+    ("phi3", "GQA", "layer", "context-only", "shared"),
+    ("llama", "GQA", "head", "regular", "shared"),
+    ("qwen3", "MHA", "head", "context-only", "shared"),
+    ("llama", "GQA", "model", "regular", "shared"),
+    ("gemma3_text", "GQA", "model", "context-only", "shared"),
+    ("gpt_oss", "GQA", "head", "regular", "shared"),
 ]
 CONFIGS = {
     "pair": pair,
@@ -233,4 +260,5 @@ CONFIGS = {
     "tables": table_configs,
     "pages": page_configs,
     "templates": template_configs,
+    "shared": shared_configs,
 }

@@ -20,6 +20,7 @@ from perturbkv.analyses.measurements import Floats, Measurements, sets_per_layer
 from perturbkv.analyses.pairing import budget_order, pairs
 from perturbkv.configs.alpha_table import GLOBAL, HEAD, LAYER, AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.selections import shares_heads, shares_layers
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.trace import Trace
 
@@ -101,7 +102,10 @@ def sweep(trace: Trace) -> Sweep:
 
 
 def _swept_configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
-    """Return the baseline, and the selection at every α. Raises TraceError for one α alone, or several settings."""
+    """Return the baseline, and the selection at every α.
+
+    Raises TraceError for one α alone, for several settings, and for kept sets that layers share.
+    """
     chosen = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
     if len(chosen) > 1:
         labels = "; ".join(paper.label() for _, paper in chosen)
@@ -111,6 +115,12 @@ def _swept_configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
         )
         raise TraceError(msg)
     ((baseline, paper),) = chosen
+    if shares_layers(baseline.granularity):
+        msg = (
+            f"{ANALYSIS} chooses per layer, and granularity '{baseline.granularity.name}' has one set for all layers; "
+            "choose query, kv or layer"
+        )
+        raise TraceError(msg)
     same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=budget_order)
     if len(same) < 2:
         msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone"
@@ -140,7 +150,7 @@ def _heads_per_set(trace: Trace, config: EvictionConfig, heads: int) -> int:
     """Return the number of query heads that share a kept set."""
     if config.granularity.name == "query":
         return 1
-    if config.granularity.name == "layer":
+    if shares_heads(config.granularity):
         return heads
     return heads // sets_per_layer(trace, trace.config_index(config.label()))
 

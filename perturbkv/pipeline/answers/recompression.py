@@ -18,14 +18,16 @@ from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, close_gaps
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.selections import shares_layers
 from perturbkv.devices import on_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms
-from perturbkv.selection.kept_sets import select
-from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.kept_sets import on_device, rankings, select
+from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
+from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 
 
@@ -135,7 +137,13 @@ class Compressor:
     def _compress_row(self, row: int, config: ResolvedConfig, generated: int) -> list[Tensor]:
         """Compress one row, and return per layer its perturbation, output norm and retained mass, (3, head)."""
         views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
-        kept = [select(config, view.statistics(config, self.head_scores), view.longest).kept for view in views]
+        layers = [view.statistics(config, self.head_scores) for view in views]
+        sharing = shares_layers(config.granularity)
+        shared = {config: rankings(config, Scores(join_layers(layers)))} if sharing else {}
+        kept = [
+            select(config, layer, view.longest, on_device(shared, layer.norms.device)).kept
+            for layer, view in zip(layers, views, strict=True)
+        ]
         counts = torch.stack(on_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)

@@ -22,7 +22,7 @@ from perturbkv import memory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.selections import STAGED
+from perturbkv.configs.selections import STAGED, UNION, reduction, shares_layers
 from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, is_single_pass
@@ -49,6 +49,9 @@ _ANSWERS = ("generated_full", "generated", "score_full", "score", "digits_full",
 
 _RANK_BYTES = 12
 """Bytes of an entry's place in a ranking, and of its rank."""
+_BY_HEAD_BYTES, _BY_GROUP_BYTES = 40, 16
+"""Working bytes of an entry and query head of all layers, where shared sets rank by products or ranks of heads, and
+where they rank by means of a group."""
 _BLOCKS_AT_ONCE = 3.5
 """Blocks of a long loop that are in memory at once: two of logits, the weights before, and their mask."""
 
@@ -62,7 +65,8 @@ class Memory:
         full_cache: every entry of the prompt.
         statistics: scores and value norms of all layers.
         prefill: one layer's activations, or the blocks of a long loop.
-        layer: rankings of all layers, and one layer's entries, projection and sums in float64.
+        layer: rankings of all layers, and one layer's entries, projection and sums in float64, or the joined scores of
+            all layers that share kept sets.
         decoding: rankings and coded kept sets of all layers, the largest batch of evicted caches, and copies.
     """
 
@@ -135,7 +139,7 @@ def estimate_memory(planned: Plan) -> Memory:
     norms = 4 * (1 + any(config.euclidean for config in planned.configs))
     working = working_bytes(planned.placement.device, planned.resources.chunk_bytes)
     loops = int(_BLOCKS_AT_ONCE * block_bytes(planned.placement.device)) if in_loops else 0
-    rankings = _RANK_BYTES * shape.layers * _ranking_entries(ranked, shape, tokens)
+    rankings = _RANK_BYTES * _ranking_entries(ranked, shape, tokens)
     codes = sum(_sets(config, shape) for config in run.configs) * shape.layers * mask_bytes(tokens)
     row = WORK.itemsize * shape.heads * tokens
     sums = (1 + len(run.configs)) * row
@@ -147,7 +151,11 @@ def estimate_memory(planned: Plan) -> Memory:
         full_cache=shape.full_cache_bytes(longest),
         statistics=tokens * shape.layers * shape.heads * (norms + WORK.itemsize * len(scores)),
         prefill=_prefill_bytes(planned, shape, tokens, loops),
-        layer=rankings + (4 + 2 * run.steps) * row + entries + max(entries, projection + min(working, sums)),
+        layer=rankings
+        + max(
+            (4 + 2 * run.steps) * row + entries + max(entries, projection + min(working, sums)),
+            _joined_bytes(ranked, shape, tokens, norms),
+        ),
         decoding=rankings + codes + planned.batches.largest_bytes + max(copied, projection),
     )
 
@@ -161,15 +169,32 @@ def _prefill_bytes(planned: Plan, shape: Shape, tokens: int, loops: int) -> int:
     return rotations + max(shape.itemsize * tokens * feed_forward, shape.itemsize * tokens * attention + loops)
 
 
+def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, norms: int) -> int:
+    """Return the bytes of the joined statistics of all layers while sets that layers share are ranked.
+
+    `norms` are the bytes of an entry's value norms per query head.
+    """
+    sharing = [config for config in configs if shares_layers(config.granularity)]
+    if not sharing:
+        return 0
+    joined = len({requested_scores(config) for config in sharing}) * (norms + 2 * WORK.itemsize)
+    by_head = any(
+        reduction(config.granularity) == UNION or config.granularity.options.get("product") == "mean-of-products"
+        for config in sharing
+    )
+    return tokens * shape.layers * shape.heads * (joined + (_BY_HEAD_BYTES if by_head else _BY_GROUP_BYTES))
+
+
 def _ranking_entries(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int) -> int:
-    """Return the number of entries in one layer's rankings, all of which stay until the sample is done."""
+    """Return the number of entries in the rankings of all layers, which stay until the sample is done."""
     rankings: dict[Hashable, int] = {}
     for config in configs:
         alike = (requested_scores(config), config.system.score.pooling(), config.granularity)
         staged = config.selection.name in STAGED or config.has_own_stages
         first = "attention" if staged or config.selection.name == "attention" else config.selection
         for rule in (first, config.selection) if staged else (first,):
-            rankings[alike, rule] = _sets(config, shape) * (tokens // config.block)
+            layers = 1 if shares_layers(config.granularity) else shape.layers
+            rankings[alike, rule] = layers * _sets(config, shape) * (tokens // config.block)
     return sum(rankings.values())
 
 

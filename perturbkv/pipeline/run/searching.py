@@ -63,7 +63,7 @@ def _layer_views(sample: SampleRun, layer: FullLayer, heads: Sequence[int]) -> I
     """Yield the entries and kept sets of the given heads of one layer."""
     step, configs = sample.full.steps[0], sample.run.configs
     weights, sinks = layer.weights(step)
-    masks = layer.kept_masks(configs, weights)
+    masks = layer.kept_masks(configs, lambda _: weights)
     always = _always_kept(configs, layer.tokens, step.entries)
     for head in heads:
         value = layer.values[head * len(layer.values) // sample.adapter.heads, : step.entries]

@@ -12,7 +12,7 @@ from torch import Tensor
 from perturbkv import theory
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.decoding import StepRecord
-from perturbkv.pipeline.sample.prefill import Prefill, Statistics
+from perturbkv.pipeline.sample.prefill import Prefill, Realised, Statistics
 from perturbkv.selection.kept_sets import Group
 from perturbkv.selection.resolved_config import ResolvedConfig
 
@@ -79,11 +79,11 @@ class FullLayer:
         """Return a decode step's attention weights A on the layer's entries, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
 
-    def groups(self, configs: Sequence[ResolvedConfig], realised: Tensor | None = None) -> list[Group]:
-        """Return the groups of configurations with their kept sets; `realised` is A of the first decode step."""
+    def groups(self, configs: Sequence[ResolvedConfig], realised: Realised | None = None) -> list[Group]:
+        """Return the groups of configurations with their kept sets; `realised` gives A of the first decode step."""
         return self.statistics.groups(configs, self.index, self.prompt_keys, self.prompt_values, realised)
 
-    def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Tensor) -> list[Bool[Tensor, "kept_head n"]]:
+    def kept_masks(self, configs: Sequence[ResolvedConfig], realised: Realised) -> list[Bool[Tensor, "kept_head n"]]:
         """Return the mask of the kept set of each configuration, all of which must evict."""
         masks: dict[int, Tensor] = {}
         for group in self.groups(configs, realised):

@@ -103,7 +103,7 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     attention = [entries for entries, _ in weights]
     with phase("select"):
         groups: list[AnyGroup] = [
-            *layer.groups(configs, attention[0]),
+            *layer.groups(configs, lambda other: attention[0] if other == index else sample.realised(other)),
             *page_reading.read_page_groups(layer, configs, [step.query[index][0] for step in full]),
         ]
         sparse_groups = sparse_prefill.line_groups(layer, configs)

@@ -18,6 +18,7 @@ from perturbkv.cache import stand_in
 from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
+from perturbkv.configs.selections import shares_layers
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import send, to_device
 from perturbkv.models.adapter import Adapter
@@ -28,8 +29,8 @@ from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
 from perturbkv.scoring.score import ScoreRequest
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
-from perturbkv.selection.kept_sets import Group, kept_groups
-from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, on_device, rankings
+from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
 from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
 from perturbkv.selection.sparse_lines import Positions, remembered_positions
@@ -65,6 +66,8 @@ class Rotations:
         return Rotation(cosine, sine)
 
 
+Realised = Callable[[int], Float[Tensor, "head key"]]
+"""Function from a layer's index to the attention weights A of the first decoding query."""
 Source = Callable[
     [int, Float[Tensor, "kv_head key d_head"], Float[Tensor, "kv_head key d_head"]], Bool[Tensor, "kv_head key"]
 ]
@@ -84,7 +87,7 @@ class Statistics:
         euclidean: per layer ‖V_i W_O^h‖₂ (head, n); empty where no configuration uses it.
         head_scores: the user's scores of all query heads; empty where there are none.
         external: configuration with external kept sets -> their source.
-        model_results: cached results of `model_wide`.
+        model_results: cached results of `model_wide`, and of rankings that layers share.
         mean_queries: window -> per layer the mean of its queries after rotation (head, d_head), for corrections.
         queries: positions -> per layer their queries after rotation (head, query, d_head), for sparse prefills.
     """
@@ -108,27 +111,35 @@ class Statistics:
         layer: int,
         key: Float[Tensor, "kv_head key d_head"],
         value: Float[Tensor, "kv_head key d_head"],
-        realised: Tensor | None = None,
+        realised: Realised | None = None,
     ) -> list[Group]:
         """Return the groups of all configurations with their kept sets in one layer, from its n entries."""
         external = {config: self.external[config](layer, key, value) for config in configs if config in self.external}
-        return kept_groups(configs, self.scores(layer, realised), self.tokens, external)
+        shared = on_device(self._shared_rankings(configs, realised), key.device)
+        return kept_groups(configs, self.scores(layer, realised), self.tokens, external, shared)
 
-    def scores(self, layer: int, realised: Tensor | None = None) -> Callable[[ResolvedConfig], Scores]:
+    def scores(self, layer: int, realised: Realised | None = None) -> Callable[[ResolvedConfig], Scores]:
         """Return a function from a configuration to the scores of one layer, computed once per set of requested scores.
 
-        `realised` is A of the first decoding query, where it is known.
+        `realised` gives A of the first decoding query, where it is known.
         """
-        cached: dict[tuple[ScoreRequest, ...], Scores] = {}
+        return _once_per_request(lambda requests: self._layer_statistics(requests, layer, realised))
 
-        def scores_of(config: ResolvedConfig) -> Scores:
-            requests = requested_scores(config)
-            if requests not in cached:
-                scores, *first = (self.scored[request][layer] for request in requests)
-                cached[requests] = Scores(self._layer_statistics(scores, first[0] if first else None, layer, realised))
-            return cached[requests]
-
-        return scores_of
+    def _shared_rankings(
+        self, configs: Sequence[ResolvedConfig], realised: Realised | None
+    ) -> Mapping[ResolvedConfig, Rankings]:
+        """Return the rankings of the configurations whose kept sets all layers share, computed once per sample."""
+        sharing = tuple(config for config in configs if shares_layers(config.granularity) and config.evicts)
+        key = ("shared", sharing, realised is None)
+        if key not in self.model_results:
+            scores_of = _once_per_request(
+                lambda requests: join_layers(
+                    self._layer_statistics(requests, layer, realised) for layer in range(self.layers)
+                )
+            )
+            self.model_results[key] = {config: rankings(config, scores_of(config)) for config in sharing}
+        found: Mapping[ResolvedConfig, Rankings] = self.model_results[key]
+        return found
 
     def model_wide(
         self, config: ResolvedConfig, ends: Ends, key: Hashable, make: Callable[[Iterable[Tensor]], Any]
@@ -152,9 +163,10 @@ class Statistics:
         return scores[:, ends.competing_slice(scores.shape[-1])]
 
     def _layer_statistics(
-        self, accumulated: Tensor, first_stage: Tensor | None, layer: int, realised: Tensor | None
+        self, requests: Sequence[ScoreRequest], layer: int, realised: Realised | None
     ) -> LayerStatistics:
-        """Return one layer's statistics for selection, with the unpooled scores of policy and own stage 1."""
+        """Return one layer's statistics for selection, with the requested scores of policy and own stage 1."""
+        accumulated, *first = (self.scored[request][layer] for request in requests)
         norms = self.norms[layer][:, : accumulated.shape[1]]
         return LayerStatistics(
             accumulated=accumulated,
@@ -163,12 +175,27 @@ class Statistics:
             layer=layer,
             layers=self.layers,
             sample=self.sample,
-            realised=None if realised is None else realised[:, : norms.shape[1]],
+            realised=None if realised is None else realised(layer)[:, : norms.shape[1]],
             head_scores=self.head_scores,
-            first_stage=first_stage,
+            first_stage=first[0] if first else None,
             model_wide=self.model_wide,
             euclidean=self.euclidean[layer][:, : norms.shape[1]] if self.euclidean else None,
         )
+
+
+def _once_per_request(
+    make: Callable[[Sequence[ScoreRequest]], LayerStatistics],
+) -> Callable[[ResolvedConfig], Scores]:
+    """Return a function from a configuration to the scores made of its requests, made once per tuple of them."""
+    cached: dict[tuple[ScoreRequest, ...], Scores] = {}
+
+    def scores_of(config: ResolvedConfig) -> Scores:
+        requests = requested_scores(config)
+        if requests not in cached:
+            cached[requests] = Scores(make(requests))
+        return cached[requests]
+
+    return scores_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.configs.resources import Resources
@@ -105,3 +105,8 @@ class SampleRun:
     def layer(self, index: int) -> FullLayer:
         """Return the full layer with measured-layer index `index`."""
         return FullLayer.from_prefill(self.adapter, self.prefill, index)
+
+    def realised(self, index: int) -> Float[Tensor, "head key"]:
+        """Return the attention weights A of the first decode step in a measured layer."""
+        weights, _ = self.layer(index).weights(self.full.steps[0])
+        return weights

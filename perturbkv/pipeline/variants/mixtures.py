@@ -149,9 +149,8 @@ class MixtureSample:
 
     def _layer(self, layer: FullLayer) -> _Layer:
         """Return copies of a layer's entries, with the kept sets of baseline and treatment."""
-        attention, _ = layer.weights(self.sample.full.steps[0])
         keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
-        masks = replace(layer, keys=keys, values=values).kept_masks(self.run.configs, attention)
+        masks = replace(layer, keys=keys, values=values).kept_masks(self.run.configs, self.sample.realised)
         return _Layer(keys, values, torch.stack(masks))
 
     def _evict(self, index: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:

@@ -21,7 +21,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import Option, WithOptions, option
 from perturbkv.configs.plugins import make
 from perturbkv.configs.precision import FULL, NONE
-from perturbkv.configs.selections import GIVEN, SELECTIONS
+from perturbkv.configs.selections import GIVEN, SELECTIONS, UNION, reduction, shares_heads, shares_layers
 from perturbkv.errors import ConfigError
 from perturbkv.scoring import score_registry as scores
 from perturbkv.scoring.score import Score, window_queries_option
@@ -225,12 +225,15 @@ class NonEvicting(Policy):
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
-        """Raise ConfigError for unsupported options: granularity `layer`, protection, quantisation, correction."""
-        if config.granularity.name == "layer":
+        """Raise ConfigError for unsupported options: shared sets, `union`, protection, quantisation, correction."""
+        if shares_heads(config.granularity) or shares_layers(config.granularity):
             msg = (
-                f"policy '{cls.name}' chooses {cls.chooses} by head; granularity 'layer' has one set for all: choose "
-                "query or kv"
+                f"policy '{cls.name}' chooses {cls.chooses} by head; granularity '{config.granularity.name}' has one "
+                "set for several heads: choose query or kv"
             )
+            raise ConfigError(msg)
+        if reduction(config.granularity) == UNION:
+            msg = f"policy '{cls.name}' chooses {cls.chooses} by score: expected reduce mean or max, got {UNION}"
             raise ConfigError(msg)
         for what, got, usual in (
             ("protect_first", config.protect_first, 0),
