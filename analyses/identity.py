@@ -40,6 +40,7 @@ class RunIdentity:
         weights: type of quantised weights in the file and in the run; empty for others.
         ended: number of complete samples left out because their text ends before the step shown.
         source: what has the digest: `trace`, `answers`, or another file of a run.
+        unit: what a sample is.
         measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
@@ -57,6 +58,7 @@ class RunIdentity:
     weights: str = ""
     ended: int = 0
     source: str = "trace"
+    unit: str = "sample"
     measured_layers: str = ""
     byte_shares: tuple[float, ...] = ()
 
@@ -89,7 +91,7 @@ class RunIdentity:
             f"layers {self.measured_layers} measured" if self.measured_layers else "",
             self.dataset,
             self.scenario if self.scenario != "regular" else "",
-            plural(self.samples, "sample"),
+            plural(self.samples, self.unit),
             f"{self.ended} ended before" if self.ended else "",
             f"{self.failed} failed" if self.failed else "",
             f"{self.source} {self.trace or 'in memory'}",

@@ -312,7 +312,8 @@ def conclude(trace: DumpTrace) -> DumpAudit:
     """Return the verdict on a dump."""
     about = trace.about
     identity = RunIdentity(
-        model=about["model"], dataset=trace.path, samples=len(trace.requests), failed=0, configs=(), trace="",
+        model=about["model"], dataset="", samples=len(trace.requests), failed=0, configs=(), trace=trace.path,
+        source="dump", unit="request",
         random_weights=about["random_weights"] == "true", made_with=f"perturbkv {about['perturbkv_version']}",
     )  # fmt: skip
     return DumpAudit(trace, identity)

@@ -125,7 +125,7 @@ def audit(
         KEPT_FILE.check(Path(eviction))
     run.check_names()
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
-    folder = run_folder(run, run.output)
+    folder = run_folder(replace(run, dataset=eviction) if is_dump else run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     files += caption_files(folder, [_STEM]) if look.style != "screen" else []
     if run.junit is not None:
