@@ -106,7 +106,8 @@ def _parse_groups(text: str, whole: str) -> Groups:
     missing = [axis for axis in (BLOCK, HEAD, DIM) if axis not in axes]
     if unknown or missing or len(set(axes)) < len(axes) or not all(groups):
         what = f"unknown: {unknown[0]}" if unknown else f"no {missing[0]}" if missing else "an axis twice, or none"
-        msg = f"expected a layout of the axes {', '.join(_AXES)}, with spaces between them, or one of {', '.join(NAMED)}, got '{whole}' ({what})"
+        axes_text = f"the axes {', '.join(_AXES)}, with spaces between them"
+        msg = f"expected a layout of {axes_text}, or one of {', '.join(NAMED)}, got '{whole}' ({what})"
         raise ConfigError(msg)
     return groups
 
