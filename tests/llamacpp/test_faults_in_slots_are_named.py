@@ -44,7 +44,8 @@ def test_swapped_rows_are_named(
     audit = audited(planted.path, weights)
     assert audit.verdict == "differs"
     assert {(fault.kind, fault.first, fault.what) for fault in audit.faults if len(fault.layers) > 20} == {
-        ("place", 20, "token 90 of the same request"), ("place", 90, "token 20 of the same request"),
+        ("place", 20, "entries of token 90 of the same request"),
+        ("place", 90, "entries of token 20 of the same request"),
     }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_a_block_of_a_request_that_has_ended_is_named_in_its_layer(
         audit = audited(*two(text), ended, until="a")
     (fault,) = [fault for fault in audit.faults if fault.kind == "stale"]
     assert (fault.request, fault.layers, fault.blocks) == ("a", [7], [tables_at[1]["a"][0]])
-    assert fault.what == "tokens 0 to 31 of request c, which has ended"
+    assert fault.what == "entries of tokens 0 to 31 of request c, which has ended"
 
 
 def test_a_wrong_block_table_is_named(audited: Audited, text: tuple[int, ...]) -> None:
@@ -106,7 +106,8 @@ def test_a_wrong_block_table_is_named(audited: Audited, text: tuple[int, ...]) -
 
     audit = audited(*two(text), change=swap)
     assert {(fault.kind, fault.what) for fault in audit.faults} == {
-        ("place", "tokens 0 to 31 of the same request"), ("place", "tokens 32 to 63 of the same request"),
+        ("place", "entries of tokens 0 to 31 of the same request"),
+        ("place", "entries of tokens 32 to 63 of the same request"),
     }  # fmt: skip
     assert all(len(fault.layers) == 30 and fault.request == "a" for fault in audit.faults)
 
