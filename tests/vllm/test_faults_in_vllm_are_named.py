@@ -51,7 +51,7 @@ def kinds(audit: DumpAudit) -> dict[str, tuple[str, int, int, list[int]]]:
     return {fault.kind: (fault.request, fault.first, fault.last, fault.blocks) for fault in reversed(audit.faults)}
 
 
-def test_an_overwritten_block_is_named_and_decoding_goes_astray(
+def test_an_overwritten_block_is_named_and_what_follows_is_not(
     llm: Any, audited: Audited, text: tuple[int, ...]
 ) -> None:
     blocks: list[int] = []
@@ -63,7 +63,7 @@ def test_an_overwritten_block_is_named_and_decoding_goes_astray(
     with before_step(llm, 3, plant):
         found = kinds(audited(*two(text)))
     assert found["missing"] == ("a", 32, 63, blocks)
-    assert found["decoding"][0] == "a"
+    assert "decoding" not in found  # what the engine answers is what attention to the zeros gives
 
 
 def test_a_block_of_another_request_is_named(llm: Any, audited: Audited, text: tuple[int, ...]) -> None:
