@@ -114,7 +114,7 @@ class DumpAudit(Result):
     def summary(self) -> str:
         """The verdict in one line."""
         clauses = {UNREADABLE: self._unreadable_clause, DIFFERS: self._differs_clause, EXACT: self._exact_clause}
-        return f"{self.verdict}: {clauses[self.verdict]()}"
+        return escape_line(f"{self.verdict}: {clauses[self.verdict]()}")
 
     @derived()
     def dump(self) -> str:
@@ -243,7 +243,9 @@ class DumpAudit(Result):
         for fault in self.trace.faults:
             by_request[fault.request].append(fault)
         for name, faults in by_request.items():
-            case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.dump), name=name or "verdict")
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=escape_line(self.dump), name=escape_line(name) or "verdict"
+            )
             if faults:
                 message = escape_line(_fault_clause(faults[0], self.layers))
                 ElementTree.SubElement(case, "failure", type=faults[0].kind, message=message)

@@ -118,7 +118,7 @@ def describe_base(
 def round_towards_zero(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers rounded to the next number of a floating-point type that is not farther from zero."""
     nearest = numbers.to(dtype)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     below = (nearest.view(bits) - 1).view(dtype).to(numbers.dtype)  # sign and magnitude: the next towards zero
     rounded = nearest.to(numbers.dtype)
     return torch.where(rounded.abs() > numbers.abs(), below, rounded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -21,10 +22,24 @@ WHOLE_BLOCK = 8
 """Least tokens of a block that is looked at by itself; of smaller ones neighbours are looked at together."""
 _TYPICAL = 8
 """Noise floors, as the largest of several distances, lie that far above typical ones, or less."""
-_LEAST_FACTOR, _NEARER = 0.01, 0.8
-"""Least difference of a common factor from 1, and most of the distance that is left without it."""
-_CUT_OFF = 0.95
-"""Least share of a layer's numbers that are rounded towards zero where all are."""
+_ALIASES = {
+    "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+"""Other names of torch's types."""
+_SHARE = 0.35
+"""Largest median distance by rounding, over ε: it is about a fifth."""
+_BITS = {8: 0.015, 7: 0.03, 6: 0.05, 5: 0.1, 4: 0.2, 3: 0.3, 2: 0.3}
+"""Bits -> largest median distance that rounding to whole numbers of so many bits, in blocks with a scale, explains."""
+_FARTHEST = 1e3
+"""Largest distance of an entry that counts; of numbers that are none."""
+_LEAST_FACTOR, _NEARER, _LEAST_ENTRIES = 0.01, 0.8, 32
+"""Least difference of a common factor from 1, most of the distance that is left without it, least number of entries."""
+_FEWER_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types that entries of 16 bits may have gone through."""
+_CUT_OFF, _DIFFER = 0.95, 0.2
+"""Least share of numbers that are rounded towards zero where all are, of all and of those where it is not rounding to
+the nearest, and least share of these."""
 Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 
 
@@ -87,8 +102,13 @@ def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
     """Return, of each token, the keys and values in `every` that are nearest to its entries, over all heads."""
     if len(every) == 1:
         return every[0]
-    measured = (distances(entries, full) for full in every)
-    chosen = torch.stack([(each.key + each.value).sum(dim=0) for each in measured]).argmin(dim=0)
+    far = []
+    for full in every:
+        measured = distances(entries, full)
+        both = (measured.key + measured.value).clamp(max=_FARTHEST)
+        by_token = both.new_zeros(len(both), full[0].shape[1])
+        far.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
+    chosen = torch.stack(far).argmin(dim=0)
     tokens = torch.arange(len(chosen), device=chosen.device)
     keys, values = (torch.stack([full[kind] for full in every])[chosen, :, tokens] for kind in range(2))
     return keys.transpose(0, 1), values.transpose(0, 1)
@@ -143,7 +163,7 @@ def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str,
     """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
     dumped_entries, full = _pairs(kind, entries, known)
     factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
-    if not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
+    if len(full) < _LEAST_ENTRIES or not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
         return 1.0
     before, after = (
         torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
@@ -152,28 +172,66 @@ def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str,
 
 
 def _pairs(
-    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]
+    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], heads: slice = slice(None)
 ) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
     """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
     own, expected = [], []
     for name, dumped in entries.items():
-        index = dumped.positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
-        there = dumped.positions != REMOVED
-        own.append((dumped.keys, dumped.values)[kind][there])
-        expected.append(known[name][kind].float().gather(1, index)[there])
+        positions = dumped.positions[heads]
+        index = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
+        there = positions != REMOVED
+        own.append((dumped.keys, dumped.values)[kind][heads][there])
+        expected.append(known[name][kind][heads].float().gather(1, index)[there])
     return torch.cat(own), torch.cat(expected)
 
 
-def is_cut_off(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], layer: LayerDump) -> bool:
-    """Return whether all keys (`kind` 0) or values (1) of a layer were rounded towards zero to the type of the dump."""
+def heads_cut_off(
+    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], layer: LayerDump
+) -> tuple[int, ...]:
+    """Return the heads whose keys (`kind` 0) or values (1) were all rounded towards zero to the type of the dump."""
     tensors = layer.stored or next(iter(layer.rows.values()))[:2]
     dtype, scale = tensors[kind % len(tensors)].dtype, layer.scales[kind]
-    own, full = _pairs(kind, entries, known)
-    return bool((changes.round_towards_zero(full / scale, dtype) * scale == own).float().mean() > _CUT_OFF)
+    found = []
+    for head in range(len(next(iter(entries.values())).keys)):
+        own, full = _pairs(kind, entries, known, slice(head, head + 1))
+        one = scale if scale.ndim == 0 else scale[head]
+        cut, nearest_to = changes.round_towards_zero(full / one, dtype), (full / one).to(dtype).float()
+        differ = cut != nearest_to
+        if len(own) >= WHOLE_BLOCK and bool(differ.float().mean() > _DIFFER):
+            same = (cut * one == own).float()
+            found += [head] if min(float(same[differ].mean()), float(same.mean())) > _CUT_OFF else []
+    return tuple(found)
 
 
-def is_whole(entries: Entries) -> bool:
-    """Return whether every token has an entry in every head, in order, and all numbers are finite."""
-    in_order = torch.arange(entries.positions.shape[1]).expand_as(entries.positions)
-    finite = entries.keys.isfinite().all() & entries.values.isfinite().all()
-    return torch.equal(entries.positions, in_order) and bool(finite)
+def fewer_bits(layer: LayerDump, kind: int) -> str:
+    """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one."""
+    tensors = layer.stored or next(iter(layer.rows.values()))[:2]
+    tensor = tensors[kind % len(tensors)]
+    numbers = tensor[tensor != 0]
+    if tensor.dtype.itemsize != 2 or not len(numbers):
+        return ""
+    for dtype in _FEWER_BITS:
+        if bool((numbers.float().to(dtype).float() == numbers.float()).float().mean() > _CUT_OFF):
+            return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def is_complete(entries: Entries) -> bool:
+    """Return whether every token has an entry in every head, in order."""
+    return torch.equal(entries.positions, torch.arange(entries.positions.shape[1]).expand_as(entries.positions))
+
+
+def explained_by_name(name: str) -> float:
+    """Return the largest median distance that a type of this name explains; 0 for one that is not known.
+
+    Of a floating-point type of torch, under its name or `fp8`, `bf16` and so on: 0.35 ε. Of others the bits that stand
+    in the name count: `q4_0`, `int8`.
+    """
+    known = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
+    if isinstance(known, torch.dtype):
+        try:
+            return _SHARE * torch.finfo(known).eps
+        except (TypeError, NotImplementedError):
+            pass
+    bits = re.search(r"[2-8]", name)
+    return _BITS.get(int(bits[0]), 0.0) if bits and not name.lower().startswith(("fp", "float")) else 0.0

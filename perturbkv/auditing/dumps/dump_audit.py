@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from perturbkv import memory, theory
-from perturbkv.audit_trace import DUMP_FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
+from perturbkv.audit_trace import DUMP_FLOORS, FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
 from perturbkv.auditing import loss, reference
 from perturbkv.auditing.audit import provenance
 from perturbkv.auditing.dumps import distances, matching
-from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair
+from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair, explained_by_name
 from perturbkv.auditing.dumps.dump_entries import DumpReader
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.matching import Known
-from perturbkv.auditing.dumps.plain_entries import PlainEntries, StoredCache, keys_at_tokens, token_logprobs
+from perturbkv.auditing.dumps.plain_entries import PlainEntries, StoredCache, by_token, keys_at_tokens, token_logprobs
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import full_precision
@@ -55,6 +55,9 @@ def audit_dump(
     """
     reference.check(adapter)
     _check_shape(adapter, dump)
+    if all(request.finished for request in dump.requests):
+        msg = f"{dump.path}: nothing was compared: every request has ended"
+        raise UnreadableCacheError(msg)
     for request in dump.requests:
         check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
         check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
@@ -104,10 +107,10 @@ class _Comparison:
         self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
         self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
-        self.most = DUMP_FLOORS[str(adapter.dtype).removeprefix("torch.")]
+        self.most = DUMP_FLOORS.get(str(adapter.dtype).removeprefix("torch."), FLOORS)
         self.stored = ""
         self.coarse: set[int] = set()
-        self.moved: set[str] = set()
+        self.moved: dict[str, bool] = {}
         self.given_stored: dict[str, tuple[tuple[StoredCache, Tensor], ...]] = {}
 
     def add_layer(self, index: int) -> None:
@@ -120,23 +123,20 @@ class _Comparison:
             self.stored = self.dump.dtype or ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
             if layer.stored:
                 self.faults += self.reader.recognise_layout(layer, known_entries)
-            if explained:
-                self._read_stored({request.id for request in self.live})
-        entries = self.reader.entries(layer, known_entries)
-        if index == 0:
-            self.moved = {name for name, own in entries.items() if self._is_moved(own, known_entries[name])}
-        for name in self.moved:
-            entries[name] = keys_at_tokens(entries[name], self.adapter.frequencies)
+            if any(explained):
+                self._read_stored({request.id for request in self.live}, layer)
+        entries = self._entries(index, layer)
         known_entries = self._nearest(index, entries, known_entries)
         scaled = self._undo_scales(layer, index, entries, known_entries)
         measured = {name: distances.distances(own, known_entries[name]) for name, own in entries.items()}
         typical = distances.typical(list(measured.values()))
         self.typical.append(typical)
         floors = [float(floor) for floor in self.plain.floors[index]]
-        if max(typical) > max(self.most * max(floors), explained):
+        unexplained = [far > max(self.most * max(floors), most) for far, most in zip(typical, explained, strict=True)]
+        if any(unexplained):
             self.coarse.add(index)
         self._add_too_coarse(index, typical, floors)
-        levels = (explained / 2, explained / 2) if index in self.coarse else typical
+        levels = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
         limits = Limits.of_layer(floors, levels, self.most)
         known = Known(
             known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
@@ -150,15 +150,10 @@ class _Comparison:
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
         if layer.through:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.through), layers=(index,)))
-        self._read_stored({name for name, count in self.differing.items() if count})
+        self._read_stored({name for name, count in self.differing.items() if count}, layer)
 
-    def _is_moved(self, own: Entries, full: Pair) -> bool:
-        """Return whether keys, some of which are gone, stand at 0, 1, … in the cache."""
-        back = keys_at_tokens(own, self.adapter.frequencies)
-        return distances.mean_distance(back, full) < distances.mean_distance(own, full)
-
-    def _read_stored(self, names: set[str]) -> None:
-        """Let the model read requests of which no entry is gone once more, attending to the dumped entries.
+    def _read_stored(self, names: set[str], layer: LayerDump) -> None:
+        """Let the model read requests once more, attending to the dumped entries.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
         so do all layers above.
@@ -167,20 +162,31 @@ class _Comparison:
         if not stored:
             return
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
-        for index in range(self.dump.layers):
-            for name, own in self.reader.entries(self.dump.layer(index), self.plain.layer(index)).items():
-                if name in stored and distances.is_whole(own):
-                    stored[name].append((own.keys.to(like), own.values.to(like)))
-                else:
-                    stored.pop(name, None)
-        self.given_stored |= dict.fromkeys(names - self.given_stored.keys(), ())
         tokens = {request.id: request.token_ids for request in self.live}
+        for index in range(self.dump.layers):
+            entries = self._entries(index, self.dump.layer(index))
+            for name, layers in stored.items():
+                layers.append(by_token(entries[name], len(tokens[name]), like))
+        dtype = (layer.stored or next(iter(layer.rows.values()))[:1])[0].dtype
         for name, layers in stored.items():
             for mends in (False, True):
-                cache = StoredCache(layers, mends)
+                cache = StoredCache(layers, dtype, mends)
                 logprobs = token_logprobs(self.adapter, tokens[name], cache=cache)
                 if cache.mended or not mends:
-                    self.given_stored[name] += ((cache, logprobs),)
+                    self.given_stored[name] = (*self.given_stored.get(name, ()), (cache, logprobs))
+
+    def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
+        """Return the entries of all live requests in one layer, keys at their tokens' positions."""
+        known = self.plain.layer(index)
+        entries = self.reader.entries(layer, known)
+        for name, own in entries.items():
+            back = keys_at_tokens(own, self.adapter.frequencies)
+            if name not in self.moved and not torch.equal(back.keys, own.keys):
+                gone = own.positions.shape[1] < known[name][0].shape[1] or bool((own.positions == REMOVED).any())
+                nearer = distances.mean_distance(back, known[name]) < distances.mean_distance(own, known[name])
+                self.moved[name] = gone and nearer
+            entries[name] = back if self.moved.get(name) else own
+        return entries
 
     def _nearest(self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> Mapping[str, Pair]:
         """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
@@ -199,12 +205,17 @@ class _Comparison:
         """
         factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
         for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
-            if factor == 1:
-                continue
-            fault, what = "scale", f"all {name} multiplied by {factor:.2g}"
-            if distances.is_cut_off(kind, entries, known, layer):
-                fault, what = "rounded", f"all {name} rounded towards zero"
-            self.faults.append(DumpFault("", fault, what, layers=(index,)))
+            if self._explained_distance(layer)[kind] and (
+                heads := distances.heads_cut_off(kind, entries, known, layer)
+            ):
+                every = "all " if len(heads) == self.dump.kv_heads else ""
+                one = () if every else heads
+                words = f"{every}{name} rounded towards zero"
+                self.faults.append(DumpFault("", "rounded", words, layers=(index,), heads=one))
+            elif factor != 1:
+                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+            if not self.dump.dtype and (found := distances.fewer_bits(layer, kind)):
+                self.faults.append(DumpFault("", "rounded", f"all {name} rounded to {found}", layers=(index,)))
         for name, own in entries.items():
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
         return factors != [1, 1]
@@ -218,21 +229,23 @@ class _Comparison:
                     DumpFault("", "coarse", f"{name} farther away than {self.stored} explains", layers=(index,))
                 )
 
-    def _explained_distance(self, layer: LayerDump) -> float:
-        """Return the largest median distance that the dump's types explain; 0 where they are the plain model's.
+    def _explained_distance(self, layer: LayerDump) -> tuple[float, float]:
+        """Return the largest median distances of keys and of values that the dump's types explain; 0 for the model's.
 
-        Rounding to a type of torch moves entries by about a fifth of its ε. Other types' rounding is not known. Where
-        the engine's is, each entry has its own limit (`plain_entries.Expected`).
+        Rounding to a floating-point type moves entries by about a fifth of its ε. Where the engine's own rounding is
+        known, each entry has its own limit (`plain_entries.Expected`).
         """
         if self.plain.expected:
-            return 0.0
-        tensors = [*layer.stored, *(row[0] for row in layer.rows.values())]
-        named = [getattr(torch, name, None) for name in (self.dump.dtype, self.dump.compute) if name]
-        known = [dtype for dtype in named if isinstance(dtype, torch.dtype)]
-        if len(known) < len(named):
-            return distances.MOST_LEVEL
-        coarsest = max(torch.finfo(dtype).eps for dtype in (*(tensor.dtype for tensor in tensors), *known))
-        return coarsest / 2 if coarsest > torch.finfo(self.adapter.dtype).eps else 0.0
+            return 0.0, 0.0
+        pairs = [layer.stored * (2 if len(layer.stored) == 1 else 1)] if layer.stored else []
+        pairs += [row[:2] for row in layer.rows.values()]
+        named = [explained_by_name(name) for name in (self.dump.dtype, self.dump.compute)]
+        own = explained_by_name(str(self.adapter.dtype).removeprefix("torch."))
+        keys, values = (
+            max(*named, *(explained_by_name(str(pair[kind].dtype).removeprefix("torch.")) for pair in pairs))
+            for kind in range(2)
+        )
+        return keys if keys > own else 0.0, values if values > own else 0.0
 
     def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> None:
         """Add one request's comparison in one layer."""
@@ -247,7 +260,7 @@ class _Comparison:
         kept = tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in own.positions)
         self.kept[name].append(kept)
         self.removed[name] += sum(tokens - len(positions) for positions in kept)
-        self.perturbation[name].append(self._perturbation(name, index, own, known.requests[name]))
+        self.perturbation[name].append(self._perturbation(name, index, own, self.plain.layer(index)[name]))
         self.faults += matching.duplicates(name, index, own)
         self.faults += matching.faults(name, index, own, far, known, limits)
 
@@ -282,7 +295,8 @@ class _Comparison:
                 requests.append(DumpedRequest(name, len(request.token_ids)))
                 continue
             distance, floor, token = self._logprobs(request)
-            if distance > max(self.most * floor, min(self.most * floor * self._coarseness, _MOST_LOGPROB)):
+            leeway = 1.0 if name in self.given_stored else self._coarseness
+            if distance > max(self.most * floor, min(self.most * floor * leeway, _MOST_LOGPROB)):
                 words = f"its log-probability differs most, by {distance:.3g}; rounding gives {floor:.3g}"
                 faults.append(DumpFault(name, "decoding", words, token, token))
             requests.append(
@@ -290,7 +304,7 @@ class _Comparison:
                     name, len(request.token_ids), self.compared[name], self.differing[name],
                     np.array(self.distance[name]), self.removed[name],
                     tuple(self.kept[name]) if self.removed[name] else (), np.array(self.perturbation[name]),
-                    distance, floor, name in self.moved,
+                    distance, floor, self.moved.get(name, False),
                 )
             )  # fmt: skip
         dump = self.dump
@@ -321,8 +335,12 @@ class _Comparison:
         return max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
 
     def _missing(self) -> Iterator[DumpFault]:
-        """Yield the requests whose block table is too short for their tokens."""
+        """Yield the requests whose block table is too short for their tokens, and those without an entry in a layer."""
         for request in self.live:
+            tokens = len(request.token_ids)
+            empty = [layer for layer, kept in enumerate(self.kept[request.id]) if not any(map(len, kept))]
+            if empty:
+                yield DumpFault(request.id, "missing", "no entry at all", 0, tokens - 1, (), tuple(empty))
             held = len(request.blocks or ()) * self.dump.block_size
             if request.blocks is not None and held < len(request.token_ids):
                 everywhere = tuple(range(self.dump.layers))
@@ -338,6 +356,6 @@ class _Comparison:
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
         floor = max(_LOGPROB_LEAST, *(float((plain - other).abs().amax()) for other in others))
-        every = [plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))]
-        far = torch.stack([(engine - one).abs().nan_to_num(torch.inf) for one in every]).amin(dim=0)
+        every = torch.stack([plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))])
+        far = torch.maximum(engine - every.amax(dim=0), every.amin(dim=0) - engine).clamp(min=0).nan_to_num(torch.inf)
         return float(far.amax()), floor, known[int(far.argmax())]

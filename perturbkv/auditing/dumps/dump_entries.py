@@ -61,12 +61,11 @@ class DumpReader:
             return Entries(keys.float(), values.float(), positions, nowhere)
         size = self.dump.block_size
         table = torch.tensor(request.blocks[: -(-tokens // size)], dtype=torch.int64)
-        known_index = torch.full((int(layer.block_ids.amax()) + 1,), REMOVED)
-        known_index[layer.block_ids] = torch.arange(len(layer.block_ids))
+        order = layer.block_ids.argsort()
         ids = table.repeat_interleave(size)[:tokens]
         places = torch.arange(len(ids))
         there = ids != REMOVED
-        chosen = known_index[ids.clamp(min=0)]
+        chosen = order[torch.searchsorted(layer.block_ids[order], ids.clamp(min=0)).clamp(max=len(order) - 1)]
         keys, values = (part[chosen, places % size].transpose(0, 1) for part in blocks)
         positions = torch.where(there, places, REMOVED).expand(self.dump.kv_heads, -1)
         return Entries(keys, values, positions, ids, size)

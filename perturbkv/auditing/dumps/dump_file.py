@@ -168,6 +168,9 @@ def _parse_header(folder: Path, header: Any) -> Dump:
     layers, kv_heads, head_size = (_whole(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
     block_size = _whole(header, "block_size", 1) if "block_size" in header else 0
     layout = header.get("layout")
+    if layout is not None and not isinstance(layout, str):
+        msg = f"expected a text as layout, got {str(layout)[:40]}"
+        raise ValueError(msg)
     requests = header["requests"]
     if not isinstance(requests, list) or not requests:
         msg = "expected at least one request"
@@ -218,7 +221,7 @@ def _parse_request(fields: Any, index: int, block_size: int) -> Request:
         raise ValueError(msg)
     logprobs = fields.get("logprobs", [])
     numbers = isinstance(logprobs, list) and all(
-        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in logprobs
+        value is None or (isinstance(value, float) or (type(value) is int and abs(value) < 2**31)) for value in logprobs
     )
     if not numbers or len(logprobs) not in (0, len(tokens)):
         found = f"{len(logprobs)} of {len(tokens)} tokens" if numbers else "others"
@@ -237,6 +240,14 @@ def _whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
             msg = f"expected whole numbers from {least} on as {what}, got {str(value)[:40]}"
             raise ValueError(msg)
     return tuple(values)
+
+
+def _has_numbers(dtype: torch.dtype) -> bool:
+    """Return whether torch can read numbers of a floating-point type: not two in a byte."""
+    try:
+        return bool(torch.finfo(dtype).bits)
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _refuse(path: Path, found: str) -> NoReturn:
@@ -276,9 +287,14 @@ class _Layer:
             self._refuse("no block tensors: 'cache', or 'keys' and 'values'")
         if stored and self.dump.layout is not None and self.dump.layout.in_one_tensor != (len(stored) == 1):
             self._refuse(f"{len(stored)} block tensors, and the layout is '{self.dump.layout}'")
-        for tensor in stored:
-            if not tensor.is_floating_point():
-                self._refuse(f"block tensors of type {tensor.dtype}, expected floating-point numbers")
+        in_blocks = any(request.blocks is not None for request in self.dump.requests)
+        if not in_blocks and (beside := sorted(self.tensors.keys() & _STORED)):
+            self._refuse(f"the tensor '{beside[0]}', and no request has blocks")
+        rows_of = [part for row in rows.values() if row for part in row[:2]]
+        for what, tensors in (("block tensors", stored), ("rows", rows_of)):
+            for tensor in tensors:
+                if not tensor.is_floating_point() or not _has_numbers(tensor.dtype):
+                    self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
         kept = {name: row for name, row in rows.items() if row is not None}
         return LayerDump(stored, scales, self._block_ids(stored), kept)
 
@@ -303,13 +319,15 @@ class _Layer:
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in stored)
             self._refuse(f"block tensors of shape {shapes}, expected {per_block:,} numbers for each block")
         ids = self.tensors.get("block_ids", torch.arange(count))
-        if ids.is_floating_point() or tuple(ids.shape) != (count,) or len(set(ids.tolist())) != count:
+        right = not ids.is_floating_point() and not ids.is_complex() and tuple(ids.shape) == (count,)
+        if not right or len(set(ids.tolist())) != count or not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
             self._refuse(f"block_ids of shape {tuple(ids.shape)}, expected the distinct ids of {count} blocks")
         known = set(ids.tolist())
         for request in self.dump.requests:
             if request.finished or request.blocks is None:
                 continue
-            if missing := [block for block in request.blocks if block not in known and block != REMOVED]:
+            used = request.blocks[: -(-len(request.token_ids) // self.dump.block_size)]
+            if missing := [block for block in used if block not in known and block != REMOVED]:
                 self._refuse(f"no block {missing[0]}, which the table of request '{request.id}' names")
         return ids.long()
 

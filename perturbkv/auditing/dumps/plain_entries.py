@@ -89,6 +89,8 @@ class PlainEntries:
             if moved:
                 self.expected[request.id] = [_expect(readings) for readings in zip(*moved, strict=True)]
         least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
+        if not floors:  # requests of one token: rounding grows from layer to layer
+            least *= np.sqrt(np.arange(1, len(least) + 1))[:, None]
         self.floors: Floats = np.max([least, *floors], axis=0)
 
     def layer(self, index: int) -> Mapping[str, Pair]:
@@ -134,40 +136,50 @@ def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor
 
 
 class StoredCache(DynamicCache):  # type: ignore[misc]
-    """A cache whose attention reads entries that were stored before, as an engine's own does in fewer bits.
+    """A cache whose attention reads entries that were stored before, as an engine's own does.
 
-    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. A cache that
-    `mends` lets attention read what was computed in the place of stored entries that are much farther from it than
-    most are: those that were overwritten after the engine had read them.
+    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. Where an
+    entry is no number it reads what was computed, rounded to `dtype`. A cache that `mends` does so too where entries
+    are much farther from what was computed than most are: they were overwritten after the engine had read them.
     """
 
-    def __init__(self, stored: Sequence[Pair], mends: bool = False) -> None:
+    def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, mends: bool) -> None:
         super().__init__()
-        self.stored = [(keys.clone(), values.clone()) for keys, values in stored] if mends else list(stored)
-        self.mends, self.mended = mends, 0
+        self.stored = [(keys.clone(), values.clone()) for keys, values in stored]
+        self.dtype, self.mends, self.mended = dtype, mends, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return the stored ones of the same tokens (1, kv_head, key, d_head)."""
         end = super().update(key_states, value_states, layer_idx, *args, **kwargs)[0].shape[2]
-        if self.mends:
-            self._mend(layer_idx, end - key_states.shape[2], (key_states[0], value_states[0]))
-        own = [part[None, :, :end] for part in self.stored[layer_idx]]
-        return own[0], own[1]
-
-    def _mend(self, layer: int, first: int, computed: Pair) -> None:
-        """Put the computed entries of the tokens from `first` on in the place of stored ones that are far from them."""
-        for stored, new in zip(self.stored[layer], computed, strict=True):
-            own = stored[:, first : first + new.shape[1]]
+        first = end - key_states.shape[2]
+        for stored, new in zip(self.stored[layer_idx], (key_states[0], value_states[0]), strict=True):
+            own = stored[:, first:end]
             distance = distances.entry_distances(own.float(), new.float(), new)
-            far = distance > distances.LEVELS * distance.median()
-            own[far] = new[far]
-            self.mended += int(far.sum())
+            finite = own.isfinite().all(dim=-1)
+            far = (distance > distances.LEVELS * distance[finite].median()) & finite if finite.any() else ~finite
+            self.mended += int(far.sum()) if self.mends else 0
+            wrong = (far & self.mends) | ~finite
+            own[wrong] = new.to(self.dtype).to(new.dtype)[wrong]
+        own_keys, own_values = (part[None, :, :end] for part in self.stored[layer_idx])
+        return own_keys, own_values
 
     def computed(self, index: int) -> Pair:
         """Return the keys and values that the model computed for a layer."""
         return self.layers[index].keys[0], self.layers[index].values[0]
+
+
+def by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
+    """Return keys and values (kv_head, token, d_head) in the type and on the device of `like`; NaN without an entry."""
+    there = entries.positions != REMOVED
+    heads = torch.arange(len(there)).unsqueeze(-1).expand_as(there)
+    both = []
+    for part in (entries.keys, entries.values):
+        full = part.new_full((len(part), tokens, part.shape[-1]), torch.nan)
+        full[heads[there], entries.positions[there]] = part[there]
+        both.append(full.to(like))
+    return both[0], both[1]
 
 
 def keys_at_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
