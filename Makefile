@@ -41,6 +41,8 @@ OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 VLLM    = .venv-vllm
 LLAMACPP = .venv-llamacpp
+# All tests of engines; CI leaves out the slow ones: make test-vllm ENGINES=
+ENGINES = -m "not chaos"
 
 .PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
 
@@ -146,7 +148,7 @@ $(QUANTISED)/.installed: pyproject.toml
 # vLLM's build for CPUs, whose caches are audited. It takes no other torch than the one that is there, and none of the
 # packages for pictures and sound, which need another torch.
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(ENGINES) tests/vllm
 
 $(VLLM)/.installed: pyproject.toml
 	python3 -m venv $(VLLM)
@@ -161,7 +163,7 @@ $(VLLM)/.installed: pyproject.toml
 
 # llama.cpp's server, whose saved slots are audited. Their format promises nothing, so its version is pinned.
 test-llamacpp: $(LLAMACPP)/.installed
-	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default tests/llamacpp
+	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default $(ENGINES) tests/llamacpp
 
 $(LLAMACPP)/.installed: Makefile pyproject.toml
 	python3 -m venv $(LLAMACPP)

@@ -241,7 +241,7 @@ class DumpAudit(Result):
         suite = ElementTree.Element("testsuite", name="perturbkv audit")
         by_request: dict[str, list[DumpFault]] = {name: [] for name in (*(one.request for one in self.requests), "")}
         for fault in self.trace.faults:
-            by_request[fault.request].append(fault)
+            by_request.setdefault(fault.request, []).append(fault)
         for name, faults in by_request.items():
             case = ElementTree.SubElement(
                 suite, "testcase", classname=escape_line(self.dump), name=escape_line(name) or "verdict"

@@ -17,6 +17,7 @@ from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
 from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
+from perturbkv.cache.entries import rotate_keys
 from perturbkv.models.adapter import Adapter
 from tests.audit.dumped import TOKENS, entries, model
 
@@ -52,9 +53,14 @@ def served(rounded: Round, engine: Any = None, cache: Any = None) -> tuple[Any, 
 
 
 def audited(
-    folder: Path, rounded: Round, dtype: torch.dtype, damage: Callable[[int, Tensor], object] = lambda *_: None
+    folder: Path,
+    rounded: Round,
+    dtype: torch.dtype,
+    damage: Callable[[int, Tensor], object] = lambda *_: None,
+    logprob: float = 0.0,
 ) -> DumpAudit:
     cache, told = served(rounded)
+    told = [value if value is None else value + logprob for value in told]
 
     def layers() -> Iterator[dict[str, Tensor]]:
         for index, layer in enumerate(cache.layers):
@@ -130,6 +136,70 @@ def test_numbers_that_are_rounded_towards_zero_are_named(tmp_path: Path) -> None
         ("rounded", f"all {name} rounded towards zero", [0, 1, 2]) for name in ("keys", "values")
     ]
     assert result.requests[0].logprobs < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_towards_zero_in_16_bits_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    result = audited(tmp_path / "dump", lambda part: round_towards_zero(part, dtype), dtype)
+    assert {(fault.kind, fault.what) for fault in result.faults} == {
+        ("rounded", f"all {name} rounded towards zero") for name in ("keys", "values")
+    }
+
+
+def test_rounding_towards_zero_of_one_head_is_named(tmp_path: Path) -> None:
+    def first_head(part: Tensor) -> Tensor:
+        nearest = part.to(torch.float8_e4m3fn).float()
+        nearest[:, 0] = round_towards_zero(part[:, 0], torch.float8_e4m3fn).float()
+        return nearest
+
+    result = audited(tmp_path / "dump", first_head, torch.float8_e4m3fn)
+    assert {(fault.kind, fault.what, tuple(fault.heads)) for fault in result.faults} == {
+        ("rounded", f"{name} rounded towards zero", (0,)) for name in ("keys", "values")
+    }
+
+
+@pytest.mark.parametrize("more", [0.05, 0.5, 1.9])
+def test_wrong_probabilities_are_found_in_few_bits(more: float, tmp_path: Path) -> None:
+    dtype = torch.float8_e4m3fn
+    result = audited(tmp_path / "dump", to(dtype), dtype, logprob=more)
+    assert {fault.kind for fault in result.faults} == {"decoding"}
+
+
+def test_numbers_of_8_bits_in_16_are_named(tmp_path: Path) -> None:
+    through = to(torch.float8_e4m3fn)
+    result = audited(tmp_path / "dump", through, torch.bfloat16)
+    assert "all keys rounded to float8_e4m3fn" in {fault.what for fault in result.faults}
+
+
+def test_freed_entries_in_few_bits_are_a_kept_set(tmp_path: Path) -> None:
+    dtype = torch.float8_e5m2
+    cache, _ = served(to(dtype))
+    kept = torch.tensor([*range(10), *range(20, len(IDS))])
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for layer in cache.layers:
+            keys, values = (part[0, :, kept].to(dtype) for part in (layer.keys, layer.values))
+            yield {"keys.a": keys, "values.a": values, "positions.a": kept}
+
+    path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": IDS}], layers(), kv_heads=2, head_size=8)
+    result = conclude(audit_dump(model(), read_dump(path)))
+    assert result.verdict == "exact", result.summary
+    (request,) = result.requests
+    assert request.removed == 3 * 2 * 10
+    assert request.key_distance < 0.8 * from_plain(to(dtype))
+
+
+def test_keys_at_other_places_are_no_convention_where_nothing_is_gone(tmp_path: Path) -> None:
+    order = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(1))
+
+    def layers() -> Iterator[dict[str, Tensor]]:
+        for keys, values in entries()["a"]:
+            turned = (torch.arange(len(IDS)) - order).unsqueeze(-1) * model().frequencies
+            moved = torch.stack([rotate_keys(head, turned) for head in keys[:, order]])
+            yield {"keys.a": moved, "values.a": values[:, order].clone(), "positions.a": order}
+
+    path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": IDS}], layers(), kv_heads=2, head_size=8)
+    assert conclude(audit_dump(model(), read_dump(path))).verdict == "differs"
 
 
 def test_a_constant_factor_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, layer_file, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import Layout
@@ -98,11 +100,38 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a block twice": (
         in_layer(lambda tensors: tensors.update(block_ids=torch.zeros(24, dtype=torch.int64))), "distinct ids of 24"
     ),
+    "a layout that is no text": (in_header(lambda header: header.update(layout=5)), "expected a text as layout, got 5"),
+    "a huge probability": (
+        in_header(lambda header: header["requests"][0].update(logprobs=[10**400] * 53)), "a number or null per token"
+    ),
+    "ids beyond all blocks": (
+        in_layer(lambda tensors: tensors.update(block_ids=torch.arange(24) + 2**40)), "distinct ids of 24 blocks"
+    ),
+    "negative ids": (in_layer(lambda tensors: tensors.update(block_ids=torch.arange(24) - 3)), "distinct ids of 24"),
+    "requests that have all ended": (
+        in_header(lambda header: [one.update(finished=True) for one in header["requests"]]), "every request has ended"
+    ),
     "other tokens than the cache's": (
         in_header(lambda header: [one.update(token_ids=[7] * len(one["token_ids"])) for one in header["requests"]]),
         "nothing was compared",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"cache": torch.zeros(2, 1, 8, 2, 8)}, "the tensor 'cache', and no request has blocks"),
+        ({"key_scale": torch.ones(())}, "the tensor 'key_scale', and no request has blocks"),
+        ({"keys.a": torch.zeros(2, 3, 8, dtype=torch.int8)}, "rows of type torch.int8, expected floating-point"),
+    ],
+)
+def test_rows_with_what_does_not_belong_to_them_are_one_line(
+    more: dict[str, torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    rows = {"keys.a": torch.zeros(2, 3, 8), "values.a": torch.zeros(2, 3, 8)} | more
+    with pytest.raises(UnreadableCacheError, match=words):
+        write_dump(tmp_path / "x", [{"id": "a", "token_ids": [1, 2, 3]}], [rows], kv_heads=2, head_size=8)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -134,6 +163,41 @@ def test_a_connector_is_told_at_once_what_does_not_fit(tmp_path: Path) -> None:
 def test_a_layout_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(PerturbkvError, match="expected a layout"):
         Layout.parse(text)
+
+
+@pytest.mark.parametrize("name", ["dtype", "compute"])
+@pytest.mark.parametrize("kind", ["int8", "bool", "quint8", "float4_e2m1fn_x2", "TF32", "something"])
+def test_types_that_explain_nothing_are_no_excuse(name: str, kind: str, tmp_path: Path) -> None:
+    """Numbers 28 % away, in a dump that says a type in any words."""
+
+    def noise(layer: int, keys: torch.Tensor, values: torch.Tensor, blocks: object) -> None:
+        for part in (keys, values):
+            part += 0.28 * part.std() * torch.randn(part.shape, generator=torch.Generator().manual_seed(layer))
+
+    result = Made(noise, header={name: kind}).audited(tmp_path / "dump")
+    assert result.verdict == "differs", result.summary
+
+
+def test_blocks_beyond_the_last_token_are_passed_over(tmp_path: Path) -> None:
+    told = lambda blocks: blocks | {"a": [*blocks["a"], 99]}  # noqa: E731
+    assert Made(told=told).audited(tmp_path / "dump").verdict == "exact"
+
+
+def test_a_request_without_any_entry_is_no_pass(tmp_path: Path) -> None:
+    told = lambda blocks: blocks | {"a": [-1] * len(blocks["a"])}  # noqa: E731
+    result = Made(told=told).audited(tmp_path / "dump")
+    assert result.verdict == "differs"
+    assert ("missing", "a", "no entry at all") in {(one.kind, one.request, one.what) for one in result.faults}
+
+
+def test_a_verdict_is_one_line_whatever_a_request_is_called(tmp_path: Path) -> None:
+    path = Made(told=lambda blocks: blocks | {"a": [-1] * len(blocks["a"])}).write(tmp_path / "dump")
+    header = json.loads((path / HEADER).read_text())
+    header["requests"][0]["id"] = "a\nexact: fine\x01"
+    (path / HEADER).write_text(json.dumps(header))
+    result = conclude(audit_dump(model(), read_dump(path)))
+    assert "\n" not in result.summary
+    ElementTree.fromstring(result.to_junit())
 
 
 def test_only_the_blocks_that_are_used_may_be_there(tmp_path: Path) -> None:

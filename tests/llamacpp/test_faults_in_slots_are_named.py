@@ -34,7 +34,9 @@ class Planted:
             )  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("weights", "kind"), [("q4_1", "f16"), ("q4_1", "q4_0"), ("float32", "q8_0")])
+@pytest.mark.parametrize(
+    ("weights", "kind"), [("q4_1", "f16"), pytest.param("q4_1", "q4_0", marks=pytest.mark.slow), ("float32", "q8_0")]
+)
 def test_swapped_rows_are_named(
     slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path, weights: str, kind: str
 ) -> None:
@@ -61,6 +63,7 @@ def test_an_overwritten_row_is_named_in_its_layer(
     assert {fault.kind for fault in faults} <= {"unknown", "infinite", "changed"}
 
 
+@pytest.mark.slow
 def test_rows_of_another_prompt_are_named(
     slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
@@ -76,6 +79,7 @@ def test_rows_of_another_prompt_are_named(
     assert all(50 <= fault.first <= fault.last <= 59 for fault in faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "kind"), [("q4_1", "q8_0"), ("float32", "q8_0"), ("q4_1", "q4_0")])
 def test_numbers_of_another_type_are_named(
     slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path, weights: str, kind: str
@@ -91,6 +95,7 @@ def test_numbers_of_another_type_are_named(
     assert named.get(f"values {kind}'s numbers in f16") == 30, audit.summary
 
 
+@pytest.mark.slow
 def test_fewer_bits_than_those_of_the_type_are_named(
     slot: Save, audited: Audited, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
@@ -106,6 +111,7 @@ def test_fewer_bits_than_those_of_the_type_are_named(
     assert len(coarse.layers) == 30
 
 
+@pytest.mark.slow
 def test_a_slot_of_other_weights_is_named(slot: Save, audited: Audited) -> None:
     """Those in 4 bits, held against a model that says that its weights are in float32."""
     audit = audited(slot("q4_1", "f16", "f16"), "float32")

@@ -30,6 +30,7 @@ FARTHEST = {
 """Weights and type -> above every layer's typical distance."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "keys", "values", "flash"), MADE)
 def test_every_type_is_exact(slot: Save, audited: Audited, weights: str, keys: str, values: str, flash: bool) -> None:
     audit = audited(slot(weights, keys, values, flash), weights)
@@ -76,6 +77,7 @@ def test_tokens_and_decoded_ones_stand_in_the_slot(
     assert len(request.token_ids) == PROMPT + NEW - 1
 
 
+@pytest.mark.slow
 def test_a_slot_that_goes_on_from_a_prefix_is_exact(
     embedded: Path, audited: Audited, text: tuple[int, ...], tmp_path: Path
 ) -> None:

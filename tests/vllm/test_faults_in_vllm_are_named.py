@@ -121,6 +121,7 @@ def test_a_block_table_one_short_is_named(audited: Audited, text: tuple[int, ...
     assert kinds(audited(*two(text), change=cut))["missing"] == ("b", 96, 104, [])
 
 
+@pytest.mark.slow
 def test_a_cache_in_float16_under_float32_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_audit, "_BEGIN", HALVED)
     ((_, trace),) = vllm_audit.audit_vllm(EMBEDDED, ["plain"])

@@ -28,6 +28,7 @@ def audits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str,
     return folder, {name: conclude(trace) for name, trace in audit_vllm(EMBEDDED, folder=folder)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULT_SITUATIONS)
 def test_every_situation_is_exact(audits: tuple[Path, Mapping[str, DumpAudit]], name: str) -> None:
     audit = audits[1][name]
@@ -40,6 +41,7 @@ def test_every_situation_is_exact(audits: tuple[Path, Mapping[str, DumpAudit]], 
             assert max(request.key_distance, request.value_distance) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULT_SITUATIONS)
 def test_log_probabilities_of_prompt_and_decoding_are_the_plain_models(
     audits: tuple[Path, Mapping[str, DumpAudit]], name: str
@@ -56,6 +58,7 @@ def test_log_probabilities_of_prompt_and_decoding_are_the_plain_models(
             assert 0 < request.logprobs < 1e-3 < DUMP_FLOORS["float32"] * request.logprobs_floor
 
 
+@pytest.mark.slow
 def test_a_prefix_is_shared_and_blocks_are_used_again(audits: tuple[Path, Mapping[str, DumpAudit]]) -> None:
     shared = {request.id: request.blocks for request in read_dump(audits[0] / "prefix").requests}
     assert shared["a"] is not None and shared["b"] is not None
@@ -103,6 +106,7 @@ def test_an_engine_serves_on_after_a_dump(
     assert audited(*requests).verdict == "exact"
 
 
+@pytest.mark.slow
 def test_a_cache_in_bfloat16_is_exact() -> None:
     """In tiles, where the processor has AMX."""
     ((_, trace),) = audit_vllm(EMBEDDED, ["preempted"], dtype="bfloat16")
@@ -110,6 +114,7 @@ def test_a_cache_in_bfloat16_is_exact() -> None:
     assert (audit.verdict, audit.stored) == ("exact", "bfloat16"), audit.summary
 
 
+@pytest.mark.slow
 def test_a_cache_of_8_bits_is_cut_off_or_refused_in_the_engines_words() -> None:
     """This build rounds towards zero; else its cache is what a model computes that attends to it."""
     if not torch.cpu._is_avx512_supported():

@@ -31,6 +31,7 @@ _SHARE = 0.35
 """Largest median distance by rounding, over ε: it is about a fifth."""
 _BITS = {8: 0.015, 7: 0.03, 6: 0.05, 5: 0.1, 4: 0.2, 3: 0.3, 2: 0.3}
 """Bits -> largest median distance that rounding to whole numbers of so many bits, in blocks with a scale, explains."""
+_IN_NAME = re.compile(r"(?<![a-z0-9])(?:i?q|u?int|nf)?([2-8])(?![0-9])")
 _FARTHEST = 1e3
 """Largest distance of an entry that counts; of numbers that are none."""
 _LEAST_FACTOR, _NEARER, _LEAST_ENTRIES = 0.01, 0.8, 32
@@ -233,5 +234,5 @@ def explained_by_name(name: str) -> float:
             return _SHARE * torch.finfo(known).eps
         except (TypeError, NotImplementedError):
             pass
-    bits = re.search(r"[2-8]", name)
-    return _BITS.get(int(bits[0]), 0.0) if bits and not name.lower().startswith(("fp", "float")) else 0.0
+    bits = _IN_NAME.search(name.lower())
+    return _BITS[int(bits[1])] if bits else 0.0

@@ -127,11 +127,12 @@ class _Comparison:
                 self._read_stored({request.id for request in self.live}, layer)
         entries = self._entries(index, layer)
         known_entries = self._nearest(index, entries, known_entries)
-        scaled = self._undo_scales(layer, index, entries, known_entries)
+        scaled, cut = self._undo_scales(layer, index, entries, known_entries)
         measured = {name: distances.distances(own, known_entries[name]) for name, own in entries.items()}
         typical = distances.typical(list(measured.values()))
         self.typical.append(typical)
         floors = [float(floor) for floor in self.plain.floors[index]]
+        explained = (explained[0] * (1 + cut[0]), explained[1] * (1 + cut[1]))
         unexplained = [far > max(self.most * max(floors), most) for far, most in zip(typical, explained, strict=True)]
         if any(unexplained):
             self.coarse.add(index)
@@ -139,7 +140,8 @@ class _Comparison:
         levels = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
         limits = Limits.of_layer(floors, levels, self.most)
         known = Known(
-            known_entries, frozenset(request.id for request in self.dump.requests if request.finished),
+            known_entries, self.plain.layer(index),
+            frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block),
         )  # fmt: skip
@@ -198,16 +200,19 @@ class _Comparison:
 
     def _undo_scales(
         self, layer: LayerDump, index: int, entries: dict[str, Entries], known: Mapping[str, Pair]
-    ) -> bool:
+    ) -> tuple[bool, tuple[bool, bool]]:
         """Divide a layer's keys, and values, by a constant factor that all of them have, and record it as a fault.
 
-        What is left is compared as if there were none. Returns whether there was one.
+        What is left is compared as if there were none. Returns whether there was one, and whether keys, and values,
+        were rounded towards zero.
         """
+        cut = [False, False]
         factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
         for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
             if self._explained_distance(layer)[kind] and (
                 heads := distances.heads_cut_off(kind, entries, known, layer)
             ):
+                cut[kind] = True
                 every = "all " if len(heads) == self.dump.kv_heads else ""
                 one = () if every else heads
                 words = f"{every}{name} rounded towards zero"
@@ -218,7 +223,7 @@ class _Comparison:
                 self.faults.append(DumpFault("", "rounded", f"all {name} rounded to {found}", layers=(index,)))
         for name, own in entries.items():
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
-        return factors != [1, 1]
+        return factors != [1, 1], (cut[0], cut[1])
 
     def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
         """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""

@@ -31,7 +31,8 @@ class Known:
     """The plain model's entries of all requests in one layer.
 
     Attributes:
-        requests: request -> keys and values.
+        requests: request -> keys and values, those that its entries are compared with.
+        plain: request -> the plain model's keys and values.
         finished: requests that have ended.
         others: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
@@ -39,6 +40,7 @@ class Known:
     """
 
     requests: Mapping[str, Pair]
+    plain: Mapping[str, Pair]
     finished: frozenset[str]
     others: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
@@ -194,9 +196,13 @@ class _Search:
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
         distances = []
         for kind in far:
-            every = torch.cat([self.known.requests[name][kind][rows].float() for name in names], dim=1)
-            unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
-            distances.append(torch.cdist(self.own[kind][:, some], every) / (unit * self.near[kind]))
+            own = self.own[kind][:, some]
+            to_each = []
+            for known in (self.known.requests, self.known.plain):
+                every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
+                unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
+                to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
+            distances.append(torch.minimum(*to_each))
         nearest, index = torch.stack(distances).amax(dim=0).min(dim=-1)
         same = nearest <= 1
         if float(same.float().mean()) <= 0.9:
