@@ -1,9 +1,10 @@
-"""How far the entries of right engines lie from the plain model's: python docs/scripts/clean_dumps.py vllm float32 80.
+"""How far the entries of right engines lie from the plain model's: python -m tests.audit.clean_dumps vllm float32 80.
 
 Prompts begin at random places of a text, in one to three requests that begin and end at different times; every other
 time they share a prefix. Rows go to docs/audit-threshold/engines.csv: the largest distance of a key, of a value and of
 a log-probability, in noise floors. Even seeds choose the threshold of a type, odd ones judge it. The rule: the smallest
 whole number that is at least twice the largest distance of the chosen dumps. `report` prints both halves.
+`llamacpp f16 40` prints how many slots of llama.cpp with that type of cache are exact.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv.audit_trace import DUMP_FLOORS
 from perturbkv.auditing.dumps import dump_audit, vllm_audit
+from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
 from perturbkv.models.loading import load_model, open_model
 
-FILE = Path(__file__).parents[1] / "audit-threshold" / "engines.csv"
+FILE = Path(__file__).parents[2] / "docs" / "audit-threshold" / "engines.csv"
 FIELDS = ("engine", "dtype", "seed", "requests", "entries", "keys", "values", "logprobs")
 
 
@@ -63,7 +66,7 @@ def measure(engine: str, dtype: str, count: int) -> None:
         if not stream.tell():
             rows.writerow(FIELDS)
         for path in {"vllm": vllm_dumps}[engine](count, dtype, Path(folder)):
-            trace = dump_audit.audit_dump(adapter, read_dump(path), losses=False)
+            trace = audit_dump(adapter, read_dump(path), losses=False)
             compared = [request for request in trace.requests if request.compared]
             keys, values = np.max([request.distance / trace.floors for request in compared], axis=(0, 1))
             logprobs = np.nanmax([request.logprob_distance / request.logprob_floor for request in compared])
@@ -71,6 +74,30 @@ def measure(engine: str, dtype: str, count: int) -> None:
             found = (f"{number:.3g}" for number in (keys, values, logprobs))
             rows.writerow([engine, dtype, path.name, len(compared), entries, *found])
             stream.flush()
+
+
+def count_exact(kind: str, count: int) -> None:
+    """Print how many slots of llama.cpp are exact, with Q4_1 weights and keys and values of this type."""
+    from perturbkv.analyses.audit.dump_verdict import conclude
+    from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+    from tests.llamacpp.conftest import complete, save, start
+
+    adapter, files = load_model(EMBEDDED, "float32", "cpu"), open_model(EMBEDDED)
+    assert files.source is not None and files.source.gguf_file is not None
+    text = files.tokenizer(" ".join(sentences()[:400]))["input_ids"]
+    exact = entries = 0
+    with tempfile.TemporaryDirectory() as folder:
+        server = start(files.source.path / files.source.gguf_file, kind, kind, True, Path(folder))
+        for seed in range(count):
+            request = draw(text, seed)[0]
+            complete(server, request.token_ids, request.new_tokens)
+            save(server, "slot.bin")
+            result = conclude(audit_dump(adapter, read_slot(Path(folder, "slot.bin"), adapter.config), losses=False))
+            exact += result.verdict == "exact"
+            entries += sum(one.compared for one in result.requests)
+            if result.verdict != "exact":
+                sys.stdout.write(f"{seed}: {result.summary}\n")
+    sys.stdout.write(f"llama.cpp {kind}: {exact} of {count} exact, {entries:,} entries\n")
 
 
 def report() -> None:
@@ -83,16 +110,18 @@ def report() -> None:
             halves[int(row["seed"]) % 2].append(max(float(row[name]) for name in FIELDS[5:]))
         entries = sum(int(row["entries"]) for row in own)
         chosen, judged = map(max, halves)
-        print(
+        sys.stdout.write(
             f"{engine} {dtype}: {len(halves[0])} chosen, largest {chosen}, threshold {math.ceil(2 * chosen)}; "
-            f"{len(halves[1])} judged, largest {judged}; {entries:,} entries"
+            f"{len(halves[1])} judged, largest {judged}; {entries:,} entries\n"
         )
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "report":
         report()
+    elif sys.argv[1] == "llamacpp":
+        count_exact(sys.argv[2], int(sys.argv[3]))
     else:
         # nothing differs, so that all distances are told
-        dump_audit.DUMP_FLOORS = dict.fromkeys(dump_audit.DUMP_FLOORS, sys.maxsize)
+        vars(dump_audit)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)
         measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
