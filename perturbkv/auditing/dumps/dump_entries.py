@@ -31,7 +31,8 @@ class DumpReader:
     """
 
     def __init__(self, dump: Dump, live: Sequence[Request]) -> None:
-        self.dump, self.live = dump, live
+        self.dump: Dump = dump
+        self.live: Sequence[Request] = live
         self.layout: Layout | None = dump.layout
 
     def entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:

@@ -145,8 +145,10 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, mends: bool) -> None:
         super().__init__()
-        self.stored = [(keys.clone(), values.clone()) for keys, values in stored]
-        self.dtype, self.mends, self.mended = dtype, mends, 0
+        self.stored: list[Pair] = [(keys.clone(), values.clone()) for keys, values in stored]
+        self.dtype: torch.dtype = dtype
+        self.mends: bool = mends
+        self.mended: int = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
