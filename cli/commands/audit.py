@@ -102,8 +102,8 @@ def audit(
     eviction: Annotated[
         str,
         Argument(
-            help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), the folder of a "
-            "dump of an engine's cache, a slot file of llama.cpp, or vllm:MODEL"
+            help="file.py:name(option=…), a .npz or .json file of kept positions, kvpress:Press(…), an engine's dump, "
+            "a slot file of llama.cpp, or vllm:MODEL"
         ),
     ],
 ) -> None:

@@ -53,7 +53,7 @@ def test_what_selects_changes_what_is_kept_and_no_bound(perturbkv: Run, small: l
     both, alone = read_trace(Path("both.h5")), read_trace(Path("alone.h5"))
     np.testing.assert_array_equal(both.arrays["kept_count"][:, 1:], alone.arrays["kept_count"])
     for name in ("theta", "perturbation_isolated"):
-        np.testing.assert_allclose(both.arrays[name][:, 1:], alone.arrays[name], rtol=1e-9)
+        np.testing.assert_allclose(both.arrays[name][:, 1:], alone.arrays[name], rtol=1e-6)
     assert not both.same_kept(0, 1).all()
     assert (both.arrays["theta"] >= both.arrays["perturbation_isolated"] * (1 - 1e-6)).all()
 

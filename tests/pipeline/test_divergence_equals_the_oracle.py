@@ -46,8 +46,7 @@ def teacher_force(naive: Naive, tokens: list[int]) -> list[np.ndarray]:
     for token in tokens:
         lengths = [len(held) for layer in naive.held for held in layer]
         if sum(lengths) / len(lengths) > LIMIT:
-            for layer in range(len(naive.held)):
-                naive._compress(layer)
+            naive._compress()
         found.append(naive._step(token))
     return found
 
