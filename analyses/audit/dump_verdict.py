@@ -82,8 +82,8 @@ class DumpAudit(Result):
         identity: of the audit.
     """
 
-    SECTION: ClassVar[str] = "audit"
-    DOCUMENT: ClassVar[str] = "of an audit of a cache dump"
+    SECTION: ClassVar[str] = "audit DUMP"
+    DOCUMENT: ClassVar[str] = "of an audit"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "tokens",
         "compared",

@@ -130,8 +130,8 @@ def test_what_needs_torch_says_so_in_one_line_with_what_to_type() -> None:
 @pytest.mark.slow
 def test_public_names_are_there_or_say_what_is_missing() -> None:
     missing = {name: error for name, error in json.loads(without_torch(PUBLIC)).items() if error}
-    measuring = {"audit", "generate", "load_model", "load_prompts", "measure", "patching", "regret"}
-    assert set(missing) == measuring | {"CompactCache", "Policy", "Score"}
+    measuring = {"audit", "audit_dump", "generate", "load_model", "load_prompts", "measure", "patching", "regret"}
+    assert set(missing) == measuring | {"CompactCache", "Policy", "Score", "write_dump"}
     assert all("pip install 'torch>=" in error for error in missing.values())
 
 

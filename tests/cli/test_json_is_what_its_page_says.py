@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache
 
+import perturbkv as pk
 from perturbkv.benchmark import many_samples, report_pages, suite
 from perturbkv.cli.commands import head_scores
 from perturbkv.cli.console import SCHEMA
@@ -122,8 +125,25 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "question patching --dry-run": ["question", "patching", *tiny, "--dry-run"],
         "question alpha --kl": ["question", "alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
+        "audit DUMP": ["audit", dumped(model), *own, "-o", "dumped", "--format", "png"],
         "error": ["heads", "nothere.h5"],
     }
+
+
+def dumped(model: Path) -> Path:
+    """A dump in which entries are gone, and others are zero."""
+    ids = list(range(40, 72))
+    cache = DynamicCache()
+    with torch.inference_mode():
+        pk.load_model(model).model(torch.tensor([ids]), past_key_values=cache)
+    layers = []
+    for layer in cache.layers:
+        keys, values = layer.keys[0, :, 4:].clone(), layer.values[0, :, 4:].clone()
+        keys[:, 3] = values[:, 3] = 0
+        layers.append({"keys.a": keys, "values.a": values})
+    heads, _, size = layers[0]["keys.a"].shape
+    request = {"id": "a", "token_ids": ids, "logprobs": [None] + [-1.0] * 31}
+    return pk.write_dump("dump", [request], layers, kv_heads=heads, head_size=size)
 
 
 def of_answers(tiny: list[object]) -> dict[str, list[object]]:

@@ -40,6 +40,7 @@ ELSEWHERE = {
 """Page and language -> the tests that run these blocks instead."""
 CONSOLE = {
     ("audit.md", "perturbkv audit kvpress:"): "kvpress needs an older transformers; tests/kvpress audits presses",
+    ("engines.md", "perturbkv audit my_dump"): "a dump with a fault; the one that the page writes is audited below it",
     ("engines.md", "perturbkv audit slot.bin"): "llama.cpp has an environment of its own; tests/llamacpp runs it",
     ("engines.md", "perturbkv audit vllm:"): "vLLM has an environment of its own; tests/vllm runs it",
     ("kvpress.md", "perturbkv heads"): "kvpress needs an older transformers; tests/kvpress measures presses",
@@ -79,7 +80,7 @@ def options_of(words: tuple[str, ...]) -> set[str]:
 def shortened(given: list[str]) -> list[str]:
     """The command with 2 samples, where it measures."""
     words = words_of(shlex.join(["perturbkv", *given]))
-    reads = [word for place, word in enumerate(given) if word.endswith((".h5", "generation.jsonl"))
+    reads = [word for place, word in enumerate(given) if word.endswith((".h5", "generation.jsonl", "my_dump"))
              and given[place - 1] not in ("-o", "--output")]  # fmt: skip
     if reads or "--samples" not in options_of(words):
         return given
