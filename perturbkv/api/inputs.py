@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.option import check_configurations
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import Settings
 from perturbkv.datasets.encode import Prompt
@@ -117,7 +118,9 @@ def make_plan(
     resumable: bool = False,
 ) -> Plan:
     """Return the plan of a run; with `resumable`, a loaded model is identified by a fingerprint of its weights."""
-    chosen = unique(map(policies.normalise, as_tuple(EvictionConfig, configs, CONFIGS)))
+    given = as_tuple(EvictionConfig, configs, CONFIGS)
+    check_configurations(len(given))  # before each is completed, which takes milliseconds
+    chosen = unique(map(policies.normalise, given))
     collected = collect_prompts(prompts)
     check_model(model)
     for config in chosen:

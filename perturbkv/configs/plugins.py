@@ -23,6 +23,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,6 @@ from perturbkv.user_files import MIB, FileKind
 
 PACKAGE_PREFIX = "perturbkv."
 _PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = ("stdlib", "purelib", "platlib")
 _KIND = FileKind("a Python file", PluginError, 16 * MIB)
 _FILE = ".py:"
 _MODULE_PREFIX = "perturbkv_plugin_"
@@ -57,7 +57,14 @@ def check_file(name: str) -> None:
 
 def is_of_library(file: Path) -> bool:
     """Return whether a file is of Python, of an installed package or of this one."""
-    return any(file.is_relative_to(folder) for folder in (_PACKAGE, *map(Path, map(sysconfig.get_path, _LIBRARIES))))
+    return any(file.is_relative_to(folder) for folder in _library_folders())
+
+
+@cache
+def _library_folders() -> tuple[Path, ...]:
+    """Return the folders of Python, of installed packages and of this one."""
+    paths = sysconfig.get_paths()
+    return (_PACKAGE, *(Path(paths[kind]) for kind in ("stdlib", "purelib", "platlib")))
 
 
 def is_builtin(kind: type) -> bool:

@@ -54,6 +54,7 @@ def test_a_limit_of_kl_says_nothing_of_answers() -> None:
     assert "one token or none" not in notes(pk.safe_budget(of_lengths([1] * 6), max_kl=100))
 
 
+@pytest.mark.slow
 def test_the_first_token_is_alike_in_the_regular_scenario_alone() -> None:
     adapter = tiny_adapter("llama", 8, 2, layers=4, d_head=32)
     configs = tuple(configuration(12, selection=name, window=8) for name in ("attention", "random"))

@@ -43,6 +43,7 @@ def test_a_perfect_link_is_found_whole() -> None:
     assert said.count("that is more than the methods' names tell") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "configs", "graded"), [(8, 4, False), (8, 7, True), (24, 5, False)])
 def test_without_a_link_intervals_hold_none_in_at_least_92_percent_of_worlds(
     prompts: int, configs: int, graded: bool
@@ -184,6 +185,7 @@ def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> No
     assert not names.significant
 
 
+@pytest.mark.slow
 def test_few_prompts_leave_it_undecided_whether_a_link_is_more_than_names() -> None:
     """Each prompt's own perturbation makes its scores: eight prompts of four methods are not enough to say so."""
     said = []
@@ -207,6 +209,7 @@ def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -
     assert "no more than the methods' names tell" in told(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deciding", [5, 8, 40])
 def test_what_few_deciding_prompts_tell_beyond_the_names_is_covered(deciding: int) -> None:
     """Of forty prompts only some have scores that differ, which have nothing to do with their perturbation."""

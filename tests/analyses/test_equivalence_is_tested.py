@@ -40,6 +40,7 @@ def drawn(source: np.random.Generator, ratio: float, spread: float, samples: int
     return ratio * control * source.lognormal(-(spread**2) / 2, spread, samples), control
 
 
+@pytest.mark.slow
 def test_verdicts_are_those_of_two_one_sided_tests_by_hand() -> None:
     source, seen = np.random.default_rng(3), set()
     for _ in range(600):

@@ -45,6 +45,7 @@ def test_chance_is_counted_in_the_same_flips() -> None:
     assert found.chance_high == np.quantile(counts, 0.95, method="higher")
 
 
+@pytest.mark.slow
 def test_without_an_effect_hardly_a_world_has_any_head_decided() -> None:
     draw = np.random.default_rng(2)
     decided = [

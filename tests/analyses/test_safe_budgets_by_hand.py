@@ -63,6 +63,7 @@ def test_a_mean_beyond_its_limit_has_none_and_no_number_of_samples() -> None:
     assert verdict(KL, levels(0.01, 0.02), curve(2)).failed is None
 
 
+@pytest.mark.slow
 def test_the_fixed_order_keeps_the_level_and_taking_the_smallest_that_passes_would_not() -> None:
     """Five budgets, each of them barely unsafe, measured on samples of their own."""
     source, draws, unsafe = np.random.default_rng(8), 300, math.exp(1.5**2 / 2)
@@ -222,6 +223,7 @@ def test_bytes_are_those_of_the_length_and_batch_asked_for() -> None:
     assert "caches of 2,000 entries × 3" in repr(found)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_one_line() -> None:
     kl = np.ones((8, 2, 5))
     for limits, words in (

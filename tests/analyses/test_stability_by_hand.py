@@ -116,6 +116,7 @@ def test_the_same_and_the_reversed_order(other: np.ndarray, rho: float, shared: 
     assert found.chance == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_unrelated_orders_agree_by_chance() -> None:
     source = np.random.default_rng(4)
     found = [
@@ -134,6 +135,7 @@ def noisy(source: np.random.Generator, profile: np.ndarray, samples: int, noise:
     return np.exp(profile + source.normal(scale=noise, size=(samples, len(profile))))
 
 
+@pytest.mark.slow
 def test_what_noise_takes_from_a_correlation_is_given_back() -> None:
     """Two profiles with ρ = 0.8, each measured with noise: measured it is less, corrected it is 0.8 again."""
     source, measured, corrected, truth = np.random.default_rng(5), [], [], []

@@ -172,6 +172,7 @@ def test_files_of_one_name_and_names_of_other_columns_keep_their_numbers() -> No
     assert next(csv.reader(io.StringIO(held.to_csv())))[4:6] == ["held", "held"]
 
 
+@pytest.mark.slow
 def test_screens_are_80_columns_wide_however_many_data_sets_there_are() -> None:
     names = ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "passage_retrieval_en", "repobench-p",
              "ruler:niah_multiquery", "ruler:niah_multivalue", "ruler:niah_single_1", "ruler:niah_multikey_1",

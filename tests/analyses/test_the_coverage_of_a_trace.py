@@ -28,6 +28,7 @@ def told(*arguments: Any, **named: Any) -> tuple[str, dict[tuple[str, str], list
     return head, {(row[0], row[1]): [float(cell.split(" %")[1].strip(", ")) for cell in row[3:]] for row in cells}
 
 
+@pytest.mark.slow
 def test_every_statistic_and_method_is_told_with_its_coverage() -> None:
     assert MADE.run.configs == run_config().configs
     head, covered = told(30, (8,), bootstrap=True)

@@ -39,6 +39,7 @@ def assert_equal(found: Trace, expected: Trace) -> None:
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 def test_memory_file_and_command_line_give_the_same_numbers(
     model: Adapter, folder: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_trace_in_memory_is_the_one_that_a_file_would_hold(tmp_path: Path) -> 
     assert_equal(Trace.from_samples(run, samples, {"model": "m"}), pk.read_trace(writer.finish()))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_path_measures_what_is_missing(
     model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_run_with_a_path_measures_what_is_missing(
     assert len(asked) == 3, "nothing was missing"
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_midway_has_not_touched_the_trace_that_it_was_to_replace(
     model: Adapter, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def held(model: Adapter) -> Trace:
     return pk.measure(model, mine, configs, settings=pk.Settings(steps=2, save=("outputs",)), progress=False)
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_saved_and_read_is_the_same(held: Trace, tmp_path: Path) -> None:
     found = pk.read_trace(held.save(tmp_path / "t.h5"))
     assert_equal(found, held)
@@ -269,6 +273,7 @@ def test_a_projection_that_is_no_matrix_is_refused(folder: Path) -> None:
         pk.load_model(loaded, tokenizer=AutoTokenizer.from_pretrained(folder))
 
 
+@pytest.mark.slow
 def test_prompts_are_known_again_by_all_that_a_number_depends_on(model: Adapter, tmp_path: Path) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 3
     path = tmp_path / "t.h5"

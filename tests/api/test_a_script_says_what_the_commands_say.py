@@ -67,6 +67,7 @@ def test_the_script_imports_nothing_else() -> None:
     assert imported == ["import perturbkv as pk"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_numbers_are_equal_bit_for_bit(command: str, found: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     data = ["--model", str(folder), "--dataset", "needle", "--length", "200", "--haystack", "noise", "--samples", "5"]

@@ -72,6 +72,7 @@ def test_a_row_names_its_metric_and_the_caller_one_for_all(
     assert scored(model, rows(path, 1)).run.dataset_options["metrics"] == ["f1"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_keeps_its_scores_and_grades_the_rest(
     model: Adapter, tmp_path: Path, measured: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_run_that_was_killed_keeps_its_scores_and_grades_the_rest(
     assert_same_answers(found, scored(model, data))
 
 
+@pytest.mark.slow
 def test_configurations_that_are_added_are_graded_and_no_others_measured(
     model: Adapter, tmp_path: Path, measured: list[tuple[str, int]]
 ) -> None:
@@ -102,6 +104,7 @@ def test_configurations_that_are_added_are_graded_and_no_others_measured(
     assert_same_answers(found, scored(model, data, more))
 
 
+@pytest.mark.slow
 def test_a_trace_of_another_metric_is_not_gone_on_with(model: Adapter, tmp_path: Path) -> None:
     path, data = tmp_path / "t.h5", rows(tmp_path / "d.jsonl", 1)
     scored(model, data, path=path)

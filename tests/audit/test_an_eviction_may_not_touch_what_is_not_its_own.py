@@ -128,6 +128,7 @@ def test_a_changed_model_is_a_fault_that_is_named(damage: Callable[[Any], None],
     model.cache_clear()
 
 
+@pytest.mark.slow
 def test_replaced_parts_are_put_back() -> None:
     model.cache_clear()
     layers = list(model("llama").model.model.layers)
@@ -276,6 +277,7 @@ def test_additions_and_settings_are_removed_and_no_fault(addition: Callable[[Any
     assert not hasattr(loaded, "patched")
 
 
+@pytest.mark.slow
 def test_an_eviction_that_is_patched_in_once_evicts_in_every_situation() -> None:
     """A flag on the model's class goes with the forward that it stands for."""
 

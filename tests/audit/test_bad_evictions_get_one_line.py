@@ -46,6 +46,7 @@ def test_a_decoding_that_shows_no_keys_is_unreadable() -> None:
     assert "no keys to look at" in result.conclusion()
 
 
+@pytest.mark.slow
 def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
     refusing = audited("llama", planted.alone_only)
     assert refusing.verdict == "exact"
@@ -156,6 +157,7 @@ def test_an_attention_without_masks_is_refused(monkeypatch: pytest.MonkeyPatch) 
         audited("llama", planted.right)
 
 
+@pytest.mark.slow
 def test_a_result_is_json_and_a_table() -> None:
     for eviction in (planted.right, planted.nothing, planted.breaks_in_a_batch):
         result = audited("llama", eviction)

@@ -74,6 +74,7 @@ def test_every_kind_is_planted() -> None:
     assert set(KINDS) - {kind for kind, *_ in FAULTS.values()} == elsewhere
 
 
+@pytest.mark.slow
 def test_an_eviction_that_says_that_it_masks_may() -> None:
     assert audited("llama", planted.masks_on_purpose).verdict == "exact"
     assert "a sink, goes in 6 of 6 kept sets" in audited("llama", planted.masks_on_purpose).conclusion()
@@ -103,6 +104,7 @@ def test_padding_with_the_first_tokens_id_is_no_fault() -> None:
     assert result.verdict == "exact", result.conclusion()
 
 
+@pytest.mark.slow
 def test_values_beside_their_keys_are_no_padding() -> None:
     """Values without rotation are equal for equal tokens: padding has one of its own."""
 
@@ -131,6 +133,7 @@ def test_layers_of_several_lengths_are_told_before_what_a_plain_call_raises() ->
     assert result.faults[0].kind == "raised"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kind"), [("rounded", "rounded"), ("quantised_values", "quantised")])
 def test_a_change_that_is_allowed_is_exact_and_says_what_it_costs(fault: str, kind: str) -> None:
     result = audited("llama", getattr(planted, fault), allow=[kind])
@@ -162,6 +165,7 @@ def test_an_eviction_that_evicts_nothing_did_nothing() -> None:
     assert result.conclusion().startswith("did nothing: no entry was evicted in any head or step of 2 runs")
 
 
+@pytest.mark.slow
 def test_a_junit_report_has_a_case_per_run() -> None:
     result = audited("llama", planted.other_row)
     suite = ElementTree.fromstring(result.to_junit())

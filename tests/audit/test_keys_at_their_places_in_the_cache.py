@@ -12,6 +12,7 @@ from tests.audit.test_alterations_are_named import FREQUENCIES, PLACES, entries,
 from tests.audit.test_planted_faults_are_told_apart import MODELS, audited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_without_gaps_is_exact_by_its_own_positions(name: str) -> None:
     for positions in ("auto", "in-cache"):
@@ -29,6 +30,7 @@ def test_the_next_tokens_place_is_after_the_kept_entries() -> None:
     assert (result.plain_use.position, result.plain_use.expected) == (planted.KEPT, planted.KEPT)
 
 
+@pytest.mark.slow
 def test_keys_at_their_own_positions_stay_original() -> None:
     for eviction in (planted.right, planted.shuffled, planted.rounded, planted.with_padding):
         assert {run.positions for run in audited("llama", eviction).runs} == {"original"}
@@ -41,6 +43,7 @@ def test_new_tokens_at_n_behind_moved_keys_stand_wrong() -> None:
     assert (result.faults[0].kind, result.faults[0].what) == ("positions", "new tokens stand 40 positions too late")
 
 
+@pytest.mark.slow
 def test_a_round_trip_and_a_wrong_base_are_told_apart() -> None:
     rounded = audited("llama", planted.moved_and_rounded)
     assert (rounded.faults[0].kind, rounded.faults[0].what) == ("rounded", "keys rounded to bfloat16")

@@ -38,6 +38,7 @@ def test_keys_that_move_at_every_step_are_exact(eviction: str, name: str) -> Non
     assert all(run.positions == "in-cache" and run.decoded is not None for run in result.trace.runs)
 
 
+@pytest.mark.slow
 def test_tokens_decoded_before_move_too_and_go_in_turn() -> None:
     for eviction in (planted.Unrotated, planted.Rolling):
         result = audited("llama", eviction, situations=["single"], steps=planted.RECENT + 2)

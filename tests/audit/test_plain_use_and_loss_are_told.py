@@ -39,6 +39,7 @@ def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
     assert (plain.position, plain.fed) == (60, 1)
 
 
+@pytest.mark.slow
 def test_an_eviction_reads_once_per_situation_and_twice_for_plain_use() -> None:
     rows: list[int] = []
 
@@ -103,6 +104,7 @@ def test_where_all_that_is_kept_is_protected_controls_protect_less() -> None:
     assert result.controls_protect_less
 
 
+@pytest.mark.slow
 def test_sets_per_query_head_have_no_loss_and_say_so() -> None:
     result = audited("llama", planted.per_query_head, losses=True, situations=["single"])
     assert result.trace.losses == ()
@@ -111,6 +113,7 @@ def test_sets_per_query_head_have_no_loss_and_say_so() -> None:
     assert repeated.trace.losses[0].held == pytest.approx(planted.KEPT / 60)
 
 
+@pytest.mark.slow
 def test_several_prompts_of_other_lengths_are_audited_together(tmp_path: Path) -> None:
     prompts = [pk.Prompt(f"p{tokens}", token_ids(tokens), 0) for tokens in (40, 60)]
     result = pk.audit(model("llama"), prompts, planted.right, steps=2, progress=False)

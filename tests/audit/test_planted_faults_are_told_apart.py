@@ -99,6 +99,7 @@ def test_only_the_head_whose_values_were_taken_is_named() -> None:
     assert len(run.entries.altered[1][0]) == 1
 
 
+@pytest.mark.slow
 def test_a_fault_in_another_layer_is_found_there() -> None:
     for layer in (0, 2):
         for fault in (planted.rotated_again, planted.swapped_values):
@@ -137,6 +138,7 @@ def test_entries_kept_twice_and_in_another_order_are_told() -> None:
     assert run.entries.odd == "in another order"
 
 
+@pytest.mark.slow
 def test_a_cache_read_in_parts_is_right_to_rounding() -> None:
     for name in ("llama", "bfloat16"):
         result = audited(name, planted.read_in_parts)

@@ -164,6 +164,7 @@ def crews_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_workers, "getpid", itertools.count().__next__)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crews_here")
 @pytest.mark.parametrize("pause", [0.02, None])
 def test_workers_are_timed_in_turns_whether_they_sleep_or_measure(folder: Path, pause: float | None) -> None:
@@ -184,6 +185,7 @@ def test_coordinating_real_workers_tells_its_seconds_and_its_peak(folder: Path) 
     assert found["peak"] > 50 * 2**20
 
 
+@pytest.mark.slow
 def test_shards_merge_into_what_is_written_once(folder: Path) -> None:
     found = many_workers.merging(5, 2, str(folder / "model"), str(folder), once=True)
     assert min(found["journals"], found["once"], found["merging"]["seconds"]) > 0

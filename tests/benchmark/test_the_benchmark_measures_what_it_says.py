@@ -61,6 +61,7 @@ def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
         assert spent["scores"] + spent["norms"] <= spent["prefill"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_growth_leaves_the_prefills_own_time_out() -> None:
     found = work.growth(lengths=[140, 300], repeats=2, count=2, **MODEL)["seconds"]
@@ -86,6 +87,7 @@ def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
     assert evicted["cache"] == entry * adapter.heads * 128
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
@@ -200,6 +202,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
 
+@pytest.mark.slow
 def test_kept_sets_are_coded_while_the_next_prefill_sleeps() -> None:
     found = work.kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
     assert len(found["seconds"]) == 3
@@ -207,6 +210,7 @@ def test_kept_sets_are_coded_while_the_next_prefill_sleeps() -> None:
     assert found["bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("answered")
 def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     report = suite.measure(suite.Settings(), rows.TARGETS)
@@ -228,6 +232,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     assert report.machine["cores"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("answered")
 def test_a_prompt_longer_than_the_models_context_is_refused_before_anything_is_measured() -> None:
     for tokens, names, most in ((5_000, {"growth"}, "4,096"), (10_000, {"peak-24"}, "8,192")):
@@ -252,6 +257,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Monk
     assert [(row.value, row.reason) for row in rows.read(path).rows] == [(None, "out of memory"), (4.5, "")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("answered")
 def test_the_command_writes_what_it_shows_and_reads_it_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "bench.json"

@@ -33,6 +33,7 @@ def answers(trace: Trace) -> dict[str, list[str]]:
     return {name: [full, *evicted] for name, full, evicted in rows}
 
 
+@pytest.mark.slow
 def test_its_answers_are_the_tokenizers_and_those_that_generate_writes(
     perturbkv: Run, small: list[object], model: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_its_answers_are_the_tokenizers_and_those_that_generate_writes(
     assert all(len(one) == 1 and one[0].isdigit() for one in expected)
 
 
+@pytest.mark.slow
 def test_no_text_leaves_answers_out_and_the_same_command_adds_them(perturbkv: Run, small: list[object]) -> None:
     path = Path("out/trace.h5")
     perturbkv("needle", *small, *NEEDLE, "-o", "whole")

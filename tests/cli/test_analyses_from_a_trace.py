@@ -82,6 +82,7 @@ def test_a_trace_of_random_numbers_passes_through(perturbkv: Run, tmp_path: Path
         assert "error:" not in ran.err
 
 
+@pytest.mark.slow
 def test_analyses_of_one_trace_share_a_summary_and_another_trace_starts_anew(
     perturbkv: Run, measured: Path, tmp_path: Path
 ) -> None:

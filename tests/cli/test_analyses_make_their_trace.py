@@ -22,6 +22,7 @@ def unbudgeted(tiny: list[object]) -> list[object]:
     return tiny[:place] + tiny[place + 2 :]
 
 
+@pytest.mark.slow
 def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("ablation", *tiny, "-o", "out", "--json", "--format", "pdf")
     assert ran.code == 0, ran.err
@@ -36,6 +37,7 @@ def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]
     assert Path("out/ablation.pdf").exists()
 
 
+@pytest.mark.slow
 def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv(
         "ablation", "--restrictions", *instead(tiny, "--budget", 80), "-o", "out", "--json", "--format", "pdf"
@@ -54,6 +56,7 @@ def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run
     assert Path("out/ablation-restrictions.pdf").exists()
 
 
+@pytest.mark.slow
 def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("question", "split", *tiny, "-o", "out", "--json", "--format", "pdf")
     assert ran.code == 0, ran.err
@@ -90,6 +93,7 @@ def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: li
     ]
 
 
+@pytest.mark.slow
 def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, tiny: list[object]) -> None:
     told = perturbkv("ablation", *tiny, "--alpha", 0, "--granularity", "query", "-o", "out", "--json").json()
     rows = {row["name"]: row for row in told["settings"][0]["rows"]}
@@ -97,6 +101,7 @@ def test_at_alpha_0_the_uniform_control_is_unpooled_attention(perturbkv: Run, ti
     assert uniform["treatment_mean"] == unpooled["treatment_mean"]
 
 
+@pytest.mark.slow
 def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv: Run, unbudgeted: list[object]) -> None:
     ran = perturbkv("layers", *unbudgeted, "--budgets", "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
@@ -110,6 +115,7 @@ def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["bound-tightness", "assumption", "layers"])
 def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudgeted: list[object], command: str) -> None:
     once = instead(unbudgeted, "--samples", 1)

@@ -52,6 +52,7 @@ def made(perturbkv: Run, chatty: Path, chats: Path) -> Path:
     return Path("out/generation.jsonl")
 
 
+@pytest.mark.slow
 def test_long_answers_to_chats_are_followed_and_gone_on_with(
     perturbkv: Run, chatty: Path, chats: Path, made: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_long_answers_to_chats_are_followed_and_gone_on_with(
     assert made.read_text() == whole
 
 
+@pytest.mark.slow
 def test_where_answers_part_is_shown_drawn_and_written(perturbkv: Run, made: Path) -> None:
     ran = perturbkv("quality", "--divergence", made, "--format", "png")
     assert ran.code == 0, ran.err
@@ -91,6 +93,7 @@ def test_where_answers_part_is_shown_drawn_and_written(perturbkv: Run, made: Pat
     assert perturbkv("quality", "--divergence", made, "--overwrite").code == 0
 
 
+@pytest.mark.slow
 def test_a_judge_is_asked_once_and_what_it_said_stays(perturbkv: Run, made: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     options = ["--judge", f"{planted_judge('length')} '{log}'", "--scale", "0,1000", "--format", "png"]

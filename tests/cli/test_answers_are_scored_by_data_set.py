@@ -58,6 +58,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_each_data_set_has_a_trace_and_all_have_tables(
     perturbkv: Run, two: str, small: list[object], loads: list[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_each_data_set_has_a_trace_and_all_have_tables(
     assert Path("b/quality.csv").read_text() == Path("out/quality.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_run_loads_nothing_and_another_data_set_joins_it(
     perturbkv: Run, two: str, small: list[object], loads: list[str]
 ) -> None:
@@ -115,6 +117,7 @@ def test_what_is_asked_when_nobody_says(perturbkv: Run, model: Path, two: str) -
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_budgets_that_a_short_data_set_takes_from_all_tables_are_told_before_the_run(
     perturbkv: Run, model: Path, two: str
 ) -> None:
@@ -150,6 +153,7 @@ def test_an_option_that_matters_to_one_of_the_data_sets_is_taken(perturbkv: Run,
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["tex", "md", "csv"])
 def test_a_table_of_somebody_else_stays(
     perturbkv: Run, two: str, small: list[object], loads: list[str], suffix: str

@@ -26,6 +26,7 @@ def asked(model: Path, data: Path) -> list[object]:
     return ["--model", model, "--dataset", data, "--samples", 1, "--steps", 2]
 
 
+@pytest.mark.slow
 def test_the_verdict_is_the_first_line_and_the_exit_code(perturbkv: Run, asked: list[object]) -> None:
     exact = perturbkv("audit", f"{FILE}:right", *asked, "-o", "right")
     assert (exact.code, exact.out.partition(":")[0]) == (0, "exact")
@@ -41,6 +42,7 @@ def test_the_verdict_is_the_first_line_and_the_exit_code(perturbkv: Run, asked: 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_line_is_wider_than_the_terminal(perturbkv: Run, asked: list[object]) -> None:
     assert perturbkv("audit", f"{FILE}:quantised", *asked, "-o", "out").code != 2
 
@@ -76,6 +78,7 @@ def test_a_ci_gets_a_junit_report_and_a_quick_run(perturbkv: Run, asked: list[ob
     )
 
 
+@pytest.mark.slow
 def test_allowed_changes_are_named_kinds(perturbkv: Run, asked: list[object]) -> None:
     few = [*asked, "--situation", "single", "--no-loss"]
     assert perturbkv("audit", f"{FILE}:rounded", *few, "-o", "one").code == 1

@@ -85,6 +85,7 @@ def test_a_sweep_file_that_is_no_text_to_print(perturbkv: Run, tmp_path: Path, t
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda:7", "tpu9"])
 def test_a_device_that_is_not_there_is_named(perturbkv: Run, tiny: list[object], tmp_path: Path, device: str) -> None:
     for asked in (["heads", *tiny], ["doctor", "bench"]):
@@ -105,6 +106,7 @@ def test_a_hub_that_is_not_there(perturbkv: Run, data: Path) -> None:
     refused(perturbkv("heads", "--model", "nobody/nothing", "--dataset", data), "nobody/nothing", "--model PATH")
 
 
+@pytest.mark.slow
 def test_another_run_replaces_a_trace_only_when_asked(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     perturbkv("trace", *tiny, "-o", "t.h5")
     assert perturbkv("trace", *tiny, "--max-tokens", 99, "-o", "t.h5").code == 2
@@ -125,6 +127,7 @@ def test_a_text_on_one_side_of_a_change_of_rotations_is_measured(
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.slow
 def test_nan_fails_the_sample_and_the_run_exits_1(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

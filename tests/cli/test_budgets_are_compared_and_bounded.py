@@ -96,6 +96,7 @@ def test_savings_are_measured_by_what_is_asked_for(perturbkv: Run, model: Path, 
         assert ran.code == 0, ran.err  # as --by is also an option of policies
 
 
+@pytest.mark.slow
 def test_both_make_their_trace(perturbkv: Run, tiny: list[object]) -> None:
     swept_over = [word for budget in BUDGETS for word in ("--budget", budget)]
     place = tiny.index("--budget")

@@ -23,6 +23,7 @@ def asked(model: Path, tmp_path: Path) -> list[object]:
     return ["--model", model, "--dataset", rows, "--samples", 2, "--window", 8]
 
 
+@pytest.mark.slow
 def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[object]) -> None:
     """One prefill a sample: every number of bits at every budget, everything in few bits, and answers of all."""
     ran = perturbkv(
@@ -48,6 +49,7 @@ def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[ob
     assert Path("out/budget-bytes.png").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_trace_is_enough(perturbkv: Run, asked: list[object]) -> None:
     perturbkv("budget", "--bytes", *asked, "--bits", 4, "--budget", 0.3, "-o", "out")
     ran = perturbkv("budget", "--bytes", "out/trace.h5", "-o", "again", "--explain")
@@ -57,6 +59,7 @@ def test_a_finished_trace_is_enough(perturbkv: Run, asked: list[object]) -> None
     assert "what is stored" in others.out, others.err
 
 
+@pytest.mark.slow
 def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object]) -> None:
     """The configuration is the one that any other command has: what it keeps and loses is the same."""
     few = ["--budget", 0.3, "--granularity", "kv"]

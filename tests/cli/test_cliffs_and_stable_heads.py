@@ -59,6 +59,7 @@ def test_prompts_for_which_nothing_fits_are_named_with_what_to_do() -> None:
         widest_window([Budget(1)], prompts(1000))
 
 
+@pytest.mark.slow
 def test_a_cliff_makes_its_trace_with_one_window(perturbkv: Run, plain: list[object]) -> None:
     ran = perturbkv("budget", "--cliff", *plain, *budgets(*SHARES), "-o", "out", "--json", "--format", "png")
     assert ran.code == 0, ran.err
@@ -81,6 +82,7 @@ def test_a_window_that_is_given_is_taken(perturbkv: Run, plain: list[object]) ->
     assert (ran.code, "window 4" in ran.err) == (0, False), ran.err
 
 
+@pytest.mark.slow
 def test_the_seed_of_two_traces_is_answered_by_stability(perturbkv: Run, tiny: list[object]) -> None:
     own = [*tiny[:2], "--dataset", "needle", "--length", 300, "--samples", 2, "--budget", 24, "--window", 8]
     for seed in (0, 1):

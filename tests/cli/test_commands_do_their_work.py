@@ -46,6 +46,7 @@ def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[
     assert f"{comparison['isolated']['improved']}" in ran.out
 
 
+@pytest.mark.slow
 def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "-b", "0.5", "--preset", "paper", "--preset", "paper-v2", "--compare",
                     "attention,two-stage,random", "-o", "out", "--json")  # fmt: skip
@@ -58,6 +59,7 @@ def side(config: dict[str, Any]) -> str:
     return f"{config['policy']}:{config['selection']}"
 
 
+@pytest.mark.slow
 def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", "streaming-llm,snapkv:two-stage", "-o", "out", "--json")
     assert ran.code == 0, ran.err
@@ -68,6 +70,7 @@ def test_policies_can_be_compared(perturbkv: Run, tiny: list[object]) -> None:
     assert names == ["snapkv:random", "random:attention", "h2o:attention"]
 
 
+@pytest.mark.slow
 def test_trace_writes_where_it_is_told_and_info_reads_it(perturbkv: Run, tiny: list[object]) -> None:
     made = perturbkv("trace", *tiny, "--selection", "value", "--save", "outputs", "--steps", 2, "-o", "t.h5", "--json")
     assert made.code == 0, made.err
@@ -83,6 +86,7 @@ def test_the_default_folder_names_time_model_and_dataset(perturbkv: Run, tiny: l
     assert folder.name.endswith("-tiny-prompts")
 
 
+@pytest.mark.slow
 def test_runs_of_one_second_have_folders_of_their_own(
     perturbkv: Run, tiny: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +127,7 @@ def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[objec
     assert "evicts nothing" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_random_weights_are_said_everywhere(perturbkv: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from perturbkv.models import aliases
@@ -209,6 +214,7 @@ def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, m
     assert perturbkv("doctor", "bench", "compare", "out/bench.json", "out/bench.json").code == 0
 
 
+@pytest.mark.slow
 def test_what_is_added_to_a_finished_trace_is_all_that_is_measured(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +261,7 @@ def plain(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return read_trace(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [["--max-memory", "30KiB"], ["--norm-kernel", "triton"], ["--device-map", "auto"], ["--chunk-mib", "1"]],

@@ -23,6 +23,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made(SWEPT).save(tmp_path / "t.h5")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trace")
 def test_a_papers_caption_stands_beside_its_figure_and_replaces_itself_alone(perturbkv: Run, tmp_path: Path) -> None:
     told = perturbkv(*CLIFF, "--style", "paper", "--columns", 1, "--json").json()
@@ -42,6 +43,7 @@ def test_a_screens_figure_has_no_caption_beside_it(perturbkv: Run) -> None:
     assert [Path(figure).name for figure in told["figures"]] == ["budget-cliff.pdf"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trace")
 def test_a_screens_figure_leaves_no_caption_of_the_papers_figure_it_replaces(perturbkv: Run, tmp_path: Path) -> None:
     captions = [tmp_path / f"budget-cliff.caption.{suffix}" for suffix in ("txt", "tex")]

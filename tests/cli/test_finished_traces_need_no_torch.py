@@ -118,6 +118,7 @@ def test_every_command_is_listed_here() -> None:
     assert sorted(listed) == sorted(map(" ".join, every_command()))
 
 
+@pytest.mark.slow
 def test_what_needs_torch_says_so_in_one_line_with_what_to_type() -> None:
     lines = [*([*command.split(), *more] for command, more in NEEDS_TORCH.items()), ["heads"], ["heads", "--dry-run"]]
     *plain, (code, document, _) = ran([*lines, ["trace", "--json"]])

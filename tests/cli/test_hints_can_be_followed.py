@@ -97,6 +97,7 @@ def test_a_model_of_too_few_positions_suggests_no_negative_number(
     refused(ran, "decode at most 1, and use --max-tokens")
 
 
+@pytest.mark.slow
 def test_more_configurations_than_a_run_takes_are_counted(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     several = [word for place in range(101) for word in ("--alpha", place / 100)]
     budgets = [word for place in range(100) for word in ("--budget", 24 + place)]

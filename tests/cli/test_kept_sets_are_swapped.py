@@ -24,6 +24,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("models") / "deep", positions=512, layers=10)
 
 
+@pytest.mark.slow
 def test_it_leaves_numbers_a_figure_and_what_was_measured(perturbkv: Run, tiny: list[object], data: Path) -> None:
     ran = perturbkv("question", "patching", *tiny, "--treatment-in", 0, "--json", "-o", "out", "--format", "pdf")
     assert ran.code == 0, ran.err
@@ -53,6 +54,7 @@ def test_a_notebook_gets_what_the_command_says(perturbkv: Run, model: Path, tiny
     assert set(found.to_frame()["sample"]) == {"p0", "p1"}
 
 
+@pytest.mark.slow
 def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, deep: Path, data: Path) -> None:
     asked = ["question", "patching", "--model", deep, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
     more = ["--permutations", 8, "--greedy", 2, "--baseline-in", "0,2-4"]
@@ -80,6 +82,7 @@ def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> N
         pk.patching(None, [], alone, sides[1])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv(
         "question", "patching", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png"
@@ -88,6 +91,7 @@ def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> No
     assert [one["player"] for one in ran.json()["shapley"]["players"]] == ["1-0", "1-1", "1-2", "1-3"]
 
 
+@pytest.mark.slow
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("question", "patching", *tiny, "-o", "out", "--format", "png").code == 0
     before = Path("out/swap.jsonl").read_bytes()

@@ -24,6 +24,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_its_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("heads", *tiny, "--compare", SIDES, "-o", "out", "--explain")
     assert ran.code == 0, ran.err
@@ -39,6 +40,7 @@ def test_its_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: l
     assert "prefill_seconds" not in perturbkv("heads", *tiny, "-o", "other").out
 
 
+@pytest.mark.slow
 def test_cost_and_share_stand_in_json(perturbkv: Run, tiny: list[object]) -> None:
     sides = f"snapkv:attention,{SLASH}:attention,vertical-slash:random"
     ran = perturbkv("heads", *tiny, "--compare", sides, "-o", "out", "--json")
@@ -54,6 +56,7 @@ def test_cost_and_share_stand_in_json(perturbkv: Run, tiny: list[object]) -> Non
     assert np.isnan(trace.arrays["prefill_seconds"][:, 0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["layers"])
 def test_other_analyses_say_what_is_looked_at(command: str, perturbkv: Run, tiny: list[object]) -> None:
     compared = [] if command == "assumption" else ["--compare", "attention,two-stage"]
@@ -62,6 +65,7 @@ def test_other_analyses_say_what_is_looked_at(command: str, perturbkv: Run, tiny
     assert LINED in words(ran.out)
 
 
+@pytest.mark.slow
 def test_a_trace_goes_on_with_lines_beside_what_it_has(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*tiny, "--selection", "attention", "-o", "out"]
     for policies in (["snapkv"], ["snapkv", SLASH]):

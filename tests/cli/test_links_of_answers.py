@@ -32,6 +32,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
+@pytest.mark.slow
 def test_a_link_makes_the_trace_that_it_needs_and_reads_it_again(perturbkv: Run, model: Path) -> None:
     asked = ["--model", model, "--budget", 40, "--budget", 60, "--window", 8]
     compare = ["--compare", "snapkv:attention,snapkv:two-stage,snapkv:random"]
@@ -47,6 +48,7 @@ def test_a_link_makes_the_trace_that_it_needs_and_reads_it_again(perturbkv: Run,
     assert again.json()["settings"] == told["settings"]
 
 
+@pytest.mark.slow
 def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, made: Callable[..., Path]) -> None:
     made("qasper"), made("triviaqa", 5)
     ran = perturbkv("correlation", "qasper.h5", "triviaqa.h5", "-o", "out", "--format", "png")
@@ -62,6 +64,7 @@ def test_traces_of_several_data_sets_are_pooled(perturbkv: Run, made: Callable[.
     assert "--trace" in first_alone.err and "triviaqa.h5" in first_alone.err
 
 
+@pytest.mark.slow
 def test_a_failed_sample_of_any_trace_is_told(perturbkv: Run, made: Callable[..., Path]) -> None:
     made("qasper"), made("trec")
     from perturbkv.storage.trace.trace_file import read_trace

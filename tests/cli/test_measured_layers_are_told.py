@@ -35,6 +35,7 @@ def options(mixed: Path, data: Path) -> list[object]:
     return ["--model", mixed, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_layers_that_were_measured(perturbkv: Run, options: list[object]) -> None:
     planned = json.loads(perturbkv("trace", *options, "--dry-run", "--json").out)
     assert planned["measured_layers"] == "2 5 of 6"
@@ -67,6 +68,7 @@ def test_a_file_whose_layers_are_others_is_refused(perturbkv: Run, options: list
         read_trace("t.h5")
 
 
+@pytest.mark.slow
 def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[object]) -> None:
     perturbkv("trace", *options, "-o", "t.h5")
     trace = read_trace("t.h5")
@@ -84,6 +86,7 @@ def test_analyses_name_layers_by_their_indices(perturbkv: Run, options: list[obj
     assert [tick.get_text() for tick in bar.get_yticklabels()] == ["2", "5"]
 
 
+@pytest.mark.slow
 def test_a_layer_is_asked_for_by_its_index(perturbkv: Run, options: list[object]) -> None:
     perturbkv("trace", *options, "-o", "t.h5")
     trace = read_trace("t.h5")
@@ -97,6 +100,7 @@ def test_a_layer_is_asked_for_by_its_index(perturbkv: Run, options: list[object]
     assert (ran.code, "2, 5, got 1" in ran.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_head_scores_are_of_measured_layers(perturbkv: Run, options: list[object]) -> None:
     names = [f"{layer}-{head}" for layer in (2, 5) for head in range(4)]
     Path("scores.json").write_text(json.dumps({name: place + 1.0 for place, name in enumerate(names)}))
@@ -106,6 +110,7 @@ def test_head_scores_are_of_measured_layers(perturbkv: Run, options: list[object
     assert counts[1] > counts[0]
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_the_window_are_taken(perturbkv: Run, options: list[object]) -> None:
     """182 tokens, and a window of 12."""
     assert perturbkv("trace", *options, "-o", "t.h5").code == 0

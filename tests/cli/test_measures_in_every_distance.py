@@ -30,6 +30,7 @@ def small(tiny: list[object]) -> list[object]:
     return [*tiny, "--format", "png"]
 
 
+@pytest.mark.slow
 def test_it_measures_its_own_trace(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv("question", "measures", *small, "-o", "out", "--json")
     assert ran.code == 0, ran.err
@@ -46,6 +47,7 @@ def test_it_measures_its_own_trace(perturbkv: Run, small: list[object]) -> None:
     assert shown["settings"] == ran.json()["settings"]
 
 
+@pytest.mark.slow
 def test_what_selects_changes_what_is_kept_and_no_bound(perturbkv: Run, small: list[object]) -> None:
     """Each configuration alone keeps what it keeps beside the others, and θ stays in L1."""
     perturbkv("trace", *small[:-2], "--selection", "two-stage", "--selection", "two-stage(norm=l2)", "-o", "both.h5")
@@ -58,6 +60,7 @@ def test_what_selects_changes_what_is_kept_and_no_bound(perturbkv: Run, small: l
     assert (both.arrays["theta"] >= both.arrays["perturbation_isolated"] * (1 - 1e-6)).all()
 
 
+@pytest.mark.slow
 def test_others_are_compared_on_request(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv(
         "question",

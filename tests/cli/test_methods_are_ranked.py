@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import instead, refused
 
 Run = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("ablation", *tiny, "--methods", "tova,h2o", "-o", "out", "--json")
     assert ran.code == 0, ran.err
@@ -29,6 +32,7 @@ def test_methods_are_measured_with_controls_of_the_same_protection(perturbkv: Ru
     refused(perturbkv("ablation", "out/trace.h5", "--methods", "h2o,caote", "-o", "absent"), "caote")
 
 
+@pytest.mark.slow
 def test_a_margin_is_kept_and_has_an_effect_on_the_ranking_alone(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("ablation", *tiny, "--methods", "h2o", "-o", "out").code == 0
     document = perturbkv("ablation", "out/trace.h5", "--methods", "h2o", "--margin", 0.1, "-o", "a", "--json").json()
@@ -63,6 +67,7 @@ def test_a_dry_run_tells_the_smallest_effect(perturbkv: Run, tiny: list[object])
     assert "none: fewer than 5 samples have no interval" in " ".join(few.out.split())
 
 
+@pytest.mark.slow
 def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None:
     roomier = [40 if one == 24 else one for one in tiny]
     ran = perturbkv("ablation", *roomier, "--methods", "all", "--dry-run")
@@ -75,6 +80,7 @@ def test_all_says_what_it_leaves_out(perturbkv: Run, tiny: list[object]) -> None
     assert ": defensive, defensive-layer, headkv" in " ".join(in_blocks.err.split())
 
 
+@pytest.mark.slow
 def test_an_ablation_of_ranked_methods_compares_what_shares_a_setting(perturbkv: Run, tiny: list[object]) -> None:
     asked = ("--methods", "tova,h2o,pyramidkv,pyramidkv:two-stage,snapkv:two-stage", "-o", "out")
     assert perturbkv("ablation", *tiny, *asked).code == 0

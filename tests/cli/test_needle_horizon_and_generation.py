@@ -24,6 +24,7 @@ def small(model: Path) -> list[object]:
 GRID = ["--lengths", "300,340", "--depths", "0,1", "--haystack", "noise", "--steps", 2, "--max-new-tokens", 5]
 
 
+@pytest.mark.slow
 def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(perturbkv: Run, small: list[object]) -> None:
     ran = perturbkv("needle", *small, *GRID, "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
@@ -43,6 +44,7 @@ def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(pertu
     assert again.json()["methods"] == told["methods"]
 
 
+@pytest.mark.slow
 def test_needle_in_context_only_compares_methods_whose_options_have_commas(perturbkv: Run, small: list[object]) -> None:
     methods = "snapkv(pool=average, kernel=5):attention,two-stage(alpha=0.5, score=pooled)"
     ran = perturbkv("needle", *small, *GRID, "--scenario", "context-only", "--compare", methods, "-o", "out", "--json")
@@ -100,6 +102,7 @@ def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: lis
     assert path.read_text() == whole
 
 
+@pytest.mark.slow
 def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("generate", *tiny, "--policy", "adakv", "--max-new-tokens", 40, "--compress-every", 36, "-o", "out")
     assert "36 entries" in " ".join(ran.out.split())
@@ -113,6 +116,7 @@ def test_long_generation_records_every_compression(perturbkv: Run, tiny: list[ob
     assert 0 < one["relative"] == pytest.approx(sum(map(sum, one["perturbation"])) / sum(map(sum, one["output_norm"])))
 
 
+@pytest.mark.slow
 def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, tiny: list[object]) -> None:
     measure = ("trace", "--head-scores", "scores.json", "--model", model, "--samples", 2, "--length", 300)
     refused = perturbkv(*measure)
@@ -136,6 +140,7 @@ def test_head_scores_are_measured_written_and_used(perturbkv: Run, model: Path, 
     assert counts[layer, head] == counts.max()
 
 
+@pytest.mark.slow
 def test_info_reports_the_padding_of_ragged_caches(perturbkv: Run, tiny: list[object]) -> None:
     perturbkv("trace", *tiny, "--policy", "adakv", "-o", "t.h5")
     arrays = read_trace(Path("t.h5")).arrays

@@ -22,6 +22,7 @@ from tests.support.measured import MEASURED
 Run = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_what_is_repeatable_makes_every_combination(perturbkv: Run, tiny: list[object]) -> None:
     several = ["--policy", "snapkv", "--policy", "adakv", "--granularity", "query", "--granularity", "kv"]
     ran = perturbkv("heads", *tiny, *several, "--preset", "paper", "--preset", "paper-v2", "-o", "out", "--json")

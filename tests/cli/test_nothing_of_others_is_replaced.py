@@ -159,6 +159,7 @@ def test_a_command_that_waits_goes_on_from_what_the_other_left(
     assert not lock_path(Path(made)).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_sigterm_ends_a_run_as_ctrl_c_does(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
@@ -231,6 +232,7 @@ def test_answers_on_a_full_disk_are_one_line(
     assert perturbkv(*command).code == 0
 
 
+@pytest.mark.slow
 def test_where_all_samples_fail_the_reasons_are_told(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +250,7 @@ def test_where_all_samples_fail_the_reasons_are_told(
     assert read_trace("out/trace.h5").failures == {"p0": "p0 broke", "p1": "p1 broke"}
 
 
+@pytest.mark.slow
 def test_a_figures_name_is_no_longer_than_a_file_may_have(perturbkv: Run, tiny: list[object]) -> None:
     kinds = ("attention", "two-stage", "random", "value", "attention-unpooled", "two-stage-uniform")
     names = [f"{policy}:{kind}" for policy in ("snapkv", "pyramidkv", "adakv") for kind in kinds]

@@ -34,6 +34,7 @@ def test_quest_s_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tin
     assert found.arrays["held_share"] == pytest.approx(2 * 22 / 182)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["bound-tightness", "assumption"])
 def test_other_analyses_say_what_is_read(command: str, perturbkv: Run, tiny: list[object]) -> None:
     compared = [] if command == "assumption" else ["--compare", "attention,two-stage"]
@@ -42,6 +43,7 @@ def test_other_analyses_say_what_is_read(command: str, perturbkv: Run, tiny: lis
     assert READ in words(ran.out)
 
 
+@pytest.mark.slow
 def test_pages_and_evictions_are_sides_of_one_comparison(perturbkv: Run, tiny: list[object]) -> None:
     sides = f"snapkv:attention,{QUEST}:attention,{QUEST}:random"
     ran = perturbkv("heads", *tiny, "--compare", sides, "-o", "o", "--json")
@@ -53,6 +55,7 @@ def test_pages_and_evictions_are_sides_of_one_comparison(perturbkv: Run, tiny: l
     assert "quest" not in without.out
 
 
+@pytest.mark.slow
 def test_a_multi_step_trace_of_pages_is_followed(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("horizon", *tiny, "--steps", 4, "--compare", f"{QUEST}:attention,{QUEST}:random", "-o", "out")
     assert ran.code == 0, ran.err

@@ -128,6 +128,7 @@ def test_a_task_of_rulers_is_asked_and_graded(perturbkv: Run, model: Path) -> No
         assert sample["full"]["score"] == float(sample["answers"][0] in sample["full"]["text"])
 
 
+@pytest.mark.slow
 def test_a_default_that_was_never_typed_fails_nobody(perturbkv: Run, model: Path, tmp_path: Path) -> None:
     three = rows(tmp_path / "three.jsonl", *({"prompt": f"{i} " + "so on and on " * 8} for i in range(3)))
     options = ["--model", model, "--dataset", three, "--budget", 24, "--window", 8, "-o", "t.h5"]

@@ -134,12 +134,14 @@ def test_a_refusal_is_one_line_without_torch(refused: dict[str, Any], line: str)
     assert err.startswith("error: ") and REFUSALS[line] in err
 
 
+@pytest.mark.slow
 def test_a_backend_that_matplotlib_lacks_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     ((code, out, err, heavy),) = answers(tmp_path, [["heads"]], MPLBACKEND="nope")
     assert (code, out, err.count("\n"), heavy) == (2, "", 1, []), err
     assert err.startswith("error: expected MPLBACKEND to name a backend of matplotlib, such as agg, got 'nope'")
 
 
+@pytest.mark.slow
 def test_too_little_address_space_is_refused_before_torch_fails_in_it(tmp_path: Path) -> None:
     """Before, torch's import was a traceback, and SciPy's never ended."""
     limits = [(300, "300.0 MiB"), (900, "900.0 MiB"), (1400, "1.4 GiB")]
@@ -151,6 +153,7 @@ def test_too_little_address_space_is_refused_before_torch_fails_in_it(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_check_of_imports_can_fail(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text("import torch\n")
     ((code, _, err, heavy),) = answers(tmp_path, [["heads", "--policy", "heavy.py:Mine"]])

@@ -31,6 +31,7 @@ def test_a_page_lies_beside_the_first_trace_and_one_line_says_so(perturbkv: Run,
     assert {one.name for one in Path("runs").iterdir()} == {"t.h5", "report.html"}
 
 
+@pytest.mark.slow
 def test_json_says_the_same(perturbkv: Run, measured: Path) -> None:
     other = small_trace(samples=4).save("other.h5")
     told = perturbkv("report", other, measured, "-o", "deep/page.html", "--full", "--json").json()
@@ -40,6 +41,7 @@ def test_json_says_the_same(perturbkv: Run, measured: Path) -> None:
     assert told["traces"][1]["trace_digest"] == pk.read_trace(measured).digest
 
 
+@pytest.mark.slow
 def test_a_page_without_suffix_is_an_html_file(perturbkv: Run, measured: Path) -> None:
     ran = perturbkv("report", measured, "-o", "x", "--json")
     assert ran.json()["file"] == "x.html"

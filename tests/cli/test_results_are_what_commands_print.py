@@ -68,6 +68,7 @@ def results(paths: dict[str, Path]) -> dict[str, Result]:
     return {name: analyse(pk.read_trace(paths[name])) for name, analyse in ANALYSES.items()}
 
 
+@pytest.mark.slow
 @EVERY
 def test_numbers_are_those_of_the_command(perturbkv: Run, path: Path, results: dict[str, Result], command: str) -> None:
     told = perturbkv(*command.split(), path, *OPTIONS.get(command, []), "-o", "out", "--json", "--format", "png").json()
@@ -182,6 +183,7 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
     assert ran.failed == 0
 
 
+@pytest.mark.slow
 def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (

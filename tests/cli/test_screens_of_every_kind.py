@@ -33,6 +33,7 @@ def ran(streams: str, *argv: str, **environment: str) -> tuple[int, bytes, bytes
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [("list", "policies"), ("list", "policies", "--json")])
 def test_a_reader_who_leaves_is_no_error(argv: tuple[str, ...]) -> None:
     code, _, err = ran("| true", *argv)

@@ -75,6 +75,7 @@ def test_random_weights_have_no_ties_and_no_model_is_said(
     assert json.loads(Path("gpu.json").read_text())["ties"] == []
 
 
+@pytest.mark.slow
 def test_the_file_is_written_after_every_check_and_a_missing_kernel_of_a_gpu_is_not_equal(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_file_is_written_after_every_check_and_a_missing_kernel_of_a_gpu_is_
     assert left == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_ties_leaves_the_rows_of_the_benchmark(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

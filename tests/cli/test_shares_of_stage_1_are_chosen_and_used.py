@@ -22,6 +22,7 @@ def six(tiny: list[object]) -> list[object]:
     return [*tiny[:4], "--samples", 6, *tiny[6:], "--format", "png"]
 
 
+@pytest.mark.slow
 def test_choices_are_composed_as_they_are_measured_and_their_files_are_taken(perturbkv: Run, six: list[object]) -> None:
     ran = perturbkv("question", "alpha", *six, *GRID, "--folds", 3, "-o", "out")
     assert ran.code == 0, ran.err
@@ -76,6 +77,7 @@ def test_a_run_goes_on_and_a_finished_trace_has_its_folds_beside_it(perturbkv: R
     assert fewer.code == 0 and fewer.json()["measured"]["samples"] == 5
 
 
+@pytest.mark.slow
 def test_adaptive_budgets_do_not_depend_on_alpha_and_are_composed_too(perturbkv: Run, six: list[object]) -> None:
     ran = perturbkv("question", "alpha", *six, *GRID, "--policy", "adakv", "--granularity", "kv", "--json", "-o", "out")
     assert ran.code == 0, ran.err

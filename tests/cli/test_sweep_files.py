@@ -56,6 +56,7 @@ def resolved(tmp_path: Path, text: str) -> trace.Sweep:
     return resolve(path, RunOptions(), BOTH, frozenset())
 
 
+@pytest.mark.slow
 def test_a_sweep_over_all_that_can_be_chosen_asks_for_each_configuration_once(tmp_path: Path) -> None:
     text = yaml.safe_dump({"model": "m", "dataset": "d", "window": 8, "grids": GRIDS})
     configs = resolved(tmp_path, text).configs

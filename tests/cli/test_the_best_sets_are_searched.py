@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Run = Callable[..., Any]
 FEW = ("--heads", 3, "--proven", 1, "--seconds", 20, "--format", "png")
 
 
+@pytest.mark.slow
 def test_a_search_leaves_its_lines_a_figure_and_its_numbers(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("question", "regret", *tiny, *FEW, "-o", "out")
     assert ran.code == 0, ran.err
@@ -20,6 +23,7 @@ def test_a_search_leaves_its_lines_a_figure_and_its_numbers(perturbkv: Run, tiny
     assert Path("out/regret.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_says_the_same(perturbkv: Run, tiny: list[object]) -> None:
     whole = perturbkv("question", "regret", *tiny, *FEW, "-o", "out", "--json").json()
     path = Path("out/regret.jsonl")
@@ -30,6 +34,7 @@ def test_a_run_that_was_killed_goes_on_and_says_the_same(perturbkv: Run, tiny: l
     assert path.read_text().splitlines() == "".join(lines).splitlines()
 
 
+@pytest.mark.slow
 def test_another_question_is_refused_until_it_may_replace(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("question", "regret", *tiny, *FEW, "-o", "out").code == 0
     other = ["question", "regret", *tiny, "--heads", 2, "--proven", 0, "--format", "png", "-o", "out"]

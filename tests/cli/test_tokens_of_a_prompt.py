@@ -41,6 +41,7 @@ def test_the_ten_largest_losses_of_each_side_are_details(traced: Path) -> None:
     assert [len(table.rows) for table in tables] == [10, 10]
 
 
+@pytest.mark.slow
 def test_colours_stand_in_place_of_marks_in_a_terminal(
     perturbkv: Run, traced: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_colours_stand_in_place_of_marks_in_a_terminal(
     assert "\x1b[30;43m" not in plain
 
 
+@pytest.mark.slow
 def test_json_holds_what_a_notebook_holds(perturbkv: Run, traced: Path) -> None:
     told = perturbkv("tokens", traced, "--layer", 1, "--compare", "two-stage,attention", "--json").json()
     found = pk.tokens(pk.read_trace(traced), layer=1, baseline="two-stage", treatment="attention")
@@ -63,6 +65,7 @@ def test_json_holds_what_a_notebook_holds(perturbkv: Run, traced: Path) -> None:
     assert "".join(one["text"] for one in told["tokens"]).endswith(SENTENCE)
 
 
+@pytest.mark.slow
 def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("heads", *tiny, "-o", "out", "--no-text", "--format", "png").code == 0
     assert b"brown" not in Path("out/trace.h5").read_bytes()
@@ -74,6 +77,7 @@ def test_a_run_without_text_leaves_none_and_tokens_says_how_to_get_it(perturbkv:
     assert perturbkv("tokens", "out/trace.h5").code == 0
 
 
+@pytest.mark.slow
 def test_text_is_taken_out_of_a_trace_by_the_same_command(perturbkv: Run, tiny: list[object], traced: Path) -> None:
     ran = perturbkv("trace", *tiny, "-o", traced, "--no-text")
     assert ran.code == 0
@@ -87,6 +91,7 @@ def test_a_sweep_file_leaves_text_out(perturbkv: Run, model: Path, data: Path) -
     assert perturbkv("list", "s.h5", "--json").json()["with_text"] == []
 
 
+@pytest.mark.slow
 def test_export_writes_tokens_into_a_table_of_their_own(perturbkv: Run, traced: Path) -> None:
     ran = perturbkv("export", traced, "--json").json()
     tokens = {path: rows for path, rows in ran["files"].items() if ".tokens" in path}

@@ -43,6 +43,7 @@ def configs(readme: Path) -> dict[str, str]:
     return {one["config_name"]: one["data_files"][0]["path"] for one in document["configs"]}
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs(perturbkv: Run, model: Path, tmp_path: Path) -> None:
     (script,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (python,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -108,6 +109,7 @@ def test_a_card_is_replaced_only_when_asked_and_nothing_is_written_before(pertur
     assert "\nlicense: mit\n" in Path("a/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_texts_of_an_earlier_trace_are_not_published(perturbkv: Run) -> None:
     made = complete("a/t.h5")
     assert perturbkv("export", "a").code == 0
@@ -143,6 +145,7 @@ def test_without_what_the_card_needs_no_table_is_written(perturbkv: Run, monkeyp
     assert [path.name for path in Path("a").iterdir()] == ["t.h5"]
 
 
+@pytest.mark.slow
 def test_tables_of_several_folders_share_a_card(perturbkv: Run) -> None:
     for name in ("x/needle/trace.h5", "x/qasper/trace.h5"):
         complete(name)

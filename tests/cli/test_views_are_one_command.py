@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.asked import instead
 
 Run = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_each_view_keeps_its_own_options_under_its_own_name(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("ablation", "--restrictions", *instead(tiny, "--budget", 0.5), "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
@@ -20,6 +23,7 @@ def test_each_view_keeps_its_own_options_under_its_own_name(perturbkv: Run, tiny
     assert Path("out/ablation-restrictions.png").exists()
 
 
+@pytest.mark.slow
 def test_tokens_measures_its_trace_where_none_is_given(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("tokens", *tiny, "-o", "out", "--layer", 1, "--head", 2, "--json")
     assert ran.code == 0, ran.err

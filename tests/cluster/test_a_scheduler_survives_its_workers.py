@@ -123,6 +123,7 @@ def test_workers_stay_prepared_from_one_run_to_the_next() -> None:
     assert len(crew.prepared) >= 3, "another task is begun"
 
 
+@pytest.mark.slow
 def test_ten_thousand_samples_cost_milliseconds_each_and_no_memory() -> None:
     """One that needs none: what is kept does not grow with what was done."""
 

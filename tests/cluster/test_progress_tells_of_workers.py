@@ -14,6 +14,7 @@ from perturbkv.pipeline import progress
 from perturbkv.pipeline.progress import bar
 
 
+@pytest.mark.slow
 def test_a_terminal_of_eighty_columns_shows_all_of_it() -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     with bar("samples", console=screen, status=lambda: "7 of 8 workers") as drawn:

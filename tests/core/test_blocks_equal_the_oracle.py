@@ -71,6 +71,7 @@ def test_streaming_llm_keeps_the_blocks_of_its_sinks_and_the_last_ones(sinks: in
 SIZES = st.sampled_from([1, 2, 3, 4, 7, 16])
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(
     st.sampled_from(["snapkv", *POLICIES]),
@@ -97,6 +98,7 @@ def test_any_shape_with_ties(
     check(chosen, 4, 2, n, seed, ties=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(SIZES, st.integers(1, 120), st.integers(1, 20), st.integers(70, 110), st.sampled_from([0, 9]),
        st.integers(0, 10**6))  # fmt: skip

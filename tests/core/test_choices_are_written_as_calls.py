@@ -37,6 +37,7 @@ CHOICES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(CHOICES)
 def test_what_is_printed_is_read_again(choice: Choice) -> None:
     assert parse(str(choice)) == choice

@@ -17,6 +17,7 @@ from perturbkv.selection.grid import FIELDS, ORDER, configuration, grid
 V2 = {"score": "pooled", "epsilon": 1e-4, "granularity": "kv"}
 
 
+@pytest.mark.slow
 def test_the_order_is_preset_budget_alpha_the_other_choices_policy_selection() -> None:
     found = grid(
         selection=["attention", "two-stage"], policy=["snapkv", "adakv"], kernel=[5, 9], window=[8, 16],

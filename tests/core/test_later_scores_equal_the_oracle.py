@@ -130,6 +130,7 @@ shapes = st.tuples(st.integers(0, 10**6), st.sampled_from([10, 14, 23, 40]), st.
 kinds = st.tuples(st.sampled_from(["query", "kv"]), st.sampled_from([0, 2]), st.booleans())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(shapes, kinds, st.sampled_from(["model", "layer"]))
 def test_lava_keeps_what_the_oracle_keeps(
@@ -154,6 +155,7 @@ def test_lava_keeps_what_the_oracle_keeps(
             assert kept[layer][head] == sorted([*always, *top(scores, counts[layer][head])])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(shapes, kinds, st.sampled_from(["defensive", "defensive-layer"]), st.sampled_from([0.0, 0.6, 0.9, 1.0]))
 def test_defensive_keeps_what_the_oracle_keeps(
@@ -180,6 +182,7 @@ def test_defensive_keeps_what_the_oracle_keeps(
             assert stage1[layer][head] == sorted([*always, *own[:count]])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(shapes, kinds, st.sampled_from(["model", "layer", "head"]), st.sampled_from(["kvzip", "kvzip-plus"]))
 def test_kvzip_keeps_what_the_oracle_keeps(

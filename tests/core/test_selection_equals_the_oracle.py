@@ -114,6 +114,7 @@ def test_every_policy_with_every_selection(policy: str, selection: str, granular
     check(config(policy=policy, selection=selection, granularity=granularity), 4, 2, n=50, seed=11)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(POLICIES),
@@ -151,6 +152,7 @@ def test_what_is_protected_stays_in_every_head(
         assert int(kept.sum()) == 20 * len(kept)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(["snapkv", *POLICIES]),

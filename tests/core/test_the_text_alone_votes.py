@@ -107,6 +107,7 @@ def test_the_mean_runs_over_the_rows_that_vote(window: int, tail: int, answer: i
         assert np.array_equal(found, layer_scores(seen, [whole], CHUNK_BYTES)[whole].numpy())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 20), st.integers(0, 5))
 def test_a_window_of_the_template_alone_or_without_it_is_refused(window: int, tail: int, answer: int) -> None:

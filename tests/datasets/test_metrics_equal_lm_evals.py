@@ -110,6 +110,7 @@ def test_longbenchs_metrics_equal_lm_evals_own(kind: str, task: str, theirs: Mod
     assert max(scores) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_f1_and_rouge_l_of_any_prompts_equal_lm_evals_too(theirs: ModuleType) -> None:
     for choice, kind in (("f1", "qa_f1"), ("rouge-l", "rouge")):
         metric = metrics.metric(choice)
@@ -201,6 +202,7 @@ def test_grading_imports_nothing_of_lm_eval() -> None:
     assert not [name for name in sys.modules if name == "lm_eval" or name.startswith("lm_eval.")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [300, 700, 1500])
 def test_rouge_l_of_long_texts_is_not_given_up(words: int) -> None:
     reference = [f"w{number % 97}x{number}" for number in range(words)]

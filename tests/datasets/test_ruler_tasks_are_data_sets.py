@@ -118,6 +118,7 @@ def test_nothing_is_printed_imported_seeded_or_asked_of_the_network(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "length"), [("niah_single_1", 128), ("vt", 300), ("cwe", 400)])
 def test_a_length_that_is_too_short_names_one_that_does(task: str, length: int) -> None:
     with pytest.raises(DatasetError, match=rf"no prompt of 'ruler:{task}' fits {length} tokens") as told:

@@ -121,6 +121,7 @@ def test_rare_prompts_shows_every_population_with_both_ratios_and_their_worst_an
     np.testing.assert_allclose(shares[-1], np.median(shares[1:13], axis=0), atol=1)
 
 
+@pytest.mark.slow
 def test_what_rare_prompts_hold_is_what_very_many_of_them_show() -> None:
     tool = functions("rare_prompts")
     for heads in (50, 5):
@@ -134,6 +135,7 @@ def test_what_rare_prompts_hold_is_what_very_many_of_them_show() -> None:
         assert sorted(top / bottom)[24:26] == pytest.approx([float(truth[1])] * 2, rel=0.04)
 
 
+@pytest.mark.slow
 def test_tables_shows_every_analysis(folder: Path) -> None:
     said = script("tables", *(folder / part / "summary.json" for part in (".", "ablation", "horizon")))
     analyses = (
@@ -234,6 +236,7 @@ def test_model_sanity_tells_weights_loss_answer_and_prompt(
     assert "A magic number is hidden" in said.rpartition("prompt ")[2]
 
 
+@pytest.mark.slow
 def test_needle_reads_the_four_runs(model: Path, tmp_path: Path) -> None:
     for part, more in {".": [], "context": ["--scenario", "context-only"], "pooled": [], "kernel": []}.items():
         perturbkv("needle", "--model", model, *GRID, *SMALL, *SIDES, *more, "-o", tmp_path / part)
@@ -242,6 +245,7 @@ def test_needle_reads_the_four_runs(model: Path, tmp_path: Path) -> None:
     assert said.count("tokens of the number that a head keeps") == 3
 
 
+@pytest.mark.slow
 def test_ties_pairs_the_traces_of_each_dataset(model: Path, longbench: Path, tmp_path: Path) -> None:
     names = []
     for dtype in ("bfloat16", "float32"):

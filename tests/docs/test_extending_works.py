@@ -129,6 +129,7 @@ def test_policy_and_selection_are_measured(perturbkv: Perturbkv, copy: Path, dat
     assert kept[0] < tokens - 24
 
 
+@pytest.mark.slow
 def test_a_score_of_ones_own_is_measured_under_any_budget_rule(
     perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_score_of_ones_own_is_measured_under_any_budget_rule(
     assert "tau" in perturbkv("list", "policies", "my_score.py:Peak")
 
 
+@pytest.mark.slow
 def test_a_family_and_a_command_run(perturbkv: Perturbkv, copy: Path, data: Path, tmp_path: Path) -> None:
     shared = ["--model", model_folder(tmp_path / "tiny", "seed_oss"), "--dataset", data, "--window", 4, "--budget", 24]
     perturbkv("kept-attention", *shared, "--output", tmp_path / "run", "--format", "png")

@@ -59,6 +59,7 @@ def test_confirming_prompts_are_of_a_folder_of_their_own(
     assert asked == [tmp_path, tmp_path / "confirm"]
 
 
+@pytest.mark.slow
 def test_every_setting_of_a_run_has_every_comparison(spec: dict[str, Any], trace: pk.Trace) -> None:
     found = list(spec["rows"](trace, spec["Run"]("tiny", False, "needle")))
     settings = {tuple(row[name] for name in spec["SETTINGS"]) for row in found}
@@ -110,6 +111,7 @@ def test_an_interval_on_one_side_of_even_decides(spec: dict[str, Any]) -> None:
     assert share.verdict(float("nan"), float("nan")) == "undecided"
 
 
+@pytest.mark.slow
 def test_rows_are_kept_counted_and_drawn(
     spec: dict[str, Any], trace: pk.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_kinds_of_prompts_are_told_apart_by_permuting_them(claims: dict[str, Any
         assert claims["permuted"](values, kinds) == pytest.approx(exact, abs=0.02)
 
 
+@pytest.mark.slow
 def test_sums_by_the_next_token_are_by_hand(
     spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -229,6 +232,7 @@ def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(
     assert "2 / 1 / 1 of 4" in claims["seventh"](found)
 
 
+@pytest.mark.slow
 def test_the_table_of_bounds_is_by_hand(
     spec: dict[str, Any], claims: dict[str, Any], trace: pk.Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

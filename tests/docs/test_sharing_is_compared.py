@@ -37,6 +37,7 @@ def test_every_run_of_the_rules_is_asked_for(ragged: dict[str, Any]) -> None:
     assert len(found) * len(ragged["configs"]()) == 56
 
 
+@pytest.mark.slow
 def test_every_setting_has_every_number_at_one_cache_share(ragged: dict[str, Any], trace: pk.Trace) -> None:
     found = list(ragged["rows"](trace, ragged["Run"]("tiny", False, "needle")))
     titles = {**ragged["COMPARISONS"], **ragged["SHOWN"]}
@@ -67,6 +68,7 @@ def test_verdicts_follow_the_rules(ragged: dict[str, Any]) -> None:
     assert sentence([more] * 15 + [open_] * 5) == "undecided"
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_scripts_tables_and_names_what_was_not_measured(
     ragged: dict[str, Any], tmp_path: Path
 ) -> None:

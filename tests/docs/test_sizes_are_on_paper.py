@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,11 +13,13 @@ from perturbkv.models.loading import open_model
 from tests.support.scripts import DOCS, functions, script
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_scripts_tables() -> None:
     page = (DOCS / "explanation" / "gpu.md").read_text()
     assert all(line in page for line in script("sizes").splitlines())
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_plain_model() -> None:
     """Counted on tensors without numbers; the counter takes causal attention for whole, twice what is needed."""
     sizes, tokens = functions("sizes"), 8192

@@ -37,6 +37,7 @@ def longbench(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_both_tables_hold_what_was_measured(model: Path, longbench: Path) -> None:
     said = script("template_window", model, longbench, "--samples", PROMPTS, "--max-tokens", MOST)
     assert said.startswith(f"{model}: {PROMPTS} prompts that end in '{END}'\n")

@@ -40,6 +40,7 @@ def test_both_panels_hold_their_curves_and_bands(width: int) -> None:
     assert len(render(figure)) > 1000
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_many_configurations_have_room_and_one_sample_without_kl_a_panel(width: int) -> None:
     rows = [row(f"s{place}", range(80), [[1]] * 12, [[0.1] * 80] * 12, MANY) for place in range(6)]

@@ -19,6 +19,7 @@ from tests.support.swept import BUDGETS, swept
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_arrows_lead_from_the_treatments_budget_to_the_baselines_for_the_same(width: int) -> None:
     result = measured()
@@ -56,6 +57,7 @@ def crowded(samples: int = 8) -> PairSavings:
     return found
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_what_is_saved_stands_inside_its_panel_and_on_no_other(width: int) -> None:
     result = crowded()
@@ -107,6 +109,7 @@ def test_means_stand_with_their_bounds_and_the_smallest_safe_budget_is_ringed(wi
     assert "whiskers: one-sided 95 % bounds over n = 40 samples" in words(figure).replace("\n", " ")
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_nothing_lies_on_anything_else(width: int) -> None:
     assert overlapping(measured().plot(width)) == []

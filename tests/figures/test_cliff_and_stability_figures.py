@@ -56,6 +56,7 @@ def several(count: int = 3, samples: int = 5) -> Stability:
     return pk.stability([*traces, made(source.lognormal(size=(samples, 7, 2)), model="another", dataset="data 0")])
 
 
+@pytest.mark.slow
 @WIDTHS
 @pytest.mark.parametrize("count", [0, 3, 11])
 def test_a_matrix_holds_reliability_and_correlations_and_is_blank_between_models(width: int, count: int) -> None:
@@ -74,6 +75,7 @@ def test_a_matrix_holds_reliability_and_correlations_and_is_blank_between_models
     assert len(render(figure)) > 1000
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_profiles_lie_over_relative_depth(width: int) -> None:
     result = several()

@@ -105,6 +105,7 @@ def test_symbols_are_typeset_without_underscores() -> None:
     assert not any("θ̂_relax" in label for label in labels)
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_counts_of_heads_stand_clear_of_axes_lines_and_each_other(width: int) -> None:
     """Five budgets with five digits each: every label lies within the panel and below the line at a half."""

@@ -53,6 +53,7 @@ def heads(budgets: tuple[int, ...]) -> HeadComparisons:
     return compare_heads(trace, "snapkv:attention", [press.name for press in PRESSES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [84, 174])
 def test_bounds_of_seven_unlike_configurations_are_numbered_and_named_below(width: int) -> None:
     figure = bounds().plot(width)
@@ -64,6 +65,7 @@ def test_bounds_of_seven_unlike_configurations_are_numbered_and_named_below(widt
     assert any("adakv w=32 floor=0.3 by=caote(pool=max)" in name for name in key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [84, 174])
 def test_maps_of_seven_unlike_configurations_have_room_for_their_names(width: int) -> None:
     assert overlapping(bounds().plot_heads(width)) == []

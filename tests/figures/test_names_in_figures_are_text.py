@@ -17,6 +17,7 @@ from tests.support import prompts
 WORDS = [r"$\frac{1", "$x_1^2$ $", r"a_b^c\d{e}~#%", "\x1b]0;owned\x07", "<b>&]]>--", "a\nb", "\ud800", "_hidden"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", WORDS)
 def test_every_format_holds_a_foreign_name_as_text(tmp_path: Path, word: str) -> None:
     trace = prompts.made(prompts.sample(word), model=word, dataset=word)

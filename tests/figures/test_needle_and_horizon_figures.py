@@ -204,6 +204,7 @@ def test_growth_is_on_a_signed_map_whose_clipped_ends_are_arrows() -> None:
     assert min(red, green, blue) > 0.9  # no growth is nearly white
 
 
+@pytest.mark.slow
 @WIDTHS
 def test_odd_runs_are_drawn(width: int) -> None:
     nothing = made([[1, 0]], [0], [[0.1, 0.2]])

@@ -188,6 +188,7 @@ def test_a_width_below_the_styles_least_is_refused_before_drawing(width_mm: floa
         result_of("Cliffs").plot(width_mm, look)
 
 
+@pytest.mark.slow
 def test_a_figure_without_room_says_a_width_that_has() -> None:
     trace = pk.horizon(result_trace())
     with pytest.raises(

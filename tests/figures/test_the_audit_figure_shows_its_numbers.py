@@ -25,6 +25,7 @@ def result() -> Audit:
     return audited("llama", planted.rotated_again)
 
 
+@pytest.mark.slow
 def test_kept_shares_are_drawn_by_layer_and_position(result: Audit) -> None:
     (image,) = drawn(result).axes[0].images
     shares = np.zeros((3, 60))

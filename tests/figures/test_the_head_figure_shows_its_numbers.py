@@ -180,6 +180,7 @@ def test_pairs_say_once_what_all_share() -> None:
     assert not any("max7" in axes.get_title(loc="left") for axes in figure.axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [84, 174])
 def test_twelve_pairs_fit_a_page(width: int) -> None:
     results, _ = pairs()

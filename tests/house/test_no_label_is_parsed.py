@@ -211,6 +211,7 @@ def test_every_analysis_says_the_same_whatever_the_labels_are(
     assert told(command, tmp_path / "opaque") == usual
 
 
+@pytest.mark.slow
 def test_a_label_that_is_parsed_is_found(
     opaque: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

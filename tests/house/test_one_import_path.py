@@ -32,6 +32,7 @@ def imported_from(folder: Path, *options: str, **environment: str) -> Path:
     return Path(done.stdout.strip())
 
 
+@pytest.mark.slow
 def test_the_wheel_has_one_top_level_name_and_all_its_files(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

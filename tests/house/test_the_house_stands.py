@@ -189,6 +189,7 @@ def imports_by_name(source: str) -> bool:
     return not {"import_module", "importlib.import_module", "__import__"}.isdisjoint(used)
 
 
+@pytest.mark.slow
 def test_only_these_import_by_name() -> None:
     assert {name for name, source in modules().items() if imports_by_name(source)} == BY_NAME.keys()
 
@@ -274,6 +275,7 @@ def test_torch_stays_unimported(code: str) -> None:
     assert not torch_is_loaded_after(code)
 
 
+@pytest.mark.slow
 def test_the_torch_check_can_fail() -> None:
     assert torch_is_loaded_after("import perturbkv.theory")
 
@@ -296,6 +298,7 @@ def test_public_names_exist() -> None:
         _ = perturbkv.nothing_of_this_name
 
 
+@pytest.mark.slow
 def test_prints_stay_in_the_console() -> None:
     calls = [
         name

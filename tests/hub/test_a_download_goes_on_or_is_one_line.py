@@ -67,6 +67,7 @@ def test_a_download_that_comes_on_is_asked_for_until_it_is_there(
     assert len(hub.downloads(WEIGHTS)) > 5
 
 
+@pytest.mark.slow
 def test_a_hub_that_stalls_is_named(hub: Hub, folder: Path) -> None:
     hub.add(ID, folder)
     hub.troubles[WEIGHTS] = Trouble(cut=1000, stall=1.6)
@@ -75,6 +76,7 @@ def test_a_hub_that_stalls_is_named(hub: Hub, folder: Path) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_hub_that_says_nothing_is_named(hub: Hub, folder: Path) -> None:
     hub.add(ID, folder)
     hub.troubles["api"] = Trouble(stall=1.6)

@@ -20,6 +20,7 @@ from tests.support.hub_models import ID, TOKEN, WEIGHTS, refused, same, sharded
 from tests.support.models import MIXED
 
 
+@pytest.mark.slow
 def test_a_single_file_and_shards_are_the_folder(hub: Hub, folder: Path, tmp_path: Path) -> None:
     expected = pk.load_model(str(folder), device="cpu")
     commit = hub.add(ID, folder)

@@ -132,6 +132,7 @@ def test_the_hubs_configuration_is_believed() -> None:
     ) == stored_weights.WeightStorage("bfloat16")
 
 
+@pytest.mark.slow
 def test_a_trace_and_its_figures_say_the_storage_type_of_quantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised_and_plain: Callable[[], tuple[Path, Path]]
 ) -> None:

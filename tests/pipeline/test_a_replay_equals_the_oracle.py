@@ -62,6 +62,7 @@ def test_a_part_shorter_than_eight_tokens_reminds_of_itself_alone() -> None:
     assert made[2][1][-5:] == [3, 4, 5, 10, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
 @pytest.mark.parametrize(
     ("family", "heads"), [*((family, "GQA") for family in (*PLAIN, *MIXED)), ("llama", "MHA"), ("qwen3", "MQA")]
@@ -147,6 +148,7 @@ def test_a_replay_runs_where_it_is_needed_and_once_for_all_that_share_it() -> No
     assert forwards(adapter, [*shared, config(chunk=LENGTH)]) == 1 + parts + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["query", "kv"])
 def test_every_new_policy_is_measured_and_generates(granularity: str) -> None:
     """Kept sets while reading are those of a trace; the model keeps what was asked for, to the entry."""

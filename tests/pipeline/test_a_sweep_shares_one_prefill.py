@@ -85,6 +85,7 @@ def test_a_sweep_equals_one_run_per_configuration(scenario: str) -> None:
         assert_same(together, place, alone, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_in_single_precision_they_differ_by_rounding_alone() -> None:
     adapter, configs = tiny_adapter(), sweep()[:12]
     together = trace_sample(adapter, PROMPT, run(configs)).arrays
@@ -98,6 +99,7 @@ def test_in_single_precision_they_differ_by_rounding_alone() -> None:
         np.testing.assert_allclose(*(next(propagated)[row] for row in (place, 0)), rtol=1e-5, atol=floor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kibibytes", "scenario"), [(100, "regular"), (300, "context-only")])
 def test_a_bound_on_memory_makes_batches_and_changes_no_number(
     kibibytes: int, scenario: str, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +132,7 @@ def test_a_bound_on_memory_makes_batches_and_changes_no_number(
     ]
 
 
+@pytest.mark.slow
 def test_working_memory_of_a_byte_takes_configurations_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, configs = exact_adapter("llama", 4, 2), sweep()
     calls: list[int] = []
@@ -214,6 +217,7 @@ def under(mode: Waiting, function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+@pytest.mark.slow
 def test_nothing_in_the_layer_loops_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head scores and PyramidKV's line are worked out on the host, where there is nothing to wait for."""
     configs = tuple(config for config in sweep() if config.policy.name not in ("headkv", "pyramidkv", "random"))

@@ -68,6 +68,7 @@ def test_decoding_from_passing_blocks_equals_the_masked_full_cache(
         assert [len(keys) for keys, _ in layers[0].entries(row).sets()] == [one + 3 for one in counts[row]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_one_step_without_copies_equals_the_first_of_two_with_copies(scenario: str) -> None:
     adapter = exact_adapter("llama", 4, 2)

@@ -56,6 +56,7 @@ def plain(adapter: Adapter, tokens: list[int]) -> list[np.ndarray]:
     return [decoder.step(token).logits for token in [*PROMPT.token_ids, *tokens]][len(PROMPT.token_ids) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("naive", "chosen"),
     [
@@ -91,6 +92,7 @@ def test_without_compressions_it_is_the_kl_that_a_trace_holds(scenario: str) -> 
     np.testing.assert_allclose(made.divergence.kl.numpy(), trace.get("logit_kl", "this")[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = exact_adapter("llama", 4, 2, seed=1)
     configs = (config("snapkv"), config("random"), config("streaming-llm(positions=in-cache)", selection="position"))
@@ -102,6 +104,7 @@ def test_how_many_tokens_are_read_at_once_changes_nothing(monkeypatch: pytest.Mo
     np.testing.assert_allclose(at_once.kl.numpy(), single.kl.numpy(), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_free_answers_are_what_they_are_without_it() -> None:
     adapter, configs = tiny_adapter(), (config("snapkv"), config("adakv"))
     asked = answer(adapter, PROMPT, configs, TOKENS, compress_every=LIMIT, divergence=True)

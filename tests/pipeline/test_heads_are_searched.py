@@ -48,6 +48,7 @@ def test_a_heads_sets_perturb_as_its_trace_says(family: str, scenario: str) -> N
         assert all(kept[view.entries.always].all() for kept in view.kept)
 
 
+@pytest.mark.slow
 def test_no_set_of_a_method_is_below_the_best_and_the_same_call_finds_the_same() -> None:
     model = tiny_adapter("llama", 4, 2)
     prompts = [replace(PROMPT, sample_id=name, token_ids=token_ids(90, seed=seed)) for seed, name in enumerate("ab")]

@@ -121,6 +121,7 @@ def mean_at(reference: Reference, config: EvictionConfig, layer: int, head: int)
     return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
 
 
+@pytest.mark.slow
 def test_isolated_quantities_are_means_over_the_prompts_queries(case: Case) -> None:
     sample, reference = case
     for place, config in lined_of(reference):

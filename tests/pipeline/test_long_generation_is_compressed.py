@@ -224,6 +224,7 @@ def test_compressions_equal_the_naive_runs(family: str, policy: str, fields: dic
         np.testing.assert_allclose(one.perturbation.numpy(), moved, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_never_holds_more_than_the_limit_and_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[list[float]] = []
     original = generation._next_tokens

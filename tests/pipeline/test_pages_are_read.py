@@ -217,6 +217,7 @@ def test_pages_of_the_first_step_for_all_steps_are_found(monkeypatch: pytest.Mon
     assert off(config()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 def test_answers_read_pages_as_they_are_written(scenario: str) -> None:
     """Token by token those of the naive decoder, whose every query chooses; and those of the trace."""
@@ -251,6 +252,7 @@ def test_rows_of_everything_take_no_bytes() -> None:
     assert found["cache_bytes"] == found["cache_padding_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_its_own_reads_what_a_batch_of_many_reads() -> None:
     adapter, chosen = exact_adapter("llama", *HEADS["GQA"]), tuple(map(config, SELECTIONS))
     beside = RunConfig("m", "d", (*chosen, configuration(17, window=WINDOW)), steps=STEPS)

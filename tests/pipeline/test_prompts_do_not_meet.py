@@ -31,6 +31,7 @@ def measured(order: Sequence[str], max_bytes: int | None = None) -> dict[str, Sa
     return {one.sample_id: one for one in found if isinstance(one, SampleTrace)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["dcba", "cadb", "b", "ca"])
 def test_order_and_company_of_prompts_change_no_bit(order: str) -> None:
     alone, beside = measured("abcd"), measured(order)
@@ -41,6 +42,7 @@ def test_order_and_company_of_prompts_change_no_bit(order: str) -> None:
             np.testing.assert_array_equal(array, alone[name].arrays[variable], err_msg=f"{variable} of {name}")
 
 
+@pytest.mark.slow
 def test_batches_of_caches_change_nothing_beyond_the_noise_floor() -> None:
     whole, single = measured("ab"), measured("ab", max_bytes=64 * 1024)
     for name, one in single.items():
@@ -50,6 +52,7 @@ def test_batches_of_caches_change_nothing_beyond_the_noise_floor() -> None:
         np.testing.assert_array_equal(one.arrays["kept_code"], whole[name].arrays["kept_code"])
 
 
+@pytest.mark.slow
 def test_other_prompts_have_other_numbers() -> None:
     found = measured("abcd")
     assert not np.array_equal(found["a"].arrays["output_norm"], found["d"].arrays["output_norm"])  # of one length

@@ -65,6 +65,7 @@ def test_what_the_work_raises_is_raised(others: int) -> None:
             finisher.add(lambda: None)
 
 
+@pytest.mark.slow
 @WITH_COMPILER
 def test_samples_of_a_gpu_are_finished_by_another_thread_and_in_order() -> None:
     prompts = [pk.Prompt(f"p{number}", token_ids(40, seed=number), 0) for number in range(3)]
@@ -81,6 +82,7 @@ def test_samples_of_a_gpu_are_finished_by_another_thread_and_in_order() -> None:
     assert seen == [("p0", True), ("p1", True), ("p2", True)]
 
 
+@pytest.mark.slow
 @WITH_COMPILER
 @pytest.mark.parametrize("words", ["CUDA error: illegal access", "CUBLAS_STATUS_EXECUTION_FAILED when calling"])
 def test_a_gpu_that_fails_is_one_line_and_what_was_measured_stays(words: str, monkeypatch: pytest.MonkeyPatch) -> None:

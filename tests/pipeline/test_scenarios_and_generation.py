@@ -120,6 +120,7 @@ class Naive:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["regular", "context-only"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_generation_equals_the_naive_decoders(heads: tuple[int, int], scenario: str) -> None:

@@ -121,6 +121,7 @@ def test_the_check_of_windows_can_fail() -> None:
         assert far(decode(adapter, cache, tokens, 1)[0], expected) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_shared_forgotten_and_cut_goes_on_as_a_new_one() -> None:
     adapter = tiny_adapter("gemma3_text")
     positions = [[None, kept_positions((9, 4, 9, 2), layer), kept_positions((7,) * 4, layer)] for layer in (0, 1)]

@@ -110,6 +110,7 @@ def test_one_step_waits_for_nothing_and_several_once() -> None:
         assert len(mode.seen) <= waits
 
 
+@pytest.mark.slow
 def test_several_samples_may_end_at_several_steps(tmp_path: Path) -> None:
     """Such samples go through file, memory and export: a step past the end has no rows, every other has all."""
     names = ["ends", "goes-on"]

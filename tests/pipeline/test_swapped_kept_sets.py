@@ -218,6 +218,7 @@ def test_exact_values_are_those_of_all_orders_and_drawn_ones_lie_around_them(tmp
     assert path.read_bytes() == before  # no mixture is measured twice, whoever asks for it
 
 
+@pytest.mark.slow
 def test_without_a_file_the_values_are_the_same_and_seeds_give_them_again(tmp_path: Path) -> None:
     def found(seed: int, path: Path | None = None) -> dict[str, Any]:
         question = pk.PatchingConfig(permutations=8, greedy=2, seed=seed)
@@ -233,6 +234,7 @@ class Killed(BaseException):
     """What nobody catches."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 5, 14])
 def test_a_call_that_was_killed_goes_on_and_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int

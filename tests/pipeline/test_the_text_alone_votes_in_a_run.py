@@ -16,6 +16,7 @@ PROMPTS = [pk.Prompt(f"p{seed}", token_ids(60, seed=seed), 0, 20, template_tail=
 GRID = {"window": 8, "selection": ("attention", "two-stage")}
 
 
+@pytest.mark.slow
 def test_a_trace_of_all_queries_is_given_the_texts_and_goes_on(tmp_path: Path) -> None:
     model, path = tiny_adapter(), tmp_path / "t.h5"
     usual, both = pk.grid(20, **GRID), pk.grid(20, window_queries=("all", "text"), **GRID)

@@ -53,6 +53,7 @@ def test_a_run_without_text_leaves_none(tmp_path: Path) -> None:
     assert b"fox" not in (tmp_path / "t.h5").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_run_that_goes_on_gives_or_takes_the_text_and_measures_nothing_for_it(
     assert describe(path).with_text == ()
 
 
+@pytest.mark.slow
 def test_samples_that_are_added_and_those_that_are_there_have_the_text_alike(tmp_path: Path) -> None:
     model, path = tiny_adapter(), tmp_path / "t.h5"
     pk.measure(model, prompts(model, 1), CONFIGS, settings=pk.Settings(text=False), path=path, progress=False)

@@ -49,6 +49,7 @@ def generated(adapter: Adapter, needle: tuple[Prompt, str]) -> list[int]:
     return [int(token) for token in made[0, ids.shape[1] :]]
 
 
+@pytest.mark.slow
 def test_its_shapes_are_those_of_its_alias(adapter: Adapter) -> None:
     assert (len(adapter.layers), adapter.heads, adapter.kv_heads, adapter.d_head) == (30, 9, 3, 64)
     assert adapter.positions == 8192
@@ -56,6 +57,7 @@ def test_its_shapes_are_those_of_its_alias(adapter: Adapter) -> None:
     assert adapter.weights == "Q4_1 → float32"
 
 
+@pytest.mark.slow
 def test_english_prose_has_a_low_loss(adapter: Adapter) -> None:
     ids = torch.tensor([adapter.tokenizer(" ".join(sentences()[:40]))["input_ids"][:400]])
     with torch.inference_mode():
@@ -68,6 +70,7 @@ def test_it_finds_a_needle_among_a_thousand_tokens(
     assert needle[1] in adapter.tokenizer.decode(generated)
 
 
+@pytest.mark.slow
 def test_its_measurements_obey_theory_and_oracle(adapter: Adapter, needle: tuple[Prompt, str]) -> None:
     configs = tuple(
         configuration(96, preset=preset, selection=name)

@@ -90,6 +90,7 @@ def test_shorter_loops_take_less_than_was_told(policy: str) -> None:
     assert max(on_paper(model, 4096, configs).peaks.values()) < told(config, 4096, configs).total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "knorm", "defensive"])
 def test_scores_take_what_was_told(policy: str) -> None:
     """Blocks of long loops take most of a short prompt's prefill."""
@@ -100,6 +101,7 @@ def test_scores_take_what_was_told(policy: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "phi3"])
 def test_families_take_what_was_told(family: str) -> None:
     model = tiny_model(family, 8, 4, d_head=64, positions=4096, intermediate_size=1536, dtype=torch.bfloat16).to("meta")
@@ -109,6 +111,7 @@ def test_families_take_what_was_told(family: str) -> None:
     assert found.peaks["prefill"] - stays == pytest.approx(estimate.prefill, rel=0.15)
 
 
+@pytest.mark.slow
 def test_numbers_change_no_size() -> None:
     """A sample with numbers, whose heads keep unequal numbers of entries, takes what it takes on paper."""
     shapes = {"d_head": 32, "layers": 2, "positions": 4096, "dtype": torch.bfloat16}

@@ -87,6 +87,7 @@ def test_sets_that_heads_and_layers_share_on_two_gpus(granularity: str) -> None:
     check(traced(configs, steps=2), TWO_GPUS)
 
 
+@pytest.mark.slow
 def test_the_main_path_on_one_gpu() -> None:
     check(traced(TWO, generate=3), ONE)
 
@@ -105,6 +106,7 @@ def test_every_family_on_two_gpus(family: str) -> None:
     check(answered(TWO, 6), TWO_GPUS, family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "grid"),
     [
@@ -149,6 +151,7 @@ def test_layers_left_on_the_cpu_are_measured_rightly(policy: str, devices: tuple
     check(traced(of_policy(policy)[:1], generate=2), devices)
 
 
+@pytest.mark.slow
 def test_packed_caches_in_sixteen_bits_on_two_gpus() -> None:
     """They go through the kernel of a GPU, here its stand-in; a CPU's are padded, and round otherwise."""
     run = resolved_run(TWO, steps=2, generate=3)

@@ -47,6 +47,7 @@ def waits(layers: int, which: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["two", "many"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_no_layer_and_no_configuration_is_waited_for(layers: int, which: str) -> None:
@@ -100,6 +101,7 @@ def test_a_compression_while_decoding_waits_for_a_row_and_for_what_it_measured()
             assert 0 < waits_ <= event.call_count * (rows + 1)
 
 
+@pytest.mark.slow
 def test_caches_in_sixteen_bits_and_small_blocks_wait_for_no_more() -> None:
     plain = of_sample(1, "two").waits
     assert of_sample(3, "two", torch.bfloat16).waits == plain
@@ -128,6 +130,7 @@ def sample(change: Any) -> Rehearsal:
         return counted(lambda model: trace_sample(model, PROMPT, resolved_run(TWO)))
 
 
+@pytest.mark.slow
 def test_a_planted_read_is_counted_at_its_line() -> None:
     extra = sample(lambda counts: counts + 0 * int(counts.sum().item())).waits - sample(lambda counts: counts).waits
     assert any(place.endswith("aten._local_scalar_dense.default") for place in extra)

@@ -30,6 +30,7 @@ def in_base64(page: Payload) -> int:
     return sum(-(-len(block) // 3) * 4 for block in page.blocks.values())
 
 
+@pytest.mark.slow
 def test_a_usual_trace_fills_its_page_and_no_more() -> None:
     told = trace_of(made())
     assert SMALL * 0.95 < in_base64(made()) + LIBRARIES <= SMALL
@@ -42,6 +43,7 @@ def test_a_usual_trace_fills_its_page_and_no_more() -> None:
     assert all(prompt["text"] and prompt["share"] for prompt in told["prompts"].values())
 
 
+@pytest.mark.slow
 def test_answers_take_of_the_room_for_heads() -> None:
     trace = paged()
     long = np.array([[f"{sample} {config} " * 400 for config in range(24)] for sample in range(8)], dtype=object)
@@ -60,6 +62,7 @@ def test_a_bound_that_four_bytes_cannot_hold_is_infinite(recwarn: pytest.Warning
     assert not recwarn.list
 
 
+@pytest.mark.slow
 def test_the_heads_that_change_most_are_those_that_are_held() -> None:
     trace, told = paged(), trace_of(made())
     pairs = [pair for pair in told["pairs"] if {told["configs"][one]["side"] for one in pair} == {0, 1}]
@@ -95,6 +98,7 @@ def test_a_large_trace_leaves_out_single_samples_of_bounds_before_those_of_pertu
     assert "--full" in told["lacks"]["samples"]
 
 
+@pytest.mark.slow
 def test_many_sides_leave_out_pairs_of_the_last_ones() -> None:
     of = tuple(configs(8, tuple(n / 100 for n in range(10, 30))))
     told = trace_of(page := payload([paged(2, of, 1, 2, 400)]))

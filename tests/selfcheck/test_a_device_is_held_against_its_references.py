@@ -32,6 +32,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged, "kernel_for", lambda like: None if like.dtype == torch.float32 else varlen)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("layout", equality.LAYOUTS)
 def test_every_layout_equals_the_masked_reference(layout: str) -> None:
@@ -41,6 +42,7 @@ def test_every_layout_equals_the_masked_reference(layout: str) -> None:
     assert all(check.rule for check in checks)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("layout", equality.LAYOUTS)
 def test_keys_that_lie_one_place_off_are_found_in_every_dtype(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +59,7 @@ def test_keys_that_lie_one_place_off_are_found_in_every_dtype(layout: str, monke
     assert all(check.distance is not None and check.distance > 0.1 for check in everything)
 
 
+@pytest.mark.slow
 def test_one_entry_too_few_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = equality._kept_entries
 

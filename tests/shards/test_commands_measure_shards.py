@@ -19,6 +19,7 @@ from tests.support.sharded import assert_same_trace
 Run = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_an_analysis_measures_its_shard_and_the_last_one_goes_on(perturbkv: Run, tiny: list[object]) -> None:
     assert perturbkv("heads", *tiny, "-o", "one", "--format", "png").code == 0
     first = perturbkv("heads", *tiny, "-o", "out", "--format", "png", "--shard", "2/2", "--json")
@@ -36,6 +37,7 @@ def test_an_analysis_measures_its_shard_and_the_last_one_goes_on(perturbkv: Run,
     assert "out/trace.h5: 2 samples" in perturbkv("merge", "out/trace.h5").out
 
 
+@pytest.mark.slow
 def test_the_same_command_without_a_shard_measures_the_rest_alone(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_shard_needs_a_place_and_a_trace(perturbkv: Run, tiny: list[object], t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_shard_of_another_run_is_one_line(perturbkv: Run, tiny: list[object]) -> None:
     command = ["trace", *tiny, "-o", "t.h5", "--shard"]
     assert perturbkv(*command, "1/4").code == 0
@@ -127,6 +130,7 @@ class OneAfterTheOther(engine_choice.LocalEngine):
             super().measure(planned, missing, finished)
 
 
+@pytest.mark.slow
 def test_of_shards_that_end_at_once_one_joins_them(
     perturbkv: Run, tiny: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_seven_shards_give_the_file_of_one_process(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.h5", "t.h5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["samples", "configs"])
 def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path, by: str) -> None:
     text = "The quick brown fox jumps over it. " * 2
@@ -101,6 +102,7 @@ def test_shards_give_the_answers_of_one_process(adapter: Adapter, tmp_path: Path
         assert last.arrays[name].tolist() == alone.arrays[name].tolist()
 
 
+@pytest.mark.slow
 def test_shards_of_configurations_give_it_up_to_floors_and_bytes(
     adapter: Adapter, prompts: tuple[pk.Prompt, ...], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_too_many_shards_and_another_way_to_share_are_refused() -> None:
         Shard.parse("1/2", "layers")
 
 
+@pytest.mark.slow
 def test_more_shards_than_samples_need_not_all_be_measured(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     measure_shard(path, "9/9")
@@ -58,6 +59,7 @@ def test_more_shards_than_samples_need_not_all_be_measured(tmp_path: Path) -> No
     assert_same_trace(path, in_one_process(tmp_path / "one.h5"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_parts_by_configurations_join_in_the_order_of_shards_whichever_was_first(tmp_path: Path, first: int) -> None:
     for turn in range(3):
@@ -86,6 +88,7 @@ def test_a_missing_shard_is_named_with_what_measures_it(tmp_path: Path, monkeypa
         read_trace(path)
 
 
+@pytest.mark.slow
 def test_a_damaged_sample_makes_its_shard_a_missing_one_which_measures_it_again(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     for shard in ("1/2", "2/2"):
@@ -199,6 +202,7 @@ def test_shards_add_to_a_trace_and_to_a_run_that_was_killed(tmp_path: Path) -> N
     assert not journal_path(path).exists()
 
 
+@pytest.mark.slow
 def test_a_sample_that_failed_is_measured_again_by_its_shard_alone(tmp_path: Path) -> None:
     path = in_one_process(tmp_path / "t.h5")
     shard = ShardWriter(path, record("4/4"), {})

@@ -54,6 +54,7 @@ def test_a_file_without_sums_is_read_as_one_with_them(path: Path) -> None:
     assert describe(path).with_text == ("a", "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.chaos)])
 def test_no_byte_can_change_what_is_read(whole: bytes, path: Path, count: int) -> None:
     expected = str((everything(read_trace(path)), describe(path).variables))

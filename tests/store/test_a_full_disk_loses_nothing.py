@@ -136,6 +136,7 @@ def test_a_full_disk_while_a_sample_is_kept_leaves_the_others(tmp_path: Path, mo
     assert_same_file(fill(again), fill(opened(tmp_path / "expected.h5", CONFIGS)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_final_write_ends_it_between_samples(
     tmp_path: Path, measured_run: TraceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

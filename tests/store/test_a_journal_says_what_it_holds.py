@@ -68,6 +68,7 @@ def test_what_a_killed_run_left_half_written_is_cleared(tmp_path: Path) -> None:
     assert [file.suffix for file in sorted(journal_path(path).iterdir())] == [".npz", ".npz", ".json"]
 
 
+@pytest.mark.slow
 def test_an_entry_spoilt_in_its_middle_is_told_and_measured_again(tmp_path: Path, at_once: Path) -> None:
     path = tmp_path / "t.h5"
     writer = opened(path, CONFIGS)
@@ -85,6 +86,7 @@ def test_an_entry_spoilt_in_its_middle_is_told_and_measured_again(tmp_path: Path
     assert_same_file(fill(again), at_once)
 
 
+@pytest.mark.slow
 def test_a_journal_left_behind_by_a_killed_removal_changes_nothing(tmp_path: Path, at_once: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     writer = opened(path, CONFIGS)

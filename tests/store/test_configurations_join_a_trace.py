@@ -22,6 +22,7 @@ def at_once(tmp_path: Path) -> Path:
     return fill(opened(tmp_path / "at-once.h5", CONFIGS))
 
 
+@pytest.mark.slow
 def test_a_finished_trace_gets_configurations(tmp_path: Path, at_once: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     writer = opened(path, CONFIGS)
@@ -48,6 +49,7 @@ def test_configurations_come_together_with_samples(tmp_path: Path, at_once: Path
     assert_same_file(fill(writer), at_once)
 
 
+@pytest.mark.slow
 def test_a_trace_grows_more_than_once_between_interruptions(tmp_path: Path, at_once: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", CONFIGS[2:3], samples=2))
     opened(path, CONFIGS[1:4], samples=2).append(measured("s1", (CONFIGS[3],)), (CONFIGS[3],))
@@ -68,6 +70,7 @@ def test_parts_may_hold_their_configurations_in_any_order(tmp_path: Path, at_onc
     assert_same_file(writer.finish(), at_once)
 
 
+@pytest.mark.slow
 def test_a_grown_file_has_the_order_that_was_asked_for(tmp_path: Path) -> None:
     backwards = CONFIGS[::-1]
     path = fill(opened(tmp_path / "t.h5", OLD))
@@ -112,6 +115,7 @@ def test_a_policy_that_needs_head_scores_may_join_those_that_do_not(tmp_path: Pa
         opened(writer.finish(), grown, head_scores=((2.0,),))
 
 
+@pytest.mark.slow
 def test_the_full_run_of_the_part_measured_first_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.h5"
     for place, config in enumerate(CONFIGS):
@@ -159,6 +163,7 @@ def test_a_trace_goes_on_where_its_answers_were_graded_alike(
         assert set(opened(path, OLD, generate=4, dataset_options=asked).missing()) == {"s2"}
 
 
+@pytest.mark.slow
 def test_another_full_run_is_refused_before_it_is_kept(tmp_path: Path, at_once: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     content = path.read_bytes()
@@ -171,6 +176,7 @@ def test_another_full_run_is_refused_before_it_is_kept(tmp_path: Path, at_once: 
     assert_same_file(fill(writer), at_once)
 
 
+@pytest.mark.slow
 def test_a_file_that_another_process_wrote_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     path = fill(opened(tmp_path / "t.h5", OLD))
     writer = opened(path, CONFIGS)
@@ -181,6 +187,7 @@ def test_a_file_that_another_process_wrote_meanwhile_is_not_overwritten(tmp_path
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_sample_that_fails_for_new_configurations_is_failed_and_measured_again_as_a_whole(
     tmp_path: Path, at_once: Path
 ) -> None:
@@ -195,6 +202,7 @@ def test_a_sample_that_fails_for_new_configurations_is_failed_and_measured_again
     assert_same_file(fill(again), at_once)
 
 
+@pytest.mark.slow
 def test_a_failed_sample_stays_failed_in_a_grown_file_unless_it_is_measured(tmp_path: Path) -> None:
     writer = opened(tmp_path / "t.h5", OLD)
     writer.append(FailedSample("s1", "broke"))

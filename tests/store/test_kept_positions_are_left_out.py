@@ -60,6 +60,7 @@ def test_a_trace_loses_them_and_its_numbers_stay(tmp_path: Path) -> None:
     assert set(KEPT).isdisjoint(trace.arrays)
 
 
+@pytest.mark.slow
 def test_positions_cannot_be_added_and_new_samples_have_them(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", False)
     writer = TraceWriter(path, run_config(3), ["s0", "s1", "new"], {})
@@ -79,6 +80,7 @@ def test_positions_cannot_be_added_and_new_samples_have_them(tmp_path: Path) -> 
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_configurations_with_and_without_them_join(tmp_path: Path) -> None:
     """Those that are there first have none; both know which of their sets are equal."""
     path, configs = tmp_path / "t.h5", CONFIGS

@@ -90,6 +90,7 @@ def test_a_position_takes_at_most_a_fifth_of_four_bytes_where_many_stay(share: f
     assert each <= (0.8 if share >= 0.2 else 1.1)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_format_reads_every_head(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(import h5py\n.*?)```", FORMAT, re.DOTALL)
     names: dict[str, Any] = {}

@@ -129,6 +129,7 @@ def test_a_run_killed_from_outside_loses_at_most_the_sample_in_flight(tmp_path: 
     assert_same(read_trace(path), uninterrupted)
 
 
+@pytest.mark.slow
 def test_an_older_trace_survives_a_kill_while_it_is_extended(tmp_path: Path, uninterrupted: Trace) -> None:
     path = tmp_path / "t.h5"
     fill(opened(path, samples=2))
@@ -169,6 +170,7 @@ def test_another_runs_journal_is_not_touched(tmp_path: Path) -> None:
     assert opened(path, overwrite=True, model="other").done() == set()
 
 
+@pytest.mark.slow
 def test_another_runs_trace_stays_until_the_one_that_replaces_it_is_whole(tmp_path: Path) -> None:
     path = fill(opened(tmp_path / "t.h5"))
     content = path.read_bytes()
@@ -231,6 +233,7 @@ def test_a_finished_trace_is_left_alone(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_failed_samples_are_tried_again_the_others_carried_over(tmp_path: Path, uninterrupted: Trace) -> None:
     path = tmp_path / "t.h5"
     writer = opened(path)

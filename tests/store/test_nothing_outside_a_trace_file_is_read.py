@@ -98,6 +98,7 @@ def test_a_heap_that_leads_nowhere_is_refused_instead_of_read_for_ever(whole: by
         assert "got a damaged heap at byte" in refusal(path)
 
 
+@pytest.mark.slow
 def test_more_kept_entries_than_a_shape_may_have_unstored_are_read(tmp_path: Path) -> None:
     whole = sample_trace("s0", configs=2, layers=200, heads=250)
     count, shape = 200, (2, 200, 250)

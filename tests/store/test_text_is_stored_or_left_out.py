@@ -80,6 +80,7 @@ def test_a_trace_without_text_has_none_of_its_variables(tmp_path: Path) -> None:
         assert not [name for name in file if name.startswith("prompt_") and name != "prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_xarray_opens_it_and_its_dataset_is_the_same(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5")
     with xr.open_dataset(path, engine="h5netcdf") as data:
@@ -108,6 +109,7 @@ def test_a_journal_and_configurations_that_join_carry_it(tmp_path: Path) -> None
     assert texts_of(trace) == {"s0": pieces("Prompt of s0:\nçé 0")}
 
 
+@pytest.mark.slow
 def test_text_is_added_and_taken_out_without_a_number_changing(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", *SAID)
     before = dict(read_trace(path).arrays)

@@ -77,6 +77,7 @@ def test_answers_are_read_as_their_tokens_say_failed_samples_beside_them(tmp_pat
     assert found.variables["answer"].nbytes == sum(len(one) for row in EXPECTED[1] for one in row)
 
 
+@pytest.mark.slow
 def test_xarray_and_copies_in_memory_hold_the_same(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", TEXTS)
     trace = read_trace(path)
@@ -97,6 +98,7 @@ def test_h5py_alone_reads_an_answer(tmp_path: Path) -> None:
         assert json.loads(file["expected_answers"].asstr()[0]) == ["d", "é"]
 
 
+@pytest.mark.slow
 def test_answers_are_added_and_taken_out_without_a_number_changing(tmp_path: Path) -> None:
     path = written(tmp_path / "t.h5", {})
     before = dict(read_trace(path).arrays)
@@ -111,6 +113,7 @@ def test_answers_are_added_and_taken_out_without_a_number_changing(tmp_path: Pat
     assert '["d", "é"]'.encode() not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_trace_that_holds_its_prompts_text_alone_gets_that_of_its_answers(tmp_path: Path) -> None:
     path, whole = written(tmp_path / "t.h5", TEXTS), written(tmp_path / "whole.h5", TEXTS)
     with changing(path) as file:
@@ -162,6 +165,7 @@ def test_a_journal_carries_answers_and_configurations_join_with_theirs(tmp_path:
     assert said(trace) == [["of s0"], [[f"{place} é\n of s0" for place in range(len(CONFIGS))]], ['["é"]']]
 
 
+@pytest.mark.slow
 def test_a_sample_without_answers_text_lies_among_others_with_it(tmp_path: Path) -> None:
     samples = [answered("a", [1], [2], [3]), answered("b", [1], [2], [3])]
     samples[1] = SampleTrace("b", {**samples[1].arrays, **spoken("f", ["x", "y"])})
@@ -183,6 +187,7 @@ def test_the_table_holds_numbers_and_no_answer(tmp_path: Path) -> None:
     assert "db" not in trace.to_frame().to_csv()
 
 
+@pytest.mark.slow
 def test_large_answers_of_many_samples_are_written_one_sample_at_a_time(tmp_path: Path) -> None:
     names, size = [f"s{place}" for place in range(12)], 500_000
     run = run_config(len(names))
