@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from perturbkv.cli import console
+from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
-from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 
 _ENGINE = "vllm:"
@@ -28,13 +27,7 @@ def audit_engine(eviction: str, run: Any) -> int:
     from perturbkv.analyses.audit.dump_verdict import conclude
     from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
 
-    if unused := sorted(run.typed_options - _USED):
-        option = "--" + unused[0].removeprefix("as_").replace("_", "-")
-        msg = (
-            f"{option} has no effect on the audit of an engine; leave it out, or keep the dumps with --output and "
-            "audit one with it"
-        )
-        raise ConfigError(msg)
+    option_refusals.check_file("audit of an engine", run, Path(eviction), _USED)
     situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
     folder = None if run.output is None else Path(run.output)
     codes, documents = [], {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
-from perturbkv.user_files import MIB, FileKind
+from perturbkv.user_files import MIB, FileKind, is_path
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -39,8 +39,17 @@ POSITIONS: Mapping[str, str] = {
 KEPT_SUFFIXES = (".npz", ".json")
 KEPT_FILE = FileKind("a file of kept positions", ConfigError, 1024 * MIB, "choose another path")
 """What another program kept, as a file with one of these suffixes (`auditing.positions_file`)."""
+DUMP_HEADER = "dump.json"
+"""The file in a dump's folder that describes it (`auditing.dumps.dump_file`)."""
 SLOT_MAGIC = b"qsgg"
 """How a session file of llama.cpp begins (`auditing.dumps.llamacpp_slot`)."""
+
+
+def is_dump(path: Path) -> bool:
+    """Return whether a path is a dump's folder or its header, or a slot file of llama.cpp."""
+    if path.name == DUMP_HEADER:
+        return True
+    return is_path(path / DUMP_HEADER) and ((path / DUMP_HEADER).is_file() or is_slot(path))
 
 
 def is_slot(path: Path) -> bool:
@@ -60,6 +69,16 @@ DUMP_FLOORS: Mapping[str, int] = {"float32": 17, "bfloat16": 7, "float16": 7}
 """Type of the model -> the same number for an entry of an engine, whose kernels are others; chosen in the same page."""
 
 
+def dump_floors(dtype: str) -> int:
+    """Return the number of noise floors above which an engine's entry differs, for a model of this type."""
+    return DUMP_FLOORS.get(dtype, DUMP_FLOORS["float32"])
+
+
+def token_range(first: int, last: int) -> str:
+    """Return a range of tokens in words."""
+    return f"token {first}" if first == last else f"tokens {first} to {last}"
+
+
 @dataclass(frozen=True)
 class Change:
     """A change to the keys or values of a kept set.
@@ -77,7 +96,7 @@ class Change:
 
 CHANGES: Mapping[str, str] = {
     "row": "entries of another prompt of the batch",
-    "infinite": "keys or values that are infinite or no numbers",
+    "infinite": "keys or values that are infinite or NaN",
     "head": "entries of another head",
     "mismatch": "values of other entries than their keys",
     "rotation": "keys rotated to other positions, or with another base",
@@ -284,15 +303,24 @@ class AuditTrace:
     allowed: tuple[str, ...] = ()
 
 
+ENGINE_SITUATIONS: Mapping[str, str] = {
+    "plain": "one request",
+    "prefix": "a request that takes the blocks of another one's prefix",
+    "interleaved": "requests that begin and end at different times",
+    "chunked": "a prompt that is read in parts of 64 tokens",
+    "preempted": "a request that loses its blocks, and is computed again in others",
+    "fp8": "one request, in a cache of 8 bits",
+}
+"""Situation of an engine -> its meaning, in the order in which they are run (`auditing.dumps.vllm_audit`)."""
 DUMP_FAULTS: Mapping[str, str] = {
-    "infinite": "keys or values that are infinite or no numbers",
+    "infinite": "keys or values that are infinite or NaN",
     "missing": "entries that are zero, or in no block",
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant",
-    "request": "another request's entries",
+    "request": "entries of another request that has not ended",
     "stale": "entries of a request that has ended",
-    "place": "other tokens' entries of the same request",
+    "token": "entries of other tokens of the same request",
     "shifted": "entries of the next tokens, or of those before",
     "head": "another head's entries",
     "layer": "another layer's entries",
@@ -347,7 +375,7 @@ class DumpedRequest:
             plain model's, after the output projection; NaN where entries are gone.
         logprob_distance: largest difference of a token's log-probability from the plain model's; NaN where the dump has
             none.
-        logprob_floor: the same between two ways of reading the tokens.
+        logprob_floor: largest difference where the plain model reads the tokens in 2 or 3 parts instead of one.
         moved: whether some entries are gone and the keys of the others stand at 0, 1, … in the cache.
     """
 
@@ -372,29 +400,26 @@ class DumpTrace:
         path: the dump.
         engine: name and version of the engine, as the dump says.
         about: model, dtype and versions, as text.
-        layers, kv_heads: the model's numbers of these.
+        layers: number of the model's.
         requests: one per request of the dump.
         faults: joined over layers, blocks and heads.
         layout: the layout in which blocks were read; empty in a dump of rows.
-        named: the layout that the dump names; empty where it names none.
+        named_layout: the layout that the dump names; empty where it names none.
         stored: the type of the stored numbers.
         floors: (layer, kind) noise floors of keys and values.
         typical: (layer, kind) median distances.
         losses: of the kept sets, then of controls; empty where nothing was removed.
-        unreadable: why nothing could be compared; empty where something was.
     """
 
     path: str
     engine: str
     about: Mapping[str, str]
     layers: int
-    kv_heads: int
     requests: tuple[DumpedRequest, ...] = ()
     faults: tuple[DumpFault, ...] = ()
     layout: str = ""
-    named: str = ""
+    named_layout: str = ""
     stored: str = ""
     floors: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     typical: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     losses: tuple[Loss, ...] = ()
-    unreadable: str = ""

@@ -1,4 +1,4 @@
-"""Asynchronous copies to and between devices, sizes of working memory, and products in full precision."""
+"""Asynchronous copies to and between devices, sizes of working memory, products in full precision, names of types."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def working_bytes(device: torch.device, most: int) -> int:
 def block_bytes(device: torch.device) -> int:
     """Return the bytes of a block of a long loop: a 64th of a GPU's memory, or what fits in a processor's cache."""
     return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else _CACHE_BYTES
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type: `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -17,7 +17,16 @@ from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import DUMP_FAULTS, DUMP_FLOORS, IN_CACHE, ORIGINAL, DumpedRequest, DumpFault, DumpTrace
+from perturbkv.audit_trace import (
+    DUMP_FAULTS,
+    IN_CACHE,
+    ORIGINAL,
+    DumpedRequest,
+    DumpFault,
+    DumpTrace,
+    dump_floors,
+    token_range,
+)
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
@@ -64,12 +73,12 @@ class RequestAudit(Record):
         heading="#outputs", text=_percent,
     )  # fmt: skip
     worst_perturbation: float = column("the largest of all layers and heads")
-    perturbations: Floats = column("(layer, head) all of them", dims=(_LAYERS, "head"))
+    perturbations: Floats = column("‖Δo_h‖₁ / ‖o_h‖₁ of every layer and head", dims=(_LAYERS, "head"))
     logprobs: float = column(
         "largest difference of a token's log-probability from the plain model's, nats; null where the dump has none",
         heading="#log p", text=lambda value, _: "–" if isnan(value) else f"{value:.2g}",
     )  # fmt: skip
-    logprobs_floor: float = column("the same between two ways of reading the tokens")
+    logprobs_floor: float = column("largest difference where the plain model reads the tokens in 2 or 3 parts")
     positions: str = column("original, or in-cache: entries are gone, and keys stand at 0, 1, …")
 
 
@@ -101,7 +110,7 @@ class DumpAudit(Result):
     @derived()
     def verdict(self) -> str:
         """`exact` (the plain model's entries but for rounding, or some of them), `differs` or `unreadable`."""
-        if self.trace.unreadable or not any(request.compared for request in self.trace.requests):
+        if not any(request.compared for request in self.trace.requests):
             return UNREADABLE
         return DIFFERS if self.trace.faults else EXACT
 
@@ -144,7 +153,7 @@ class DumpAudit(Result):
     @derived()
     def named_layout(self) -> str:
         """Layout that the dump names; empty where it names none."""
-        return self.trace.named
+        return self.trace.named_layout
 
     @derived()
     def stored(self) -> str:
@@ -153,12 +162,12 @@ class DumpAudit(Result):
 
     @derived(dims=(_LAYERS, _KINDS))
     def typical(self) -> Floats:
-        """(layer, kind) median distance of keys, and of values, from the plain model's."""
+        """Median distance of keys, and of values, from the plain model's."""
         return self.trace.typical
 
     @derived(dims=(_LAYERS, _KINDS))
     def floors(self) -> Floats:
-        """(layer, kind) noise floors: the largest distance between two ways of reading the tokens."""
+        """Noise floors: the largest distance where the plain model reads the tokens in parts or by another kernel."""
         return self.trace.floors
 
     @derived()
@@ -214,7 +223,8 @@ class DumpAudit(Result):
         more = ["All faults, one to a line: --explain."] if len(self.trace.faults) > 1 else []
         return [
             *more,
-            "keys, values: the farthest that does not differ, over its head's root mean square; outputs: median head.",
+            "keys, values: largest distance of one that does not differ, over its head's root mean square norm; "
+            "outputs: median ‖Δo_h‖₁ / ‖o_h‖₁; log p: largest difference, nats.",
         ]
 
     def details(self) -> Sequence[Part]:
@@ -258,7 +268,7 @@ class DumpAudit(Result):
 
     def _unreadable_clause(self) -> str:
         """Return why nothing was compared."""
-        return self.trace.unreadable or "nothing was compared: no request of the dump is alive with entries"
+        return "nothing was compared: no unfinished request of the dump has entries"
 
     def _differs_clause(self) -> str:
         """Return the first fault, and how many more there are."""
@@ -273,10 +283,10 @@ class DumpAudit(Result):
         gone, entries = (sum(getattr(request, name) for request in compared) for name in ("removed", "compared"))
         whose = f"the entries of {plural(len(compared), 'request')}, {self.layers} layers, are the plain model's"
         near = f"at most {floors_text(floors)} noise floors away"
-        if floors > DUMP_FLOORS[self.about["dtype"]]:
+        if floors > dump_floors(self.about["dtype"]):
             keys, values = (_percent(float(np.median(self.typical[:, kind]))) for kind in range(2))
-            near = f"but for coarser numbers: keys typically {keys} away, values {values}"
-        removed = f"; {_percent(gone / (gone + entries))} of them are gone" if gone else ""
+            near = f"up to rounding to {self.stored}: keys typically {keys} away, values {values}"
+        removed = f"; {_percent(gone / (gone + entries))} are evicted" if gone else ""
         moved = ", keys stand at their places in the cache" if any(request.moved for request in compared) else ""
         return f"{whose}, {near}{removed}{moved}"
 
@@ -297,16 +307,15 @@ def _fault_clause(fault: DumpFault, layers: int) -> str:
     """Return a fault in words: where, and what is there."""
     where = [f"request {fault.request}"] if fault.request else []
     if fault.request:
-        tokens = f"token {fault.first}" if fault.first == fault.last else f"tokens {fault.first} to {fault.last}"
         shown = ", ".join(map(str, fault.blocks[:4])) + (", …" if len(fault.blocks) > 4 else "")
         held = f" ({'block' if len(fault.blocks) == 1 else 'blocks'} {shown})" if fault.blocks else ""
-        where.append(f"{tokens}{held}")
+        where.append(f"{token_range(fault.first, fault.last)}{held}")
     count = len(fault.layers)
     if count:
         where.append("all layers" if count == layers else f"layer {fault.layers[0]}" if count == 1 else
-                     f"{count} layers from {fault.layers[0]} on")  # fmt: skip
+                     f"{count} layers, the first {fault.layers[0]}")  # fmt: skip
     if fault.kind == "head" or (fault.heads and len(fault.heads) == 1):
-        where.append(f"head {fault.heads[0]}" if len(fault.heads) == 1 else "several heads")
+        where.append(f"head {fault.heads[0]}" if len(fault.heads) == 1 else f"heads {', '.join(map(str, fault.heads))}")
     return f"{', '.join(where)}: {fault.what}" if where else fault.what
 
 

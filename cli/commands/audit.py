@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
-from perturbkv.audit_trace import ALLOWED, AUTO, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS, is_slot
+from perturbkv.audit_trace import ALLOWED, AUTO, ENGINE_SITUATIONS, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS, is_dump
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -26,7 +26,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import check_file, refers_to_file
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
-from perturbkv.user_files import is_path
 
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
@@ -50,7 +49,11 @@ class AuditOptions(DataOptions):
     ] = None
     situation: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help=", ".join(SITUATIONS), show_default="all; block and batch with --quick"),
+        Option(
+            metavar="NAME",
+            help=f"{', '.join(SITUATIONS)}; of vllm:MODEL {', '.join(ENGINE_SITUATIONS)}",
+            show_default="all but fp8; block and batch with --quick",
+        ),
     ] = None
     steps: Annotated[
         int | None, Option(metavar="N", help="Forward passes after the eviction", show_default="4; 2 with --quick")
@@ -117,7 +120,7 @@ def audit(
     """
     if is_engine(eviction):
         raise typer.Exit(audit_engine(eviction, run))
-    if is_dump := _is_dump(Path(eviction)):
+    if dumped := is_dump(Path(eviction)):
         option_refusals.check_file("audit of a dump", run, Path(eviction), _ON_A_DUMP)
     elif refers_to_file(eviction):
         check_file(parse(eviction).name)
@@ -125,13 +128,13 @@ def audit(
         KEPT_FILE.check(Path(eviction))
     run.check_names()
     option_refusals.check("audit", (EvictionConfig(128, selection="random"),), run)
-    folder = run_folder(replace(run, dataset=eviction) if is_dump else run, run.output)
+    folder = run_folder(replace(run, dataset=eviction) if dumped else run, run.output)
     files = [*figure_files(folder, [_STEM], look.formats), OutputFile(folder / _FILE)]
     files += caption_files(folder, [_STEM]) if look.style != "screen" else []
     if run.junit is not None:
         files.append(OutputFile(run.junit, "a JUnit report of an audit", _is_junit))
     with OutputFolder(folder, run.overwrite).claim(*files, writer=folder / _FILE):
-        result = _audit_dump(Path(eviction), run) if is_dump else _run_audit(eviction, run)
+        result = _audit_dump(Path(eviction), run) if dumped else _run_audit(eviction, run)
         if run.junit is not None:  # before anything is printed, as the reader of a pipe may close it
             write_atomically(run.junit, lambda stream: stream.write(result.to_junit().encode()))
         _save_and_show(result, folder, run, look)
@@ -150,13 +153,6 @@ _ON_A_DUMP = (
 """Options that have an effect on the audit of a dump."""
 _TYPES = ("float32", "bfloat16", "float16")
 """Types that a model can be loaded in."""
-
-
-def _is_dump(path: Path) -> bool:
-    """Return whether a path is the folder of a cache dump, its header, or a slot file of llama.cpp."""
-    if path.name == "dump.json" or not is_path(path / "dump.json"):
-        return path.name == "dump.json"
-    return (path / "dump.json").is_file() or is_slot(path)
 
 
 def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:

@@ -20,7 +20,7 @@ from perturbkv.auditing.plain_use import plain_use
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
-from perturbkv.devices import full_precision
+from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
@@ -150,7 +150,7 @@ def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dic
     return {
         "model": adapter.name,
         "random_weights": str(adapter.random_weights).lower(),
-        "dtype": str(adapter.dtype).removeprefix("torch."),
+        "dtype": dtype_name(adapter.dtype),
         "device": str(adapter.device),
         "samples": str(samples),
         "perturbkv_version": perturbkv.__version__,

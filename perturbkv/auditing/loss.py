@@ -20,6 +20,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import dtype_name
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.variants.presses import KeptMasks
@@ -62,7 +63,7 @@ def measure_kept_sets(
 
     Raises ConfigError for masks of other shapes, and the errors of `trace_sample`.
     """
-    defaults = {"dataset": "prompts", "dtype": str(adapter.dtype).removeprefix("torch."), "device": adapter.device.type}
+    defaults = {"dataset": "prompts", "dtype": dtype_name(adapter.dtype), "device": adapter.device.type}
     fields = {"model": adapter.name, "revision": adapter.revision, "random_weights": adapter.random_weights, **defaults}
     config = RunConfig(configs=(*kept[0], *configs), samples=len(prompts), **{**fields, **run})
     resolved_run = ResolvedRun.from_run(config)

@@ -396,7 +396,7 @@ def _entry_distances(full: Layers, other: Layers, situation: Situation) -> Float
     return torch.stack([
         torch.stack([
             torch.stack([
-                _entry_distance(changed[kind][row, :, padding:], layer[kind][row, :, padding:]).cpu()
+                entry_distances(*[entries[kind][row, :, padding:] for entries in (changed, layer, layer)]).amax().cpu()
                 for row, padding in enumerate(situation.padding)
             ]).amax()
             for layer, changed in zip(full, other, strict=True)
@@ -405,13 +405,19 @@ def _entry_distances(full: Layers, other: Layers, situation: Situation) -> Float
     ])  # fmt: skip
 
 
-def _entry_distance(
-    entries: Float[Tensor, "kv_head entry d_head"], reference: Float[Tensor, "kv_head entry d_head"]
-) -> Tensor:
-    """Return the largest distance of an entry from its reference, relative to the RMS norm of its head."""
-    unit = reference.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance: Tensor = torch.linalg.vector_norm(entries.float() - reference.float(), dim=-1) / unit
-    return distance.amax()
+def entry_distances(
+    entries: Float[Tensor, "kv_head entry d_head"],
+    expected: Float[Tensor, "kv_head entry d_head"],
+    full: Float[Tensor, "kv_head token d_head"],
+) -> Float[Tensor, "kv_head entry"]:
+    """Return distances of entries from those expected, over the root mean square norm of all entries of the head.
+
+    Infinite where an entry is NaN or infinite.
+    """
+    unit = full.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
+    distance = torch.linalg.vector_norm(entries.float() - expected.float(), dim=-1)
+    distance = distance / unit.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(distance.isfinite(), distance, torch.inf)
 
 
 def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distance:

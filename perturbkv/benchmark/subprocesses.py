@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from perturbkv.benchmark.merging import process_bytes, reset_peak
+from perturbkv.devices import dtype_name
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
@@ -99,7 +100,7 @@ def machine(device: str, dtype: str) -> Mapping[str, str]:
         "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "dtype": str(pick_dtype(dtype, chosen)).removeprefix("torch."),
+        "dtype": dtype_name(pick_dtype(dtype, chosen)),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError, PerturbkvError
 from perturbkv.models.adapter import Adapter, OpenArguments
 from perturbkv.models.loading import check_memory, load_weights, open_model
@@ -52,9 +53,7 @@ class ModelSpec:
                 "loaded; name it, as in pk.load_model('folder'), or measure without workers"
             )
             raise ModelError(msg)
-        return cls(
-            files.open_arguments, files.revision, str(planned.placement.dtype).removeprefix("torch."), cache_bytes
-        )
+        return cls(files.open_arguments, files.revision, dtype_name(planned.placement.dtype), cache_bytes)
 
     def load(self, device: torch.device) -> Adapter:
         """Return the model with its weights on a device.

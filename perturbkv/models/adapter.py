@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from perturbkv.configs import layer_types
 from perturbkv.configs.layer_types import sliding_window
 from perturbkv.configs.resources import Shape
+from perturbkv.devices import dtype_name
 from perturbkv.errors import ModelError
 from perturbkv.models import projection
 from perturbkv.models.families import FAMILIES, Family, check_family, check_layers
@@ -60,14 +61,14 @@ class Adapter:
         check_layers(self.model.config, self.name)
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         layers = f"{len(self.every_layer)} layers" + (f" ({len(self.layers)} measured)" if self.is_mixed else "")
         return f"{self.name}: {layers} × {self.heads} heads, {dtype} on {self.device}"
 
     @property
     def weights(self) -> str:
         """The weights' storage type and the dtype of computation, such as `Q4_1 → float32`."""
-        return self.stored.as_run(str(self.dtype).removeprefix("torch."))
+        return self.stored.as_run(dtype_name(self.dtype))
 
     @property
     def family(self) -> Family:

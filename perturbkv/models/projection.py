@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from perturbkv.devices import dtype_name
+
 _ROWS = 4
 """Random inputs on which a projection is tested, and as many of faint entries."""
 _FAINT_SIZE = 1 / 600
@@ -72,11 +74,7 @@ def describe(projection: Any) -> str:
     weight: Any = getattr(projection, "weight", None)
     dtype = getattr(weight, "dtype", None)
     weight_type = (
-        "no weight"
-        if dtype is None
-        else type(weight).__name__
-        if _has_dequantize(weight)
-        else str(dtype).removeprefix("torch.")
+        "no weight" if dtype is None else type(weight).__name__ if _has_dequantize(weight) else dtype_name(dtype)
     )
     return f"{type(projection).__name__} of {weight_type}"
 

@@ -69,7 +69,7 @@ _CHOICES = {
     "policy": "eviction system",
     "selection": "how the kept entries are selected by their scores",
     "window": "last queries of the prompt, whose attention scores entries, and whose entries always stay",
-    "granularity": "whether a kept set is a query head's, a key/value head's (of a layer, or of all) or a layer's",
+    "granularity": "what shares a kept set: a query head, a key/value head (of a layer, or of all), a layer, the model",
     "protect_first": "first entries that always stay",
     "protect_recent": "most recent entries that always stay",
     "precision": "how entries before the window are stored",

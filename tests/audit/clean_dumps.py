@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
+from perturbkv import audit_trace
 from perturbkv.audit_trace import DUMP_FLOORS
-from perturbkv.auditing.dumps import dump_audit, vllm_audit
+from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
@@ -123,5 +124,5 @@ if __name__ == "__main__":
         count_exact(sys.argv[2], int(sys.argv[3]))
     else:
         # nothing differs, so that all distances are told
-        vars(dump_audit)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)
+        vars(audit_trace)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)
         measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -65,7 +65,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown layout": (in_header(lambda header: header.update(layout="block page dim")), "unknown: page"),
     "a layout without heads": (in_header(lambda header: header.update(layout="kv block token dim")), "no head"),
     "no requests": (in_header(lambda header: header.update(requests=[])), "at least one request"),
-    "a request twice": (in_header(lambda header: header["requests"].append(header["requests"][0])), "two requests"),
+    "a request twice": (in_header(lambda header: header["requests"].append(header["requests"][0])), "2 requests have"),
     "no tokens": (in_header(lambda header: header["requests"][0].update(token_ids=[])), "has no tokens"),
     "tokens that are none": (in_header(lambda header: header["requests"][0].update(token_ids=[1, 2.5])), "got 2.5"),
     "a token that the model lacks": (
@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "another model's width": (
         in_header(lambda header: header.update(head_size=4, kv_heads=4)), "of a model with 4 key/value heads"
     ),
-    "a truncated file": (cut, "no whole safetensors file"),
+    "a truncated file": (cut, "expected a complete safetensors file"),
     "no tensors": (in_layer(lambda tensors: tensors.pop("cache")), "no block tensors"),
     "two kinds of tensors": (in_layer(both_kinds), "both 'cache' and 'keys' or 'values'"),
     "an unknown tensor": (in_layer(lambda tensors: tensors.update(caches=tensors["cache"].clone())), "unknown tensor"),
@@ -121,8 +121,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"cache": torch.zeros(2, 1, 8, 2, 8)}, "the tensor 'cache', and no request has blocks"),
-        ({"key_scale": torch.ones(())}, "the tensor 'key_scale', and no request has blocks"),
+        ({"cache": torch.zeros(2, 1, 8, 2, 8)}, "the block tensor 'cache', but no request has blocks"),
+        ({"key_scale": torch.ones(())}, "the block tensor 'key_scale', but no request has blocks"),
         ({"keys.a": torch.zeros(2, 3, 8, dtype=torch.int8)}, "rows of type torch.int8, expected floating-point"),
     ],
 )

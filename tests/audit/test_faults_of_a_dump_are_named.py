@@ -103,17 +103,17 @@ def other_base(base: float) -> Damage:
 
 
 FAULTS: dict[str, tuple[Made, str, str]] = {
-    "two blocks swapped": (Made(both(swap)), "place", "tokens 32 to 39 of the same request"),
+    "two blocks swapped": (Made(both(swap)), "token", "tokens 32 to 39 of the same request"),
     "another request's block": (Made(both(from_other)), "request", "tokens 24 to 31 of request b"),
     "a block of a request that ended": (Made(both(stale)), "stale", "of request old, which has ended"),
-    "entries one token late": (Made(both(late)), "shifted", "1 later"),
-    "heads in the opposite order": (Made(both(heads)), "head", "entries of head 1 in 0, of head 0 in 1"),
+    "entries one token late": (Made(both(late)), "shifted", "token 1 position later"),
+    "heads in the opposite order": (Made(both(heads)), "head", "entries of head 1 in head 0, of head 0 in head 1"),
     "keys and values exchanged in a block": (Made(kinds), "swapped", "keys where values belong"),
     "a block that was never written": (
         Made(both(lambda part, blocks: part[blocks["a"][6]].zero_())), "missing", "never written"
     ),
     "numbers that are none": (
-        Made(lambda layer, keys, values, blocks: keys[blocks["b"][2], 3].fill_(torch.nan)), "infinite", "no numbers"
+        Made(lambda layer, keys, values, blocks: keys[blocks["b"][2], 3].fill_(torch.nan)), "infinite", "or NaN"
     ),
     "values times a constant": (
         Made(lambda layer, keys, values, blocks: values[blocks["a"][2]].mul_(1.25)), "scale",
@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
         "rotation", "base 500,000",
     ),
     "a named layout that holds no numbers": (
-        Made(both(lambda part, blocks: part.fill_(torch.nan))), "infinite", "no numbers"
+        Made(both(lambda part, blocks: part.fill_(torch.nan))), "infinite", "or NaN"
     ),
     "random numbers": (
         Made(both(lambda part, blocks: part[blocks["a"][5]].normal_())), "unknown", "entries of no token"
@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     ),
     "two entries of the table exchanged": (
         Made(told=lambda blocks: blocks | {"a": [*blocks["a"][:2], blocks["a"][3], blocks["a"][2], *blocks["a"][4:]]}),
-        "place", "of the same request",
+        "token", "of the same request",
     ),
     "a table that names another request's block": (
         Made(told=lambda blocks: blocks | {"b": [*blocks["b"][:4], blocks["a"][5], *blocks["b"][5:]]}),
@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
         "stale", "request old",
     ),
     "a table that is too short": (
-        Made(told=lambda blocks: blocks | {"a": blocks["a"][:5]}), "missing", "in no block of the table"
+        Made(told=lambda blocks: blocks | {"a": blocks["a"][:5]}), "missing", "beyond the block table"
     ),
     "the wrong order of kv and heads named, two heads": (
         Made(
@@ -284,7 +284,7 @@ def test_freed_blocks_are_a_kept_set_with_its_loss(tmp_path: Path) -> None:
 
     result = Made(told=freed).audited(tmp_path / "dump")
     assert result.verdict == "exact", result.summary
-    assert "of them are gone" in result.summary
+    assert "% are evicted" in result.summary
     assert [request.removed for request in result.requests] == [3 * 2 * BLOCK, 3 * 2 * 2 * BLOCK]
     own, *controls = result.losses
     assert own.name == "its kept sets"

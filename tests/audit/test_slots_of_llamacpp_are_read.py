@@ -104,8 +104,8 @@ def coarse(layer: int, keys: Any, values: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Made, str, str]] = {
-    "rows swapped": (Made("q8_0", "q8_0", swapped), "place", "token 30 of the same request"),
-    "rows swapped, 4 bits": (Made("q4_0", "q4_0", swapped), "place", "token 30 of the same request"),
+    "rows swapped": (Made("q8_0", "q8_0", swapped), "token", "token 30 of the same request"),
+    "rows swapped, 4 bits": (Made("q4_0", "q4_0", swapped), "token", "token 30 of the same request"),
     "a row overwritten": (Made("q4_0", "q8_0", overwritten), "unknown", "entries of no token"),
     "a row never written": (
         Made("q4_0", "q4_0", lambda layer, keys, values: [part[5].fill(0) for part in (keys, values)]),
@@ -113,15 +113,15 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     ),
     "another token's head": (
         Made("f16", "f16", lambda layer, keys, values: [part[9].__setitem__(slice(None), part[9, ::-1].copy())
-                                                         for part in (keys, values)]), "head", "of head 1 in 0",
+                                                         for part in (keys, values)]), "head", "of head 1 in head 0",
     ),
     "halves of keys exchanged": (Made("q8_0", "q8_0", halves), "unknown", "entries of no token"),
     "values scaled": (Made("q8_0", "q8_0", lambda layer, keys, values: values.__imul__(1.1)), "scale", "by 1.1"),
     "8 bits in 16": (Made("f16", "f16", through("q8_0", rotated=True)), "rounded", "values q8_0's numbers in f16"),
     "4 bits in 16": (Made("f16", "bf16", through("q4_0", rotated=False)), "rounded", "values q4_0's numbers in bf16"),
     "4 bits in 32": (Made("f32", "f32", through("q5_1", rotated=True)), "rounded", "values q5_1's numbers in f32"),
-    "4 bits in 8": (Made("q8_0", "q8_0", through("q4_0", rotated=True)), "coarse", "values farther away than"),
-    "noise in 8 bits": (Made("q8_0", "q8_0", coarse), "coarse", "than q8_0 keys, q8_0 values explains"),
+    "4 bits in 8": (Made("q8_0", "q8_0", through("q4_0", rotated=True)), "coarse", "values farther from"),
+    "noise in 8 bits": (Made("q8_0", "q8_0", coarse), "coarse", "than rounding to q8_0 keys, q8_0 values"),
     "an entry twice": (Made(order=[*range(44), 10]), "duplicate", "cached several times"),
 }  # fmt: skip
 """A fault -> the slot, the fault's kind, and words of it."""
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
 
 def test_swapped_rows_are_placed(tmp_path: Path) -> None:
     faults = Made("q8_0", "q8_0", swapped).audited(tmp_path / "slot.bin").faults
-    assert {(fault.kind, fault.first, fault.last) for fault in faults} == {("place", 10, 10), ("place", 30, 30)}
+    assert {(fault.kind, fault.first, fault.last) for fault in faults} == {("token", 10, 10), ("token", 30, 30)}
     assert all(fault.layers == [0, 1, 2] for fault in faults)
 
 

@@ -126,5 +126,5 @@ def test_what_a_dump_does_not_take_is_refused(perturbkv: Run, dump: list[object]
     for option in (["--dataset", "needle"], ["--situation", "block"], ["--quick"], ["--steps", 2]):
         refused(perturbkv(*dump, *option, "-o", "out"), f"{option[0]} has no effect on audit of a dump")
     (Path(str(dump[1])) / "layer-0.safetensors").write_bytes(b"cut")
-    refused(perturbkv(*dump, "-o", "out"), "no whole safetensors file")
+    refused(perturbkv(*dump, "-o", "out"), "expected a complete safetensors file")
     assert not Path("out/audit.json").exists()

@@ -46,8 +46,8 @@ def test_swapped_rows_are_named(
     audit = audited(planted.path, weights)
     assert audit.verdict == "differs"
     assert {(fault.kind, fault.first, fault.what) for fault in audit.faults if len(fault.layers) > 20} == {
-        ("place", 20, "entries of token 90 of the same request"),
-        ("place", 90, "entries of token 20 of the same request"),
+        ("token", 20, "entries of token 90 of the same request"),
+        ("token", 90, "entries of token 20 of the same request"),
     }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_fewer_bits_than_those_of_the_type_are_named(
         keys[:] = gguf.quantize(gguf.dequantize(gguf.quantize(numbers, four), four), eight)
     audit = audited(planted.path, "q4_1")
     (coarse,) = [fault for fault in audit.faults if fault.kind == "coarse"]
-    assert coarse.what == "keys farther away than q8_0 keys, q8_0 values explains"
+    assert coarse.what == "keys farther from the plain model's than rounding to q8_0 keys, q8_0 values moves them"
     assert len(coarse.layers) == 30
 
 

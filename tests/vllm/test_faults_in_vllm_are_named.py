@@ -106,8 +106,8 @@ def test_a_wrong_block_table_is_named(audited: Audited, text: tuple[int, ...]) -
 
     audit = audited(*two(text), change=swap)
     assert {(fault.kind, fault.what) for fault in audit.faults} == {
-        ("place", "entries of tokens 0 to 31 of the same request"),
-        ("place", "entries of tokens 32 to 63 of the same request"),
+        ("token", "entries of tokens 0 to 31 of the same request"),
+        ("token", "entries of tokens 32 to 63 of the same request"),
     }  # fmt: skip
     assert all(len(fault.layers) == 30 and fault.request == "a" for fault in audit.faults)
 

@@ -13,34 +13,41 @@ from torch import Tensor, nn
 
 from perturbkv.auditing import changes
 from perturbkv.auditing.dumps.dump_file import REMOVED, LayerDump
+from perturbkv.auditing.reference import entry_distances
+from perturbkv.devices import dtype_name
 
-LEVELS = 4
-"""Number of a layer's typical distances up to which an entry is as far from the plain model's as all others."""
-MOST_LEVEL = 0.3
-"""Largest typical distance, of entries in few bits; above, entries are not the plain model's but for rounding."""
-WHOLE_BLOCK = 8
-"""Least tokens of a block that is looked at by itself; of smaller ones neighbours are looked at together."""
-_TYPICAL = 8
-"""Noise floors, as the largest of several distances, lie that far above typical ones, or less."""
+MEDIANS = 4
+"""Multiple of a layer's median distance above which an entry differs."""
+LARGEST_MEDIAN = 0.3
+"""Largest median distance that rounding explains; above it only noise floors count."""
+LEAST_BLOCK = 8
+"""Smallest block, in tokens, that is judged by itself; smaller ones are judged in groups of 16 neighbours."""
+_FLOOR_OVER_MEDIAN = 8
+"""Noise floors are maxima; a median distance is taken to be an eighth of one."""
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
     "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 """Other names of torch's types."""
-_SHARE = 0.35
-"""Largest median distance by rounding, over ε: it is about a fifth."""
+_ROUNDING = 0.35
+"""Largest median distance that rounding to a floating-point type explains, in units of its ε; it is about 0.2."""
 _BITS = {8: 0.015, 7: 0.03, 6: 0.05, 5: 0.1, 4: 0.2, 3: 0.3, 2: 0.3}
 """Bits -> largest median distance that rounding to whole numbers of so many bits, in blocks with a scale, explains."""
 _IN_NAME = re.compile(r"(?<![a-z0-9])(?:i?q|u?int|nf)?([2-8])(?![0-9])")
 _FARTHEST = 1e3
-"""Largest distance of an entry that counts; of numbers that are none."""
-_LEAST_FACTOR, _NEARER, _LEAST_ENTRIES = 0.01, 0.8, 32
-"""Least difference of a common factor from 1, most of the distance that is left without it, least number of entries."""
+"""Distance at which an entry that is NaN or infinite counts."""
+_LEAST_FACTOR = 0.01
+"""Smallest difference of a common factor from 1 that is a fault."""
+_NEARER = 0.8
+"""Largest ratio of the median distance after division by a common factor to that before."""
+_LEAST_ENTRIES = 32
+"""Fewest entries from which a common factor is estimated."""
 _FEWER_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that entries of 16 bits may have gone through."""
-_CUT_OFF, _DIFFER = 0.95, 0.2
-"""Least share of numbers that are rounded towards zero where all are, of all and of those where it is not rounding to
-the nearest, and least share of these."""
+_NEARLY_ALL = 0.95
+"""Share of numbers that counts as all of them."""
+_LEAST_TRUNCATED = 0.2
+"""Least share of numbers for which rounding towards zero and to the nearest differ."""
 Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
 
 
@@ -67,7 +74,7 @@ class Distances:
     """The distances of a request's entries from the plain model's, over the root mean square norm of the head's.
 
     Attributes:
-        key, value: infinite where the number is none.
+        key, value: infinite where an entry is NaN or infinite.
         present: whether there is an entry.
     """
 
@@ -76,26 +83,26 @@ class Distances:
     present: Bool[Tensor, "kv_head entry"]
 
 
-def distances(entries: Entries, known: Pair) -> Distances:
+def measure(entries: Entries, known: Pair) -> Distances:
     """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
-    present, index = entries.positions != REMOVED, entries.positions.clamp(min=0)
+    present = entries.positions != REMOVED
     key, value = (
-        entry_distances(own, full.float().gather(1, index.unsqueeze(-1).expand(-1, -1, full.shape[-1])), full)
+        entry_distances(own, _at_positions(full, entries.positions), full)
         for own, full in zip((entries.keys, entries.values), known, strict=True)
     )
     return Distances(key.masked_fill(~present, 0), value.masked_fill(~present, 0), present)
 
 
-def entry_distances(own: Tensor, expected: Tensor, full: Tensor) -> Float[Tensor, "kv_head entry"]:
-    """Return distances of entries, over the root mean square norm of all entries of the head."""
-    unit = full.float().square().sum(dim=-1).mean(dim=-1, keepdim=True).sqrt()
-    distance = torch.linalg.vector_norm(own - expected, dim=-1) / unit.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(distance.isfinite(), distance, torch.inf)
+def _at_positions(
+    full: Float[Tensor, "kv_head token d_head"], positions: Int[Tensor, "kv_head entry"]
+) -> Float[Tensor, "kv_head entry d_head"]:
+    """Return the entries at these positions, per head; those of the first token where there is none."""
+    return full.float().gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1]))
 
 
 def mean_distance(entries: Entries, known: Pair) -> float:
     """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
-    measured = distances(entries, known)
+    measured = measure(entries, known)
     return float(torch.stack([measured.key, measured.value])[:, measured.present].clamp(max=1).mean())
 
 
@@ -105,7 +112,7 @@ def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
         return every[0]
     far = []
     for full in every:
-        measured = distances(entries, full)
+        measured = measure(entries, full)
         both = (measured.key + measured.value).clamp(max=_FARTHEST)
         by_token = both.new_zeros(len(both), full[0].shape[1])
         far.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
@@ -115,13 +122,13 @@ def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-def typical(measured: Sequence[Distances]) -> tuple[float, float]:
+def medians(measured: Sequence[Distances]) -> tuple[float, float]:
     """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
-    medians = []
+    found = []
     for kind in ("key", "value"):
         every = torch.cat([getattr(each, kind)[each.present] for each in measured])
-        medians.append(float(every.median()) if len(every) else 0.0)
-    return medians[0], medians[1]
+        found.append(float(every.median()) if len(every) else 0.0)
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -137,27 +144,27 @@ class Limits:
     together: tuple[float, float]
 
     @classmethod
-    def of_layer(cls, floors: Sequence[float], levels: Sequence[float], most: int) -> Self:
-        """Return the limits, given noise floors, typical distances, and the most floors of an entry that is right."""
-        coarse = [LEVELS * level if level <= MOST_LEVEL else 0.0 for level in levels]
-        single = [max(most * floor, more) for floor, more in zip(floors, coarse, strict=True)]
-        least = [LEVELS * floor / _TYPICAL for floor in floors]
+    def of_layer(cls, floors: Sequence[float], medians: Sequence[float], allowed: int) -> Self:
+        """Return the limits, given noise floors, median distances, and the floors that are `allowed` to an entry."""
+        coarse = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
+        single = [max(allowed * floor, more) for floor, more in zip(floors, coarse, strict=True)]
+        least = [MEDIANS * floor / _FLOOR_OVER_MEDIAN for floor in floors]
         together = [min(one, max(low, more)) for one, low, more in zip(single, least, coarse, strict=True)]
         return cls((single[0], single[1]), (together[0], together[1]))
 
-    def far(self, entries: Entries, measured: Distances) -> Bool[Tensor, "kv_head entry"]:
+    def differing(self, entries: Entries, measured: Distances) -> Bool[Tensor, "kv_head entry"]:
         """Return which entries differ, by themselves or with their neighbours."""
-        size = entries.block_size if entries.block_size >= WHOLE_BLOCK else 2 * WHOLE_BLOCK
+        size = entries.block_size if entries.block_size >= LEAST_BLOCK else 2 * LEAST_BLOCK
         tokens = measured.present.shape[1]
-        odd = torch.zeros_like(measured.present)
+        differing = torch.zeros_like(measured.present)
         for distance, single, together in zip((measured.key, measured.value), self.single, self.together, strict=True):
             known = distance.masked_fill(~measured.present, torch.nan)
             groups = nn.functional.pad(known, (0, -tokens % size), value=torch.nan).reshape(len(known), -1, size)
-            many = groups.isfinite().sum(dim=-1) >= WHOLE_BLOCK
+            many = groups.isfinite().sum(dim=-1) >= LEAST_BLOCK
             above = many & (groups.nanmedian(dim=-1).values > together)
-            together_odd = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
-            odd |= (distance > single) | together_odd
-        return odd & measured.present
+            in_group = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
+            differing |= (distance > single) | in_group
+        return differing & measured.present
 
 
 def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]) -> float:
@@ -179,59 +186,57 @@ def _pairs(
     own, expected = [], []
     for name, dumped in entries.items():
         positions = dumped.positions[heads]
-        index = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, dumped.keys.shape[-1])
         there = positions != REMOVED
         own.append((dumped.keys, dumped.values)[kind][heads][there])
-        expected.append(known[name][kind][heads].float().gather(1, index)[there])
+        expected.append(_at_positions(known[name][kind][heads], positions)[there])
     return torch.cat(own), torch.cat(expected)
 
 
-def heads_cut_off(
+def truncated_heads(
     kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], layer: LayerDump
 ) -> tuple[int, ...]:
     """Return the heads whose keys (`kind` 0) or values (1) were all rounded towards zero to the type of the dump."""
-    tensors = layer.stored or next(iter(layer.rows.values()))[:2]
-    dtype, scale = tensors[kind % len(tensors)].dtype, layer.scales[kind]
+    dtype, scale = layer.tensors[kind][0].dtype, layer.scales[kind]
     found = []
     for head in range(len(next(iter(entries.values())).keys)):
         own, full = _pairs(kind, entries, known, slice(head, head + 1))
         one = scale if scale.ndim == 0 else scale[head]
         cut, nearest_to = changes.round_towards_zero(full / one, dtype), (full / one).to(dtype).float()
         differ = cut != nearest_to
-        if len(own) >= WHOLE_BLOCK and bool(differ.float().mean() > _DIFFER):
+        if len(own) >= LEAST_BLOCK and bool(differ.float().mean() > _LEAST_TRUNCATED):
             same = (cut * one == own).float()
-            found += [head] if min(float(same[differ].mean()), float(same.mean())) > _CUT_OFF else []
+            found += [head] if min(float(same[differ].mean()), float(same.mean())) > _NEARLY_ALL else []
     return tuple(found)
 
 
 def fewer_bits(layer: LayerDump, kind: int) -> str:
     """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one."""
-    tensors = layer.stored or next(iter(layer.rows.values()))[:2]
-    tensor = tensors[kind % len(tensors)]
-    numbers = tensor[tensor != 0]
-    if tensor.dtype.itemsize != 2 or not len(numbers):
+    tensors = layer.tensors[kind]
+    numbers = torch.cat([tensor[tensor != 0] for tensor in tensors])
+    if tensors[0].dtype.itemsize != 2 or not len(numbers):
         return ""
     for dtype in _FEWER_BITS:
-        if bool((numbers.float().to(dtype).float() == numbers.float()).float().mean() > _CUT_OFF):
-            return str(dtype).removeprefix("torch.")
+        if bool((numbers.float().to(dtype).float() == numbers.float()).float().mean() > _NEARLY_ALL):
+            return dtype_name(dtype)
     return ""
 
 
-def is_complete(entries: Entries) -> bool:
-    """Return whether every token has an entry in every head, in order."""
-    return torch.equal(entries.positions, torch.arange(entries.positions.shape[1]).expand_as(entries.positions))
+def is_complete(entries: Entries, tokens: int) -> bool:
+    """Return whether each of so many tokens has an entry in every head, in order."""
+    return torch.equal(entries.positions, torch.arange(tokens).expand(len(entries.positions), -1))
 
 
-def explained_by_name(name: str) -> float:
-    """Return the largest median distance that a type of this name explains; 0 for one that is not known.
+def explained_distance(kind: torch.dtype | str) -> float:
+    """Return the largest median distance that a type explains; 0 for a name that is not known.
 
-    Of a floating-point type of torch, under its name or `fp8`, `bf16` and so on: 0.35 ε. Of others the bits that stand
-    in the name count: `q4_0`, `int8`.
+    Of a floating-point type of torch, also under a name such as `bfloat16`, `bf16` or `fp8`: 0.35 ε. Of other names the
+    bits that stand in them count: `q4_0`, `int8`.
     """
+    name = dtype_name(kind) if isinstance(kind, torch.dtype) else kind
     known = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
     if isinstance(known, torch.dtype):
         try:
-            return _SHARE * torch.finfo(known).eps
+            return _ROUNDING * torch.finfo(known).eps
         except (TypeError, NotImplementedError):
             pass
     bits = _IN_NAME.search(name.lower())

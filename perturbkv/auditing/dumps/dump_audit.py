@@ -11,28 +11,36 @@ import torch
 from torch import Tensor
 
 from perturbkv import memory, theory
-from perturbkv.audit_trace import DUMP_FLOORS, FLOORS, DumpedRequest, DumpFault, DumpTrace, Floats, Integers
+from perturbkv.audit_trace import DumpedRequest, DumpFault, DumpTrace, Floats, Integers, dump_floors
 from perturbkv.auditing import loss, reference
 from perturbkv.auditing.audit import provenance
 from perturbkv.auditing.dumps import distances, matching
-from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair, explained_by_name
+from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair, explained_distance
 from perturbkv.auditing.dumps.dump_entries import DumpReader
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.matching import Known
-from perturbkv.auditing.dumps.plain_entries import PlainEntries, StoredCache, by_token, keys_at_tokens, token_logprobs
+from perturbkv.auditing.dumps.plain_entries import (
+    PlainEntries,
+    StoredCache,
+    by_token,
+    token_logprobs,
+    unrotate_to_tokens,
+)
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
-from perturbkv.devices import full_precision
+from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 
 _DEFAULT = Resources()
 _PARTS = (1, 2, 3)
 """Numbers of parts in which tokens are read for the noise floor of their log-probabilities."""
-_LOGPROB_LEAST, _MOST_LOGPROB = 1e-3, 2.0
-"""Least noise floor of a log-probability, and its largest difference in nats that coarser entries explain."""
+_LEAST_LOGPROB_FLOOR = 1e-3
+"""Least noise floor of a log-probability, in nats."""
+_MOST_LOGPROB = 2.0
+"""Largest difference of a log-probability that coarser entries explain, in nats."""
 _FARTHER = 2
-"""Ratio of a layer's typical distance to the one that the engine's rounding gives, above which the type is another."""
+"""Ratio of a layer's median distance to the one that the engine's rounding gives, above which the type is another."""
 
 
 @torch.inference_mode()
@@ -48,8 +56,9 @@ def audit_dump(
 ) -> DumpTrace:
     """Compare a dump with the plain model's cache of the same tokens, and return the measurements.
 
-    In memory are the plain model's entries of all requests and one layer of the dump. `losses`: whether the loss is
-    measured where entries are removed; `progress` is called per layer.
+    Memory holds the plain model's entries of all requests and one layer of the dump; for requests with coarser types or
+    faults also their dumped entries and up to two more caches. `losses`: whether the loss is measured where entries are
+    removed; `progress` is called per layer.
 
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
@@ -107,40 +116,43 @@ class _Comparison:
         self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
         self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
-        self.most = DUMP_FLOORS.get(str(adapter.dtype).removeprefix("torch."), FLOORS)
+        self.floors_allowed = dump_floors(dtype_name(adapter.dtype))
         self.stored = ""
-        self.coarse: set[int] = set()
+        self.unexplained_layers: set[int] = set()
         self.moved: dict[str, bool] = {}
-        self.given_stored: dict[str, tuple[tuple[StoredCache, Tensor], ...]] = {}
+        self.reread: dict[str, tuple[tuple[StoredCache, Tensor], ...]] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare one layer's entries."""
         layer = self.dump.layer(index)
-        known_entries = self.plain.layer(index)
-        explained = self._explained_distance(layer)
+        references = self.plain.layer(index)
+        explained = self._explained_distances(layer)
         if index == 0:
-            kinds = {str(tensor.dtype) for tensor in (*layer.stored, *(row[0] for row in layer.rows.values()))}
-            self.stored = self.dump.dtype or ", ".join(sorted(kind.removeprefix("torch.") for kind in kinds))
+            kinds = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
+            self.stored = self.dump.dtype or ", ".join(sorted(kinds))
             if layer.stored:
-                self.faults += self.reader.recognise_layout(layer, known_entries)
+                self.faults += self.reader.recognise_layout(layer, references)
             if any(explained):
                 self._read_stored({request.id for request in self.live}, layer)
         entries = self._entries(index, layer)
-        known_entries = self._nearest(index, entries, known_entries)
-        scaled, cut = self._undo_scales(layer, index, entries, known_entries)
-        measured = {name: distances.distances(own, known_entries[name]) for name, own in entries.items()}
-        typical = distances.typical(list(measured.values()))
+        references = self._nearest(index, entries, references)
+        truncated = self._check_rounding(layer, index, entries, references, explained)
+        scaled = self._remove_factors(index, entries, references, truncated)
+        measured = {name: distances.measure(own, references[name]) for name, own in entries.items()}
+        typical = distances.medians(list(measured.values()))
         self.typical.append(typical)
         floors = [float(floor) for floor in self.plain.floors[index]]
-        explained = (explained[0] * (1 + cut[0]), explained[1] * (1 + cut[1]))
-        unexplained = [far > max(self.most * max(floors), most) for far, most in zip(typical, explained, strict=True)]
+        explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
+        unexplained = [
+            far > max(self.floors_allowed * max(floors), most) for far, most in zip(typical, explained, strict=True)
+        ]
         if any(unexplained):
-            self.coarse.add(index)
+            self.unexplained_layers.add(index)
         self._add_too_coarse(index, typical, floors)
-        levels = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
-        limits = Limits.of_layer(floors, levels, self.most)
+        medians = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
+        limits = Limits.of_layer(floors, medians, self.floors_allowed)
         known = Known(
-            known_entries, self.plain.layer(index),
+            references, self.plain.layer(index),
             frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block),
@@ -150,8 +162,8 @@ class _Comparison:
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
             self._add(name, index, own, measured[name], known, allowed)
             self.differing[name] = self.compared[name] if scaled else self.differing[name]
-        if layer.through:
-            self.faults.append(DumpFault("", "rounded", " and ".join(layer.through), layers=(index,)))
+        if layer.rounded_before:
+            self.faults.append(DumpFault("", "rounded", " and ".join(layer.rounded_before), layers=(index,)))
         self._read_stored({name for name, count in self.differing.items() if count}, layer)
 
     def _read_stored(self, names: set[str], layer: LayerDump) -> None:
@@ -160,7 +172,7 @@ class _Comparison:
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
         so do all layers above.
         """
-        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names - self.given_stored.keys())}
+        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names - self.reread.keys())}
         if not stored:
             return
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
@@ -169,20 +181,20 @@ class _Comparison:
             entries = self._entries(index, self.dump.layer(index))
             for name, layers in stored.items():
                 layers.append(by_token(entries[name], len(tokens[name]), like))
-        dtype = (layer.stored or next(iter(layer.rows.values()))[:1])[0].dtype
+        dtype = layer.tensors[0][0].dtype
         for name, layers in stored.items():
-            for mends in (False, True):
-                cache = StoredCache(layers, dtype, mends)
+            for replace_outliers in (False, True):
+                cache = StoredCache(layers, dtype, replace_outliers)
                 logprobs = token_logprobs(self.adapter, tokens[name], cache=cache)
-                if cache.mended or not mends:
-                    self.given_stored[name] = (*self.given_stored.get(name, ()), (cache, logprobs))
+                if cache.replaced or not replace_outliers:
+                    self.reread[name] = (*self.reread.get(name, ()), (cache, logprobs))
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions."""
         known = self.plain.layer(index)
         entries = self.reader.entries(layer, known)
         for name, own in entries.items():
-            back = keys_at_tokens(own, self.adapter.frequencies)
+            back = unrotate_to_tokens(own, self.adapter.frequencies)
             if name not in self.moved and not torch.equal(back.keys, own.keys):
                 gone = own.positions.shape[1] < known[name][0].shape[1] or bool((own.positions == REMOVED).any())
                 nearer = distances.mean_distance(back, known[name]) < distances.mean_distance(own, known[name])
@@ -193,48 +205,60 @@ class _Comparison:
     def _nearest(self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> Mapping[str, Pair]:
         """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
         nearest = dict(plain)
-        for name, given in self.given_stored.items():
+        for name, given in self.reread.items():
             every = [plain[name], *(cache.computed(index) for cache, _ in given)]
             nearest[name] = distances.nearest(entries[name], every)
         return nearest
 
-    def _undo_scales(
-        self, layer: LayerDump, index: int, entries: dict[str, Entries], known: Mapping[str, Pair]
-    ) -> tuple[bool, tuple[bool, bool]]:
-        """Divide a layer's keys, and values, by a constant factor that all of them have, and record it as a fault.
+    def _check_rounding(
+        self,
+        layer: LayerDump,
+        index: int,
+        entries: Mapping[str, Entries],
+        known: Mapping[str, Pair],
+        explained: Sequence[float],
+    ) -> list[bool]:
+        """Record keys, or values, that were all rounded towards zero or to fewer bits than the dump's type.
 
-        What is left is compared as if there were none. Returns whether there was one, and whether keys, and values,
-        were rounded towards zero.
+        Returns whether keys, and values, of some head were rounded towards zero.
         """
-        cut = [False, False]
-        factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
-        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
-            if self._explained_distance(layer)[kind] and (
-                heads := distances.heads_cut_off(kind, entries, known, layer)
-            ):
-                cut[kind] = True
+        truncated = [False, False]
+        for kind, name in enumerate(("keys", "values")):
+            heads = distances.truncated_heads(kind, entries, known, layer) if explained[kind] else ()
+            if heads:
+                truncated[kind] = True
                 every = "all " if len(heads) == self.dump.kv_heads else ""
-                one = () if every else heads
                 words = f"{every}{name} rounded towards zero"
-                self.faults.append(DumpFault("", "rounded", words, layers=(index,), heads=one))
-            elif factor != 1:
-                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
+                fault = DumpFault("", "rounded", words, layers=(index,), heads=() if every else heads)
+                self.faults.append(fault)
             if not self.dump.dtype and (found := distances.fewer_bits(layer, kind)):
                 self.faults.append(DumpFault("", "rounded", f"all {name} rounded to {found}", layers=(index,)))
+        return truncated
+
+    def _remove_factors(
+        self, index: int, entries: dict[str, Entries], known: Mapping[str, Pair], truncated: Sequence[bool]
+    ) -> bool:
+        """Divide a layer's keys, and values, by a constant factor that all of them have; return whether there was one.
+
+        It is a fault, but for numbers that were rounded towards zero, which explains it. What is left is compared.
+        """
+        factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
+        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
+            if factor != 1 and not truncated[kind]:
+                self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
         for name, own in entries.items():
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
-        return factors != [1, 1], (cut[0], cut[1])
+        return factors != [1, 1]
 
     def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
         """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""
         for kind, name in enumerate(("keys", "values")):
             expected = self.plain.expected_distance(index, kind)
-            if expected is not None and typical[kind] > max(self.most * floors[kind], _FARTHER * expected):
-                self.faults.append(
-                    DumpFault("", "coarse", f"{name} farther away than {self.stored} explains", layers=(index,))
-                )
+            if expected is not None and typical[kind] > max(self.floors_allowed * floors[kind], _FARTHER * expected):
+                words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
+                self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
 
-    def _explained_distance(self, layer: LayerDump) -> tuple[float, float]:
+    def _explained_distances(self, layer: LayerDump) -> tuple[float, float]:
         """Return the largest median distances of keys and of values that the dump's types explain; 0 for the model's.
 
         Rounding to a floating-point type moves entries by about a fifth of its ε. Where the engine's own rounding is
@@ -242,20 +266,15 @@ class _Comparison:
         """
         if self.plain.expected:
             return 0.0, 0.0
-        pairs = [layer.stored * (2 if len(layer.stored) == 1 else 1)] if layer.stored else []
-        pairs += [row[:2] for row in layer.rows.values()]
-        named = [explained_by_name(name) for name in (self.dump.dtype, self.dump.compute)]
-        own = explained_by_name(str(self.adapter.dtype).removeprefix("torch."))
-        keys, values = (
-            max(*named, *(explained_by_name(str(pair[kind].dtype).removeprefix("torch.")) for pair in pairs))
-            for kind in range(2)
-        )
+        named = [explained_distance(name) for name in (self.dump.dtype, self.dump.compute)]
+        own = explained_distance(self.adapter.dtype)
+        keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > own else 0.0, values if values > own else 0.0
 
     def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> None:
         """Add one request's comparison in one layer."""
         present = measured.present
-        far = limits.far(own, measured)
+        far = limits.differing(own, measured)
         near = present & ~far
         self.compared[name] += int(present.sum())
         self.differing[name] += int(far.sum())
@@ -271,9 +290,8 @@ class _Comparison:
 
     def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
-        everything = torch.arange(full[0].shape[1]).expand(len(full[0]), -1)
         query = self.plain.queries.get(name, {}).get(index)
-        if query is None or not torch.equal(own.positions, everything):
+        if query is None or not distances.is_complete(own, full[0].shape[1]):
             return np.full(self.adapter.heads, np.nan)
         slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
         plain, dumped = (
@@ -300,9 +318,10 @@ class _Comparison:
                 requests.append(DumpedRequest(name, len(request.token_ids)))
                 continue
             distance, floor, token = self._logprobs(request)
-            leeway = 1.0 if name in self.given_stored else self._coarseness
-            if distance > max(self.most * floor, min(self.most * floor * leeway, _MOST_LOGPROB)):
-                words = f"its log-probability differs most, by {distance:.3g}; rounding gives {floor:.3g}"
+            leeway = 1.0 if name in self.reread else self._coarseness
+            if distance > max(self.floors_allowed * floor, min(self.floors_allowed * floor * leeway, _MOST_LOGPROB)):
+                times = f"{distance / floor:.3g} noise floors"
+                words = f"its log-probability differs by {distance:.3g} nats, {times}: the most of the request"
                 faults.append(DumpFault(name, "decoding", words, token, token))
             requests.append(
                 DumpedRequest(
@@ -314,7 +333,7 @@ class _Comparison:
             )  # fmt: skip
         dump = self.dump
         return DumpTrace(
-            str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers, dump.kv_heads,
+            str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers,
             tuple(requests), tuple(matching.join(faults)), str(self.reader.layout or ""), str(dump.layout or ""),
             self.stored, self.plain.floors, np.array(self.typical),
         )  # fmt: skip
@@ -323,15 +342,14 @@ class _Comparison:
         """Yield the faults, with those of entries that are all a little too far away as one."""
         changed: set[int] = set()
         for fault in self.faults:
-            if fault.kind == "changed" and not self.plain.expected and self.coarse.issuperset(fault.layers):
+            if fault.kind == "changed" and not self.plain.expected and self.unexplained_layers.issuperset(fault.layers):
                 changed |= set(fault.layers)
             else:
                 yield fault
         if changed:
             keys, values = np.median(np.array(self.typical)[sorted(changed)], axis=0)
-            words = (
-                f"keys typically {100 * keys:.2g} % away, values {100 * values:.2g} %, and the dump names no such type"
-            )
+            away = f"keys typically {100 * keys:.2g} % away, values {100 * values:.2g} %"
+            words = f"{away}: more than the dump's types explain"
             yield DumpFault("", "coarse", words, layers=tuple(sorted(changed)))
 
     @cached_property
@@ -350,7 +368,7 @@ class _Comparison:
             if request.blocks is not None and held < len(request.token_ids):
                 everywhere = tuple(range(self.dump.layers))
                 yield DumpFault(
-                    request.id, "missing", "in no block of the table", held, len(request.token_ids) - 1, (), everywhere
+                    request.id, "missing", "beyond the block table", held, len(request.token_ids) - 1, (), everywhere
                 )
 
     def _logprobs(self, request: Request) -> tuple[float, float, int]:
@@ -360,7 +378,7 @@ class _Comparison:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
-        floor = max(_LOGPROB_LEAST, *(float((plain - other).abs().amax()) for other in others))
-        every = torch.stack([plain, *(logprobs[known] for _, logprobs in self.given_stored.get(request.id, ()))])
+        floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
+        every = torch.stack([plain, *(logprobs[known] for _, logprobs in self.reread.get(request.id, ()))])
         far = torch.maximum(engine - every.amax(dim=0), every.amin(dim=0) - engine).clamp(min=0).nan_to_num(torch.inf)
         return float(far.amax()), floor, known[int(far.argmax())]

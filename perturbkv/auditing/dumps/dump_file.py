@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from perturbkv.audit_trace import DUMP_HEADER
 from perturbkv.auditing.dumps.layouts import Layout, Sizes
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.user_files import FileKind
 
-FORMAT, VERSION, HEADER = "perturbkv-dump", 1, "dump.json"
+FORMAT, VERSION, HEADER = "perturbkv-dump", 1, DUMP_HEADER
 REMOVED = -1
 """In a block table, a block that was freed though the request lives on; in positions, no entry."""
 _HEADER_FILE = FileKind("a cache dump", ConfigError)
@@ -57,21 +59,26 @@ class LayerDump:
     """One layer of a dump.
 
     Attributes:
-        blocks: keys and values (block, token, head, dim) as the named layout has them, scales applied; None in a dump
-            of rows, or where no layout is named.
         stored: the block tensors as they were stored: `cache`, or `keys` and `values`.
-        scales: of keys and of values.
+        scales: of keys and of values, each () or (kv_head, 1).
         block_ids: id of each block of `stored`, in order.
         rows: request -> keys, values (kv_head, entry, d_head) and positions (kv_head, entry), `REMOVED` where there is
             no entry; None where positions are not known.
-        through: what went through fewer bits than its type has, in words.
+        rounded_before: keys or values that were rounded to fewer bits than their type has, in words.
     """
 
     stored: tuple[Tensor, ...]
     scales: tuple[Tensor, Tensor]
     block_ids: Int[Tensor, " block"]
     rows: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]
-    through: tuple[str, ...] = ()
+    rounded_before: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The stored tensors with keys, and those with values."""
+        blocks = [(self.stored[0], self.stored[-1])] if self.stored else []
+        keys, values = zip(*blocks, *(row[:2] for row in self.rows.values()), strict=True)
+        return keys, values
 
     def split(self, layout: Layout, sizes: Sizes) -> tuple[Float[Tensor, "block token head dim"], ...]:
         """Return keys and values of all blocks in float32, scales applied. Raises ConfigError for another shape."""
@@ -130,11 +137,6 @@ def layer_file(index: int) -> str:
     return f"layer-{index}.safetensors"
 
 
-def is_dump(path: Path) -> bool:
-    """Return whether a path is a dump's folder or header."""
-    return path.name == HEADER or (path.is_dir() and (path / HEADER).exists())
-
-
 def read_dump(path: Path) -> Dump:
     """Return a dump, given its folder or its header. Raises ConfigError or UnreadableCacheError for an invalid one."""
     folder = path.parent if path.name == HEADER else path
@@ -176,8 +178,9 @@ def _parse_header(folder: Path, header: Any) -> Dump:
         msg = "expected at least one request"
         raise ValueError(msg)
     parsed = tuple(_parse_request(request, index, block_size) for index, request in enumerate(requests))
-    if len({request.id for request in parsed}) < len(parsed):
-        msg = "two requests have one id"
+    name, count = Counter(request.id for request in parsed).most_common(1)[0]
+    if count > 1:
+        msg = f"{count} requests have the id '{name}'; give each its own"
         raise ValueError(msg)
     texts = {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
@@ -242,8 +245,8 @@ def _whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _has_numbers(dtype: torch.dtype) -> bool:
-    """Return whether torch can read numbers of a floating-point type: not two in a byte."""
+def _is_readable(dtype: torch.dtype) -> bool:
+    """Return whether a type is a floating-point type with one number per element."""
     try:
         return bool(torch.finfo(dtype).bits)
     except (TypeError, NotImplementedError):
@@ -262,7 +265,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
     except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
-        _refuse(path, f"no whole safetensors file ({str(error)[:200]})")
+        _refuse(path, f"expected a complete safetensors file ({str(error)[:200]})")
 
 
 @dataclass
@@ -278,7 +281,9 @@ class _Layer:
         names = ("cache",) if "cache" in self.tensors else ("keys", "values")
         stored = tuple(self.tensors[name] for name in names if name in self.tensors)
         if len(stored) == 1 and names != ("cache",):
-            self._refuse(f"{'keys' if 'keys' in self.tensors else 'values'} alone")
+            self._refuse(
+                f"'{'keys' if 'keys' in self.tensors else 'values'}' alone; expected 'keys' and 'values', or 'cache'"
+            )
         if {"cache", "keys"} <= self.tensors.keys() or {"cache", "values"} <= self.tensors.keys():
             self._refuse("both 'cache' and 'keys' or 'values'")
         scales = self._scale("key_scale"), self._scale("value_scale")
@@ -289,11 +294,13 @@ class _Layer:
             self._refuse(f"{len(stored)} block tensors, and the layout is '{self.dump.layout}'")
         in_blocks = any(request.blocks is not None for request in self.dump.requests)
         if not in_blocks and (beside := sorted(self.tensors.keys() & _STORED)):
-            self._refuse(f"the tensor '{beside[0]}', and no request has blocks")
+            self._refuse(
+                f"the block tensor '{beside[0]}', but no request has blocks; rows are named keys.ID and values.ID"
+            )
         rows_of = [part for row in rows.values() if row for part in row[:2]]
         for what, tensors in (("block tensors", stored), ("rows", rows_of)):
             for tensor in tensors:
-                if not tensor.is_floating_point() or not _has_numbers(tensor.dtype):
+                if not tensor.is_floating_point() or not _is_readable(tensor.dtype):
                     self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
         kept = {name: row for name, row in rows.items() if row is not None}
         return LayerDump(stored, scales, self._block_ids(stored), kept)

@@ -69,18 +69,18 @@ class Slot(Dump):
         order = positions.argsort(stable=True)
         keys, values = (self._read(part)[:, order] for part in self.parts[index])
         grids = [part.stored.coarser_grid(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
-        through = tuple(
+        rounded_before = tuple(
             f"{name} {grid}'s numbers in {part.stored.name}"
             for name, grid, part in zip(("keys", "values"), grids, self.parts[index], strict=True)
             if grid
         )
         return LayerDump(
             (), (torch.ones(()), torch.ones(())), torch.zeros(0, dtype=torch.int64),
-            {_REQUEST: (keys, values, positions[order].expand(self.kv_heads, -1))}, through,
+            {_REQUEST: (keys, values, positions[order].expand(self.kv_heads, -1))}, rounded_before,
         )  # fmt: skip
 
     def rounded(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
-        """Yield the plain model's entries of tokens, rounded as this engine does, each time on other grids."""
+        """Yield the plain model's entries of tokens, rounded as this engine does, in several ways."""
         stored = [(keys.stored, values.stored) for keys, values in self.parts]
         return llamacpp_types.rounded_entries(adapter, token_ids, stored, self.flash)
 
@@ -100,7 +100,7 @@ class Slot(Dump):
 
 
 def open_dump(path: Path, config: Any) -> Dump:
-    """Return a dump or a slot file, told by its content; `config` is transformers' configuration of the model.
+    """Return a dump or a slot file, recognised by its content; `config` is transformers' configuration of the model.
 
     Raises ConfigError or UnreadableCacheError for an invalid one.
     """
@@ -120,7 +120,7 @@ def read_slot(path: Path, config: Any) -> Slot:
 
 def _refuse(path: Path, found: str) -> NoReturn:
     """Raise UnreadableCacheError for a slot file."""
-    msg = f"{path}: no slot of llama.cpp that can be read: {found}"
+    msg = f"{path}: cannot read this slot file of llama.cpp: {found}"
     raise UnreadableCacheError(msg)
 
 

@@ -2,7 +2,8 @@
 
 An engine that keeps keys in few bits computes later layers from them, and multiplies quantised weights by activations
 in 8 bits. So entries are expected at a distance, which is measured: the plain model reads the tokens with the engine's
-rounding, several times, each on other grids. No number of it depends on the engine's file.
+rounding, several times, each with other factors before it. Of the engine's file only the types and whether it used
+flash attention enter.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
+from scipy.linalg import hadamard
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
@@ -36,8 +38,8 @@ _SUMMED_IN_HALF = ("f32", "f16")
 """Types of values that flash attention sums in float16."""
 _ROTATION = 64
 """Components that quantised entries are rotated by, where a head has a multiple of them."""
-_GRIDS = (1.0, 0.93, 1.07)
-"""Factors by which the grids of the readings differ from the engine's."""
+_FACTORS = (1.0, 0.93, 1.07)
+"""Factors by which the readings multiply numbers before they round them, and divide them afterwards."""
 _TRIED = 64
 """Entries of a layer whose grid is looked for."""
 
@@ -61,15 +63,21 @@ class Stored:
         """Name of the type."""
         return TYPES[self.kind]
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Numbers in a block, and its bytes."""
+        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        return int(numbers), int(nbytes)
+
     def row_bytes(self, width: int) -> int:
         """Return the bytes of a row of numbers; those of a part of a block are rounded down."""
-        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
-        return width * int(size) // int(values)
+        numbers, nbytes = self.block
+        return width * nbytes // numbers
 
     def row_width(self, nbytes: int) -> int:
         """Return the numbers of a row of bytes."""
-        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
-        return nbytes * int(values) // int(size)
+        numbers, size = self.block
+        return nbytes * numbers // size
 
     def dequantise(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the numbers (row, width) of rows of bytes (row, byte), in float32."""
@@ -87,17 +95,17 @@ class Stored:
         return torch.unflatten(rotated, -1, (-1, 2)).mT.flatten(-2) if self.paired else rotated
 
     def round(
-        self, entries: Float[Tensor, "*batch kv_head token d_head"], grid: float = 1.0
+        self, entries: Float[Tensor, "*batch kv_head token d_head"], factor: float = 1.0
     ) -> Float[Tensor, "*batch kv_head token d_head"]:
-        """Return the model's entries as they come back from this type, whose grid is made finer by `grid`."""
+        """Return the model's entries rounded to this type, multiplied by `factor` before and divided by it after."""
         if self.name == "f32":
             return entries
-        stored = (self.to_stored(entries.float()) * grid).transpose(-2, -3)  # a row has a token's heads
+        stored = (self.to_stored(entries.float()) * factor).transpose(-2, -3)  # a row has a token's heads
         rows = stored.flatten(-2)
         kind = gguf.GGMLQuantizationType(self.kind)
         content = gguf.quantize(rows.flatten(0, -2).cpu().numpy(), kind)
         back = torch.from_numpy(self.dequantise(content)).to(entries.device)
-        return self.from_stored(back.view(stored.shape).transpose(-2, -3) / grid).to(entries.dtype)
+        return self.from_stored(back.view(stored.shape).transpose(-2, -3) / factor).to(entries.dtype)
 
     def coarser_grid(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
         """Return the type of fewer bits that floating-point numbers went through; empty where none is found."""
@@ -109,7 +117,7 @@ class Stored:
         if not some.numel():
             return ""
         for kind, name in TYPES.items():
-            if name in _FLOATS or heads * size % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][0]:
+            if name in _FLOATS or heads * size % Stored(kind).block[0]:
                 continue
             for rotation in (0, _ROTATION) if size % _ROTATION == 0 else (0,):
                 back = Stored(kind, rotation, self.paired).round(some)
@@ -123,21 +131,14 @@ class Stored:
         if not self.rotation:
             return entries
         parts = torch.unflatten(entries, -1, (-1, self.rotation))
-        return torch.matmul(parts, hadamard(self.rotation).to(entries)).flatten(-2)
-
-
-def hadamard(size: int) -> Float[Tensor, "size size"]:
-    """Return the orthonormal Hadamard matrix of a power of two."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix / math.sqrt(size)
+        matrix = torch.from_numpy(hadamard(self.rotation, dtype=np.float32)) / math.sqrt(self.rotation)
+        return torch.matmul(parts, matrix.to(entries)).flatten(-2)
 
 
 def rounded_entries(
     adapter: Adapter, token_ids: Sequence[int], stored: Sequence[tuple[Stored, Stored]], flash: bool
 ) -> Iterator[Layers]:
-    """Yield the plain model's entries of tokens, read with the engine's rounding, each time on other grids.
+    """Yield the plain model's entries of tokens, read with the engine's rounding, each time with another of `_FACTORS`.
 
     Args:
         adapter: the plain model, whose weights' storage says how products are rounded.
@@ -146,10 +147,10 @@ def rounded_entries(
         flash: whether attention reads keys and values in float16, and sums in it those of `_SUMMED_IN_HALF`.
     """
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    for seed, grid in enumerate(_GRIDS):
-        cache = _RoundingCache(stored, grid, flash)
+    for seed, factor in enumerate(_FACTORS):
+        cache = _RoundingCache(stored, factor, flash)
         noise = torch.Generator().manual_seed(seed)
-        with _RoundedProducts(adapter, grid), _rounded_sums(adapter, stored, noise if flash else None):
+        with _RoundedProducts(adapter, factor), _rounded_sums(adapter, stored, noise if flash else None):
             adapter.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
         yield [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -157,29 +158,29 @@ def rounded_entries(
 class _RoundingCache(DynamicCache):  # type: ignore[misc]
     """A cache that keeps entries as the engine stores them."""
 
-    def __init__(self, stored: Sequence[tuple[Stored, Stored]], grid: float, flash: bool) -> None:
+    def __init__(self, stored: Sequence[tuple[Stored, Stored]], factor: float, flash: bool) -> None:
         super().__init__()
-        self.stored, self.grid, self.flash = stored, grid, flash
+        self.stored, self.factor, self.flash = stored, factor, flash
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Add entries, rounded, and return all of the layer as attention reads them."""
         kinds = self.stored[layer_idx]
-        new = [kind.round(part, self.grid) for kind, part in zip(kinds, (key_states, value_states), strict=True)]
+        new = [kind.round(part, self.factor) for kind, part in zip(kinds, (key_states, value_states), strict=True)]
         whole = super().update(new[0], new[1], layer_idx, *args, **kwargs)
         if not self.flash:
             return whole[0], whole[1]
-        keys, values = ((part * self.grid).half().to(part) / self.grid for part in whole)
+        keys, values = ((part * self.factor).half().to(part) / self.factor for part in whole)
         return keys, values
 
 
 class _RoundedProducts(TorchFunctionMode):
     """Products with weights, within the block, of numbers rounded to the weights' type, or to 8 bits if quantised."""
 
-    def __init__(self, adapter: Adapter, grid: float) -> None:
+    def __init__(self, adapter: Adapter, factor: float) -> None:
         super().__init__()
-        kind, self.grid, self.quantised = adapter.stored.kind, grid, adapter.stored.quantised
+        kind, self.factor, self.quantised = adapter.stored.kind, factor, adapter.stored.quantised
         self.floating = getattr(torch, kind, torch.float32)
         self.block = 256 if kind.endswith("_K") else 32
 
@@ -192,17 +193,19 @@ class _RoundedProducts(TorchFunctionMode):
     def _round(self, given: Tensor) -> Tensor:
         """Return what a matrix is multiplied by, rounded."""
         if self.quantised:
-            return _in_eight_bits(given, self.block, self.grid)
-        return given if self.floating == torch.float32 else (given * self.grid).to(self.floating).to(given) / self.grid
+            return _in_eight_bits(given, self.block, self.factor)
+        if self.floating == torch.float32:
+            return given
+        return (given * self.factor).to(self.floating).to(given) / self.factor
 
 
-def _in_eight_bits(numbers: Tensor, block: int, grid: float) -> Tensor:
+def _in_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
     """Return numbers rounded to 8 bits in blocks along the last axis, with a scale each in float16."""
     if numbers.shape[-1] % block:
         return numbers
-    blocks = torch.unflatten(numbers, -1, (-1, block)) * grid
+    blocks = torch.unflatten(numbers, -1, (-1, block)) * factor
     scale = (blocks.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    rounded: Tensor = ((blocks / scale).round() * scale.half().to(scale) / grid).flatten(-2)
+    rounded: Tensor = ((blocks / scale).round() * scale.half().to(scale) / factor).flatten(-2)
     return rounded
 
 

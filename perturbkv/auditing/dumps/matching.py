@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import DumpFault
+from perturbkv.audit_trace import DumpFault, token_range
 from perturbkv.auditing import changes
-from perturbkv.auditing.dumps.distances import WHOLE_BLOCK, Entries, Limits, Pair
+from perturbkv.auditing.dumps.distances import LEAST_BLOCK, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED
 
 NEAR = 0.1
@@ -31,7 +31,7 @@ class Known:
     """The plain model's entries of all requests in one layer.
 
     Attributes:
-        requests: request -> keys and values, those that its entries are compared with.
+        references: request -> keys and values, those that its entries are compared with.
         plain: request -> the plain model's keys and values.
         finished: requests that have ended.
         others: index of another layer -> its entries, request by request.
@@ -39,7 +39,7 @@ class Known:
         alternatives: of a block, (layout in words, keys and values (kv_head, token, d_head)) in every other layout.
     """
 
-    requests: Mapping[str, Pair]
+    references: Mapping[str, Pair]
     plain: Mapping[str, Pair]
     finished: frozenset[str]
     others: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
@@ -83,15 +83,15 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
     same = bool((entries.positions == entries.positions[:1]).all())
     heads = [tuple(range(len(far)))] if same else [(head,) for head in range(len(far))]
     for group in heads:
-        odd = far[list(group)]
-        index = odd.any(dim=0).nonzero().squeeze(-1)
+        differing = far[list(group)]
+        index = differing.any(dim=0).nonzero().squeeze(-1)
         if not len(index):
             continue
         new = index[1:] - index[:-1] > 1
-        if entries.block_size >= WHOLE_BLOCK:
+        if entries.block_size >= LEAST_BLOCK:
             new = entries.blocks[index[1:]] != entries.blocks[index[:-1]]
         for run in torch.tensor_split(index, (new.nonzero().squeeze(-1) + 1).tolist())[:_MOST_RUNS]:
-            chosen = tuple(head for head, row in zip(group, odd, strict=True) if bool(row[run].any()))
+            chosen = tuple(head for head, row in zip(group, differing, strict=True) if bool(row[run].any()))
             rows = list(chosen)
             offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
@@ -122,7 +122,7 @@ class _Search:
         self.request, self.run, self.known, self.limits = request, run, known, limits
         self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: Pair = (run.keys, run.values)
-        full = known.requests[request]
+        full = known.references[request]
         self.full: Pair = (full[0].float(), full[1].float())
         self.expected = self._at(self.full, run.positions)
 
@@ -134,7 +134,7 @@ class _Search:
     def describe(self) -> tuple[str, str]:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
         if not all(bool(part.isfinite().all()) for part in self.own):
-            return "infinite", "keys or values that are infinite or no numbers"
+            return "infinite", "keys or values that are infinite or NaN"
         if not any(bool(part.any()) for part in self.own):
             return "missing", "all zero: never written"
         tests = (self._rounded, self._scaled, self._rotated, self._swapped, self._moved, self._head,
@@ -192,13 +192,13 @@ class _Search:
         if not far:
             return None
         rows = list(self.run.heads)
-        names = sorted(self.known.requests, key=lambda name: name != self.request)  # a shared prefix is its own
+        names = sorted(self.known.references, key=lambda name: name != self.request)  # a shared prefix is its own
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
         distances = []
         for kind in far:
             own = self.own[kind][:, some]
             to_each = []
-            for known in (self.known.requests, self.known.plain):
+            for known in (self.known.references, self.known.plain):
                 every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
                 unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
                 to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
@@ -207,7 +207,7 @@ class _Search:
         same = nearest <= 1
         if float(same.float().mean()) <= 0.9:
             return None
-        lengths = torch.tensor([self.known.requests[name][0].shape[1] for name in names])
+        lengths = torch.tensor([self.known.references[name][0].shape[1] for name in names])
         ends = lengths.cumsum(dim=0).to(index.device)
         owner = int(torch.searchsorted(ends, index[same], right=True).mode().values)
         first = int(ends[owner] - lengths[owner])
@@ -221,7 +221,7 @@ class _Search:
         self, request: str, what: str, places: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
     ) -> tuple[str, str] | None:
         """Return whose entries, keys or values stand at `positions`, given the request and its tokens, `places`."""
-        tokens = f"{what} of {_range(int(places.amin()), int(places.amax()))}"
+        tokens = f"{what} of {token_range(int(places.amin()), int(places.amax()))}"
         if request != self.request:
             if request in self.known.finished:
                 return "stale", f"{tokens} of request {request}, which has ended"
@@ -230,9 +230,10 @@ class _Search:
         if not bool(moved.any()):
             return None  # only a few of the entries differ
         shift = int(moved.mode().values)
-        if 0 < abs(shift) < WHOLE_BLOCK and float((moved == shift).float().mean()) > 0.9:
-            return "shifted", f"{what} of the token {abs(shift)} {'later' if shift > 0 else 'earlier'}"
-        return "place", f"{tokens} of the same request"
+        if 0 < abs(shift) < LEAST_BLOCK and float((moved == shift).float().mean()) > 0.9:
+            positions_away = f"{abs(shift)} position{'' if abs(shift) == 1 else 's'}"
+            return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
+        return "token", f"{tokens} of the same request"
 
     def _head(self) -> tuple[str, str] | None:
         """Return the heads whose entries these are."""
@@ -244,7 +245,7 @@ class _Search:
             if source is None:
                 return None
             sources.append((head, source))
-        moved = [f"{source} in {head}" for head, source in sources if head != source]
+        moved = [f"{source} in head {head}" for head, source in sources if head != source]
         return ("head", f"entries of head {', of head '.join(moved)}") if moved else None
 
     def _rotated(self) -> tuple[str, str] | None:
@@ -292,15 +293,13 @@ class _Search:
 
 
 def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
-    """Return the distances of entries from those expected, over their root mean square norm."""
+    """Return the distances of entries from those expected, over the root mean square norm of those.
+
+    They may be another head's, layer's or kind's, so that no whole head gives the unit.
+    """
     unit = expected.square().sum(dim=-1).mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
     distance: Tensor = torch.linalg.vector_norm(own - expected, dim=-1) / unit
     return distance
-
-
-def _range(first: int, last: int) -> str:
-    """Return a range of tokens in words."""
-    return f"token {first}" if first == last else f"tokens {first} to {last}"
 
 
 def join(found: Sequence[DumpFault]) -> list[DumpFault]:

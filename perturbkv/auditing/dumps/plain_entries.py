@@ -22,8 +22,8 @@ from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
 
 _TOKENS_PER_PASS = 256
-_MOST_FACTORED = 0.3
-"""Distance of an entry up to which `FLOORS` times what rounding gives is allowed; beyond, twice."""
+_COARSE = 0.3
+"""Distance up to which an entry may be `FLOORS` times as far as rounding moved it; beyond, twice."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Expected:
             for largest, typical, smallest in zip(self.largest, self.typical, least.single, strict=True)
         )
         together = [
-            max(distances.LEVELS * typical, one) for typical, one in zip(self.typical, least.together, strict=True)
+            max(distances.MEDIANS * typical, one) for typical, one in zip(self.typical, least.together, strict=True)
         ]
         return Limits((keys, values), (together[0], together[1]))
 
@@ -53,10 +53,10 @@ class Expected:
 def _limit(largest: Float[Tensor, " token"], typical: float, least: float | Tensor) -> Float[Tensor, " token"]:
     """Return the largest distance of each token's entries that does not differ.
 
-    A few tokens are moved far, in every way of rounding differently: those have more.
+    Rounding moves a few tokens' entries far, and differently in every reading; their limits are larger.
     """
-    own = torch.maximum((FLOORS * largest).clamp(max=_MOST_FACTORED), 2 * largest)
-    return own.clamp(min=max(float(least), distances.LEVELS * typical))
+    own = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
+    return own.clamp(min=max(float(least), distances.MEDIANS * typical))
 
 
 class PlainEntries:
@@ -65,7 +65,8 @@ class PlainEntries:
     Attributes:
         layers: request -> keys and values (1, kv_head, entry, d_head) of each layer.
         queries: request -> the last token's query (head, d_head) in each layer.
-        floors: (layer, kind) the largest distance between two ways of reading the tokens.
+        floors: (layer, kind) largest distance of an entry where the model reads the tokens in parts or by another
+            kernel.
         expected: request -> the distances that the engine's rounding gives, in each layer; without those where it is
             not known.
     """
@@ -107,8 +108,8 @@ def _moved(rounded: Layers, full: Layers) -> list[tuple[Tensor, Tensor]]:
     """Return, per layer, the distances (kv_head, token) of rounded keys and values from the plain model's."""
     return [
         (
-            distances.entry_distances(keys[0], plain[0][0], plain[0][0]),
-            distances.entry_distances(values[0], plain[1][0], plain[1][0]),
+            reference.entry_distances(keys[0], plain[0][0], plain[0][0]),
+            reference.entry_distances(values[0], plain[1][0], plain[1][0]),
         )
         for (keys, values), plain in zip(rounded, full, strict=True)
     ]
@@ -117,7 +118,7 @@ def _moved(rounded: Layers, full: Layers) -> list[tuple[Tensor, Tensor]]:
 def _expect(readings: Sequence[tuple[Tensor, Tensor]]) -> Expected:
     """Return the distances in one layer, given those of every reading.
 
-    Keys have at least what rounding of their angles in float32 gives, ε/2 of the position.
+    A key's distance is at least position · ε/2: its angle is rounded to float32.
     """
     keys, values = (torch.stack(kind) for kind in zip(*readings, strict=True))
     rotation = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
@@ -138,17 +139,17 @@ def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor
 class StoredCache(DynamicCache):  # type: ignore[misc]
     """A cache whose attention reads entries that were stored before, as an engine's own does.
 
-    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. Where an
-    entry is no number it reads what was computed, rounded to `dtype`. A cache that `mends` does so too where entries
-    are much farther from what was computed than most are: they were overwritten after the engine had read them.
+    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. Where a
+    stored entry is NaN or infinite, attention reads the computed one, rounded to `dtype`. With `replace_outliers` also
+    where a stored entry is more than 4 medians from the computed one: it was overwritten after the engine had read it.
     """
 
-    def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, mends: bool) -> None:
+    def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, replace_outliers: bool) -> None:
         super().__init__()
         self.stored: list[Pair] = [(keys.clone(), values.clone()) for keys, values in stored]
         self.dtype: torch.dtype = dtype
-        self.mends: bool = mends
-        self.mended: int = 0
+        self.replace_outliers: bool = replace_outliers
+        self.replaced: int = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -158,11 +159,11 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         first = end - key_states.shape[2]
         for stored, new in zip(self.stored[layer_idx], (key_states[0], value_states[0]), strict=True):
             own = stored[:, first:end]
-            distance = distances.entry_distances(own.float(), new.float(), new)
+            distance = reference.entry_distances(own.float(), new.float(), new)
             finite = own.isfinite().all(dim=-1)
-            far = (distance > distances.LEVELS * distance[finite].median()) & finite if finite.any() else ~finite
-            self.mended += int(far.sum()) if self.mends else 0
-            wrong = (far & self.mends) | ~finite
+            far = (distance > distances.MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
+            self.replaced += int(far.sum()) if self.replace_outliers else 0
+            wrong = (far & self.replace_outliers) | ~finite
             own[wrong] = new.to(self.dtype).to(new.dtype)[wrong]
         own_keys, own_values = (part[None, :, :end] for part in self.stored[layer_idx])
         return own_keys, own_values
@@ -173,7 +174,7 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
 
 
 def by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
-    """Return keys and values (kv_head, token, d_head) in the type and on the device of `like`; NaN without an entry."""
+    """Return keys and values (kv_head, token, d_head) as `like`; NaN where a token has no entry."""
     there = entries.positions != REMOVED
     heads = torch.arange(len(there)).unsqueeze(-1).expand_as(there)
     both = []
@@ -184,8 +185,8 @@ def by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
     return both[0], both[1]
 
 
-def keys_at_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
-    """Return entries whose keys stand at 0, 1, … in the cache, with the keys back at their tokens' positions."""
+def unrotate_to_tokens(entries: Entries, frequencies: Float[Tensor, " frequency"]) -> Entries:
+    """Return the entries with keys rotated from 0, 1, … in the cache to their tokens' positions."""
     there = entries.positions != REMOVED
     moved = (entries.positions - there.cumsum(dim=-1) + 1) * there
     angles = moved.unsqueeze(-1) * frequencies.to(moved.device)
@@ -198,7 +199,7 @@ def token_logprobs(
 ) -> Float[Tensor, " token"]:
     """Return each token's log-probability after those before it; 0 for the first.
 
-    At most 256 tokens are read at a time, in `parts`, through `cache`; None: a new one.
+    Tokens are read in passes of min(n, 256) / `parts`, through `cache`; None: a new one.
     """
     at_once = -(-min(len(token_ids), _TOKENS_PER_PASS) // parts)
     cache, found, last = DynamicCache() if cache is None else cache, [], None

@@ -15,18 +15,19 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from perturbkv.audit_trace import DumpTrace
+from perturbkv.audit_trace import ENGINE_SITUATIONS, DumpTrace
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
-from perturbkv.auditing.dumps.vllm_engine import EngineDump, EngineRequest, dump_vllm
+from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
-from perturbkv.errors import EngineError, MissingPackageError, PerturbkvError, UnknownNameError, UnreadableCacheError
+from perturbkv.devices import dtype_name
+from perturbkv.errors import EngineError, MissingPackageError, PerturbkvError, UnknownNameError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles, download_weights, load_weights, open_model, pick_device, pick_dtype
 
@@ -43,14 +44,14 @@ ENVIRONMENT = {
 """Variable -> its value where it is not set, before vLLM is imported."""
 _TOKENS = 420
 _SENTENCES = 200
-_WIDE: Mapping[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 512}
-_TIGHT: Mapping[str, Any] = {
+_MANY_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 512}
+_FEW_BLOCKS: Mapping[str, Any] = {
     "num_gpu_blocks_override": 8, "max_model_len": 224, "max_num_batched_tokens": 64, "max_num_seqs": 4,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TextRequest:
     """A request whose prompt is made of ranges of a text's tokens."""
 
     id: str
@@ -59,7 +60,7 @@ class _Piece:
     after: int = 0
     prompt_logprobs: bool = True
 
-    def request(self, text: Sequence[int]) -> EngineRequest:
+    def of_text(self, text: Sequence[int]) -> EngineRequest:
         """Return the request, given the text's tokens."""
         tokens = tuple(token for first, last in self.ranges for token in text[first:last])
         return EngineRequest(self.id, tokens, self.new_tokens, self.after, self.prompt_logprobs)
@@ -67,47 +68,51 @@ class _Piece:
 
 @dataclass(frozen=True)
 class EngineSituation:
-    """A situation of an engine.
+    """Requests and engine that bring a situation about.
 
     Attributes:
-        description: for users.
-        pieces: its requests.
+        requests: its requests.
         engine: arguments of vLLM's engine besides those of all situations.
-        shows: field of `EngineDump` that is above 0 where the situation has occurred; empty: always.
-        until: id of the request at whose end the dump is made; empty: the first to end.
+        evidence: field of `EngineDump` that is above 0 where the situation has occurred; empty: always.
+        dump_at_end_of: id of the request at whose end the dump is made; empty: the first to end.
     """
 
-    description: str
-    pieces: tuple[_Piece, ...]
+    requests: tuple[_TextRequest, ...]
     engine: Mapping[str, Any]
-    shows: str = ""
-    until: str = ""
+    evidence: str = ""
+    dump_at_end_of: str = ""
 
 
-_PLAIN = (_Piece("a", ((0, 200),), 24),)
+_PLAIN = (_TextRequest("a", ((0, 200),), 24),)
 VLLM_SITUATIONS: Mapping[str, EngineSituation] = {
-    "plain": EngineSituation("one request", _PLAIN, _WIDE),
+    "plain": EngineSituation(_PLAIN, _MANY_BLOCKS),
     "prefix": EngineSituation(
-        "a request that takes the blocks of another one's prefix",
-        (_Piece("a", ((0, 160),), 30), _Piece("b", ((0, 128), (300, 340)), 20, 1, prompt_logprobs=False)),
-        _WIDE, "cached_tokens",
+        (
+            _TextRequest("a", ((0, 160),), 30),
+            _TextRequest("b", ((0, 128), (300, 340)), 20, 1, prompt_logprobs=False),
+        ),
+        _MANY_BLOCKS, "cached_tokens",
     ),
     "interleaved": EngineSituation(
-        "requests that begin and end at different times",
-        (_Piece("a", ((0, 70),), 30), _Piece("b", ((200, 290),), 40, 2), _Piece("c", ((340, 390),), 5)),
-        _WIDE, "shared_steps", "a",
+        (
+            _TextRequest("a", ((0, 70),), 30),
+            _TextRequest("b", ((200, 290),), 40, 2),
+            _TextRequest("c", ((340, 390),), 5),
+        ),
+        _MANY_BLOCKS, "shared_steps", "a",
     ),
-    "chunked": EngineSituation(
-        "a prompt that is read in parts of 64 tokens", (_Piece("a", ((0, 190),), 20),), _TIGHT, "partial_prefills"
-    ),
+    "chunked": EngineSituation((_TextRequest("a", ((0, 190),), 20),), _FEW_BLOCKS, "partial_prefills"),
     "preempted": EngineSituation(
-        "a request that loses its blocks, and is computed again in others",
-        (_Piece("a", ((0, 60),), 15), _Piece("b", ((100, 160),), 40), _Piece("c", ((200, 260),), 25)),
-        _TIGHT, "preemptions", "c",
+        (
+            _TextRequest("a", ((0, 60),), 15),
+            _TextRequest("b", ((100, 160),), 40),
+            _TextRequest("c", ((200, 260),), 25),
+        ),
+        _FEW_BLOCKS, "preemptions", "c",
     ),
-    "fp8": EngineSituation("one request, in a cache of 8 bits", _PLAIN, {**_WIDE, "kv_cache_dtype": "fp8"}),
+    "fp8": EngineSituation(_PLAIN, {**_MANY_BLOCKS, "kv_cache_dtype": "fp8"}),
 }  # fmt: skip
-"""Situation -> its requests and its engine, in the order in which they are run."""
+"""A key of `ENGINE_SITUATIONS` -> its requests and its engine."""
 DEFAULT_SITUATIONS = tuple(name for name in VLLM_SITUATIONS if name != "fp8")
 """Those that every build of vLLM can run."""
 
@@ -152,7 +157,7 @@ def audit_vllm(
         dumps = Path(place)
         weights = _weights_folder(files, Path(scratch), seed)
         for names in _by_engine(situations):
-            _run_engine(weights, dumps, names, text, str(kind).removeprefix("torch."))
+            _run_engine(weights, dumps, names, text, dtype_name(kind))
         adapter: Adapter = load_weights(files, kind, chosen, seed)
         for name in situations:
             yield name, audit_dump(adapter, read_dump(dumps / name), losses=False)
@@ -219,32 +224,29 @@ def _end(message: str, code: int) -> None:
     os._exit(code)
 
 
-def start_engine(model: str, dtype: str, name: str, **arguments: Any) -> Any:
-    """Return vLLM's engine of a situation on a folder of safetensors; `arguments` go before the situation's own."""
+def start_engine(model: str, dtype: str, name: str) -> Any:
+    """Return vLLM's engine of a situation on a folder of safetensors."""
     from vllm import LLM
 
     return LLM(
         **{
             "model": model, "dtype": dtype, "enforce_eager": True, "block_size": 32, "seed": 0,
             "disable_log_stats": True, "skip_tokenizer_init": True, "async_scheduling": False,
-            **VLLM_SITUATIONS[name].engine, **arguments,
+            **VLLM_SITUATIONS[name].engine,
         }
     )  # fmt: skip
 
 
-def run_situations(llm: Any, plan: Mapping[str, Any]) -> list[EngineDump]:
-    """Return the dumps of a plan's situations: `names`, in the folder `dumps`, with the tokens `text`.
+def run_situations(llm: Any, plan: Mapping[str, Any]) -> None:
+    """Dump a plan's situations: `names`, in the folder `dumps`, with the tokens `text`.
 
-    Raises UnreadableCacheError where a situation did not occur.
+    Raises EngineError where a situation did not occur.
     """
-    made = []
     for name in plan["names"]:
         situation = VLLM_SITUATIONS[name]
         llm.reset_prefix_cache()
-        requests = [piece.request(plan["text"]) for piece in situation.pieces]
-        dump = dump_vllm(llm, Path(plan["dumps"]) / name, requests, situation.until)
-        if situation.shows and not asdict(dump)[situation.shows]:
-            msg = f"the situation {name} did not occur in vLLM: {situation.description}"
-            raise UnreadableCacheError(msg)
-        made.append(dump)
-    return made
+        requests = [request.of_text(plan["text"]) for request in situation.requests]
+        dump = dump_vllm(llm, Path(plan["dumps"]) / name, requests, situation.dump_at_end_of)
+        if situation.evidence and not getattr(dump, situation.evidence):
+            msg = f"nothing was compared: the situation {name} did not occur in vLLM ({ENGINE_SITUATIONS[name]})"
+            raise EngineError(msg)

@@ -17,6 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from perturbkv.auditing.dumps.dump_file import REMOVED, Request, write_dump
+from perturbkv.devices import dtype_name
 from perturbkv.errors import ConfigError, UnknownNameError, UnreadableCacheError
 
 _ON_CPU = "CPU_ATTN"
@@ -312,7 +313,7 @@ class _Run:
         self.path = write_dump(
             self.folder, requests, ({**self._ask(read_blocks, index, ids), "block_ids": block_ids} for index in layers),
             kv_heads=self.cache["kv_heads"], head_size=self.cache["head_size"], block_size=self.block_size,
-            layout=_LAYOUT, compute=str(self.engine.vllm_config.model_config.dtype).removeprefix("torch."),
+            layout=_LAYOUT, compute=dtype_name(self.engine.vllm_config.model_config.dtype),
             engine=f"vLLM {vllm.__version__}",
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.datasets.prompts import Prompts
+from perturbkv.devices import dtype_name
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
@@ -162,7 +163,7 @@ def plan(
         steps=settings.steps,
         max_tokens=prompts.max_tokens,
         chat_template=prompts.chat_template,
-        dtype=str(placement.dtype).removeprefix("torch."),
+        dtype=dtype_name(placement.dtype),
         device=placement.device.type,
         save=settings.save,
         scenario=settings.scenario,

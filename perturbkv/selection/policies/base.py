@@ -203,7 +203,9 @@ class ByScore(Policy):
             (field.name, field.type, dataclasses.field(default=field.default, metadata=field.metadata))
             for field in options
         ]
-        policy = dataclasses.make_dataclass(scored.__name__, copies, bases=(ByScore,), namespace=attributes, frozen=True)
+        policy = dataclasses.make_dataclass(
+            scored.__name__, copies, bases=(ByScore,), namespace=attributes, frozen=True
+        )
         policy.__module__ = scored.__module__  # whose code it is
         return policy
 
