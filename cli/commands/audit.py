@@ -52,7 +52,7 @@ class AuditOptions(DataOptions):
         Option(
             metavar="NAME",
             help=f"{', '.join(SITUATIONS)}; of vllm:MODEL {', '.join(ENGINE_SITUATIONS)}",
-            show_default="all but fp8; block and batch with --quick",
+            show_default="all but fp8",
         ),
     ] = None
     steps: Annotated[
