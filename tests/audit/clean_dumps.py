@@ -4,7 +4,8 @@ Prompts begin at random places of a text, in one to three requests that begin an
 time they share a prefix. Rows go to docs/audit-threshold/engines.csv: the largest distance of a key, of a value and of
 a log-probability, in noise floors. Even seeds choose the threshold of a type, odd ones judge it. The rule: the smallest
 whole number that is at least twice the largest distance of the chosen dumps. `report` prints both halves.
-`llamacpp f16 40` prints how many slots of llama.cpp with that type of cache are exact.
+`exact vllm float32 80` and `exact llamacpp f16 40` print how many dumps the audit calls exact; llama.cpp's have Q4_1
+weights, and keys and values of that type.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from perturbkv import audit_trace
+from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.audit_trace import DUMP_FLOORS
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
-from perturbkv.auditing.dumps.dump_file import read_dump
+from perturbkv.auditing.dumps.dump_file import Dump, read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
@@ -47,7 +49,7 @@ def draw(text: list[int], seed: int) -> list[EngineRequest]:
     return requests
 
 
-def vllm_dumps(count: int, dtype: str, folder: Path) -> Iterator[Path]:
+def vllm_dumps(count: int, dtype: str, folder: Path) -> Iterator[Dump]:
     """Yield the dumps of an engine of vLLM, in this process."""
     os.environ.update({name: os.environ.get(name, value) for name, value in vllm_audit.ENVIRONMENT.items()})
     files = open_model(EMBEDDED)
@@ -56,7 +58,25 @@ def vllm_dumps(count: int, dtype: str, folder: Path) -> Iterator[Path]:
     llm = vllm_audit.start_engine(str(model), dtype, "plain")
     text = files.tokenizer(" ".join(sentences()[:400]))["input_ids"]
     for seed in range(count):
-        yield dump_vllm(llm, folder / str(seed), draw(text, seed)).path
+        yield read_dump(dump_vllm(llm, folder / str(seed), draw(text, seed)).path)
+
+
+def llamacpp_dumps(count: int, kind: str, folder: Path) -> Iterator[Dump]:
+    """Yield slots of llama.cpp's server, in this process, of the first request of each draw."""
+    from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+    from tests.llamacpp.conftest import complete, embedded_file, save, start
+
+    files = open_model(EMBEDDED)
+    text = files.tokenizer(" ".join(sentences()[:400]))["input_ids"]
+    server = start(embedded_file(), kind, kind, True, folder)
+    for seed in range(count):
+        request = draw(text, seed)[0]
+        complete(server, request.token_ids, request.new_tokens)
+        save(server, "slot.bin")
+        yield read_slot(folder / "slot.bin", files.config)
+
+
+DUMPS = {"vllm": vllm_dumps, "llamacpp": llamacpp_dumps}
 
 
 def measure(engine: str, dtype: str, count: int) -> None:
@@ -66,39 +86,29 @@ def measure(engine: str, dtype: str, count: int) -> None:
         rows = csv.writer(stream, lineterminator="\n")
         if not stream.tell():
             rows.writerow(FIELDS)
-        for path in {"vllm": vllm_dumps}[engine](count, dtype, Path(folder)):
-            trace = audit_dump(adapter, read_dump(path), losses=False)
+        for dump in DUMPS[engine](count, dtype, Path(folder)):
+            trace = audit_dump(adapter, dump, losses=False)
             compared = [request for request in trace.requests if request.compared]
             keys, values = np.max([request.distance / trace.floors for request in compared], axis=(0, 1))
             logprobs = np.nanmax([request.logprob_distance / request.logprob_floor for request in compared])
             entries = sum(request.compared for request in compared)
             found = (f"{number:.3g}" for number in (keys, values, logprobs))
-            rows.writerow([engine, dtype, path.name, len(compared), entries, *found])
+            rows.writerow([engine, dtype, dump.path.name, len(compared), entries, *found])
             stream.flush()
 
 
-def count_exact(kind: str, count: int) -> None:
-    """Print how many slots of llama.cpp are exact, with Q4_1 weights and keys and values of this type."""
-    from perturbkv.analyses.audit.dump_verdict import conclude
-    from perturbkv.auditing.dumps.llamacpp_slot import read_slot
-    from tests.llamacpp.conftest import complete, save, start
-
-    adapter, files = load_model(EMBEDDED, "float32", "cpu"), open_model(EMBEDDED)
-    assert files.source is not None and files.source.gguf_file is not None
-    text = files.tokenizer(" ".join(sentences()[:400]))["input_ids"]
+def count_exact(engine: str, kind: str, count: int) -> None:
+    """Print how many dumps of an engine are exact, and the verdicts on the others."""
+    adapter = load_model(EMBEDDED, kind if engine == "vllm" else "float32", "cpu")
     exact = entries = 0
     with tempfile.TemporaryDirectory() as folder:
-        server = start(files.source.path / files.source.gguf_file, kind, kind, True, Path(folder))
-        for seed in range(count):
-            request = draw(text, seed)[0]
-            complete(server, request.token_ids, request.new_tokens)
-            save(server, "slot.bin")
-            result = conclude(audit_dump(adapter, read_slot(Path(folder, "slot.bin"), adapter.config), losses=False))
+        for seed, dump in enumerate(DUMPS[engine](count, kind, Path(folder))):
+            result = conclude(audit_dump(adapter, dump, losses=False))
             exact += result.verdict == "exact"
             entries += sum(one.compared for one in result.requests)
             if result.verdict != "exact":
                 sys.stdout.write(f"{seed}: {result.summary}\n")
-    sys.stdout.write(f"llama.cpp {kind}: {exact} of {count} exact, {entries:,} entries\n")
+    sys.stdout.write(f"{engine} {kind}: {exact} of {count} exact, {entries:,} entries\n")
 
 
 def report() -> None:
@@ -120,8 +130,8 @@ def report() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "report":
         report()
-    elif sys.argv[1] == "llamacpp":
-        count_exact(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "exact":
+        count_exact(*sys.argv[2:4], int(sys.argv[4]))
     else:
         # nothing differs, so that all distances are told
         vars(audit_trace)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)

