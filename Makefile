@@ -41,8 +41,8 @@ OLDEST  = .venv-oldest
 QUANTISED = .venv-quantised
 VLLM    = .venv-vllm
 LLAMACPP = .venv-llamacpp
-# All tests of engines; CI leaves out the slow ones: make test-vllm ENGINES=
-ENGINES = -m "not chaos"
+# All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
+SLOW = -m "not chaos"
 
 .PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
 
@@ -125,7 +125,7 @@ $(KVPRESS)/.installed: Makefile pyproject.toml
 
 # The oldest transformers that the toolkit takes, with which kvpress runs too.
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(BY_CORE) -m "not chaos" tests/core tests/pipeline tests/cli
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(BY_CORE) $(SLOW) tests/core tests/pipeline tests/cli
 
 $(OLDEST)/.installed: pyproject.toml
 	python3 -m venv $(OLDEST)
@@ -148,7 +148,7 @@ $(QUANTISED)/.installed: pyproject.toml
 # vLLM's build for CPUs, whose caches are audited. It takes no other torch than the one that is there, and none of the
 # packages for pictures and sound, which need another torch.
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(ENGINES) tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(SLOW) tests/vllm
 
 $(VLLM)/.installed: pyproject.toml
 	python3 -m venv $(VLLM)
@@ -163,7 +163,7 @@ $(VLLM)/.installed: pyproject.toml
 
 # llama.cpp's server, whose saved slots are audited. Their format promises nothing, so its version is pinned.
 test-llamacpp: $(LLAMACPP)/.installed
-	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default $(ENGINES) tests/llamacpp
+	OMP_NUM_THREADS=1 $(LLAMACPP)/bin/python -m pytest -W default $(SLOW) tests/llamacpp
 
 $(LLAMACPP)/.installed: Makefile pyproject.toml
 	python3 -m venv $(LLAMACPP)
