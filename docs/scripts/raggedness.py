@@ -9,7 +9,6 @@ draws the picture and prints the page's tables. The rules stand in docs/results/
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from specification import COLOURS, SEED, WITHOUT_TEMPLATE, commit, model
+from specification import COLOURS, SEED, WITHOUT_TEMPLATE, commit, model, read_rows, verdict, write_rows
 
 import perturbkv as pk
 from perturbkv.analyses.heads.head_comparison import summarise
@@ -152,49 +151,24 @@ def rows(trace: Trace, run: Run) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-def write(run: Run, measured: Sequence[dict[str, Any]]) -> None:
-    """Write the rows of a run, which appear at once."""
-    run.rows.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = run.rows.with_suffix(".tmp")
-    with unfinished.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: _cell(row[key]) for key in COLUMNS} for row in measured)
-    unfinished.replace(run.rows)
+def select_rows(
+    found: Sequence[dict[str, str]], comparison: str, number: str, counted: bool = True
+) -> list[dict[str, str]]:
+    """Return the rows of one comparison's number, a row per setting; `counted`: of those that the rules count."""
+    selected = [row for row in found if (row["comparison"], row["number"]) == (comparison, number)]
+    equal = EQUAL_BY_HEAD if counted else ()
+    return [row for row in selected if (row["model"] != ONE_HEAD or comparison not in equal)]
 
 
-def _cell(value: Any) -> str:
-    """Return a number with four digits, anything else as text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def read() -> list[dict[str, str]]:
-    """Return the rows of every run that was measured, in the order of `runs`."""
-    found: list[dict[str, str]] = []
-    for run in runs():
-        if run.rows.exists():
-            with run.rows.open(newline="") as stream:
-                found += csv.DictReader(stream)
-    return found
-
-
-def of(found: Sequence[dict[str, str]], comparison: str, number: str, everything: bool = False) -> list[dict[str, str]]:
-    """Return the rows of one comparison's number, a row per setting that is counted, or per setting."""
-    rows_ = [row for row in found if (row["comparison"], row["number"]) == (comparison, number)]
-    equal = () if everything else EQUAL_BY_HEAD
-    return [row for row in rows_ if (row["model"] != ONE_HEAD or comparison not in equal)]
-
-
-def verdict(row: dict[str, str]) -> str:
-    """Return holds, turned or undecided: whether the whole interval lies on one side of even, as the rules have it."""
+def verdict_of(row: dict[str, str]) -> str:
+    """Return holds, turned or undecided, as the rules have it."""
     sign, even = (COMPARISONS | SHOWN)[row["comparison"]][2], 0 if row["number"] == "KL" else 1
-    ends = sorted(sign * (float(row[end]) - even) for end in ("low", "high"))
-    return "holds" if ends[0] > 0 else "turned" if ends[1] < 0 else "undecided"
+    return verdict(sign, even, float(row["low"]), float(row["high"]))
 
 
-def sentence(rows_: Sequence[dict[str, str]]) -> str:
+def sentence(selected: Sequence[dict[str, str]]) -> str:
     """Return supported, contradicted or undecided over settings, as the rules have it."""
-    verdicts = [verdict(row) for row in rows_]
+    verdicts = [verdict_of(row) for row in selected]
     holds, turned = (verdicts.count(word) / len(verdicts) for word in ("holds", "turned"))
     if holds >= 0.8 and turned <= 0.05:
         return "supported"
@@ -206,10 +180,10 @@ def within(row: dict[str, str]) -> bool:
     return row["number"] != "KL" and NEAR[0] <= float(row["low"]) and float(row["high"]) <= NEAR[1]
 
 
-def _middle(rows_: Sequence[dict[str, str]]) -> str:
+def _middle(selected: Sequence[dict[str, str]]) -> str:
     """Return the median of the settings' values with the least and the largest."""
-    values = [float(row["value"]) for row in rows_]
-    shown: Callable[[float], str] = "{:+.3f}".format if rows_[0]["number"] == "KL" else "{:.2f}".format
+    values = [float(row["value"]) for row in selected]
+    shown: Callable[[float], str] = "{:+.3f}".format if selected[0]["number"] == "KL" else "{:.2f}".format
     return f"{shown(float(np.median(values)))} ({shown(min(values))} to {shown(max(values))})".replace("-", "−")
 
 
@@ -219,10 +193,10 @@ def verdicts_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for title in COMPARISONS:
         for number in NUMBERS:
-            rows_ = of(found, title, number)
-            counts = [sum(verdict(row) == word for row in rows_) for word in ("holds", "turned", "undecided")]
-            near = "–" if number == "KL" else str(sum(map(within, rows_)))
-            cells = [title, number, _middle(rows_), *map(str, counts), near, sentence(rows_)]
+            selected = select_rows(found, title, number)
+            counts = [sum(verdict_of(row) == word for row in selected) for word in ("holds", "turned", "undecided")]
+            near = "–" if number == "KL" else str(sum(map(within, selected)))
+            cells = [title, number, _middle(selected), *map(str, counts), near, sentence(selected)]
             yield f"| {' | '.join(cells)} |"
 
 
@@ -235,11 +209,11 @@ def levels_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
         for level in dict.fromkeys(row[name] for row in found):
             cells = []
             for title in titles:
-                rows_ = [row for row in of(found, title, "propagated") if row[name] == level]
-                words = [verdict(row) for row in rows_]
-                middle = f"{np.median([float(row['value']) for row in rows_]):.2f}" if rows_ else ""
-                counts = f"({words.count('holds')} / {words.count('turned')} of {len(rows_)})"
-                cells.append(f"{middle} {counts}" if rows_ else "–")
+                selected = [row for row in select_rows(found, title, "propagated") if row[name] == level]
+                words = [verdict_of(row) for row in selected]
+                middle = f"{np.median([float(row['value']) for row in selected]):.2f}" if selected else ""
+                counts = f"({words.count('holds')} / {words.count('turned')} of {len(selected)})"
+                cells.append(f"{middle} {counts}" if selected else "–")
             yield f"| {level if name != 'template' else _template(level)} | {' | '.join(cells)} |"
 
 
@@ -252,14 +226,14 @@ def turned(found: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield a line per comparison's number with the settings in which it is turned, if any."""
     for title in COMPARISONS:
         for number in NUMBERS:
-            rows_ = [row for row in of(found, title, number) if verdict(row) == "turned"]
-            if rows_:
+            selected = [row for row in select_rows(found, title, number) if verdict_of(row) == "turned"]
+            if selected:
                 names = [
                     f"{row['model']} {_template(row['template'])} {row['dataset']} b={row['budget']} "
                     f"{row['selection']} {row['value']} [{row['low']}, {row['high']}]"
-                    for row in rows_
+                    for row in selected
                 ]
-                yield f"{title}, {number}, {len(rows_)}: " + "; ".join(names)
+                yield f"{title}, {number}, {len(selected)}: " + "; ".join(names)
 
 
 def settings_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
@@ -267,7 +241,7 @@ def settings_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
     titles = [title for title in (*COMPARISONS, *SHOWN) if (COMPARISONS | SHOWN)[title][0] == "kv"]
     yield f"| model | template | data | b | selection | n | {' | '.join(titles)} |"
     yield "|---" * (6 + len(titles)) + "|"
-    by_title = [of(found, title, "propagated", everything=True) for title in titles]
+    by_title = [select_rows(found, title, "propagated", counted=False) for title in titles]
     for each in zip(*by_title, strict=True):
         row = each[0]
         cells = [f"{float(one['value']):.2f} [{float(one['low']):.2f}, {float(one['high']):.2f}]" for one in each]
@@ -300,13 +274,13 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
     """Draw one number: a point per setting, coloured by its verdict against `kv`, and the settings' median."""
     even, axis = (0.0, "KL minus kv's, nat") if number == "KL" else (1.0, "sum over kv's")
     for place, title in enumerate(PICTURED):
-        rows_ = of(found, title, number)
-        shifts = np.linspace(-0.28, 0.28, len(rows_))
-        for row, shift in zip(sorted(rows_, key=lambda one: float(one["value"])), shifts, strict=True):
+        selected = select_rows(found, title, number)
+        shifts = np.linspace(-0.28, 0.28, len(selected))
+        for row, shift in zip(sorted(selected, key=lambda one: float(one["value"])), shifts, strict=True):
             low, high = float(row["low"]), float(row["high"])
             colour = COLOURS["turned"] if low > even else COLOURS["holds"] if high < even else COLOURS["undecided"]
             panel.plot(float(row["value"]), place + shift, "o", markersize=1.8, color=colour, zorder=2)
-        middle = float(np.median([float(row["value"]) for row in rows_]))
+        middle = float(np.median([float(row["value"]) for row in selected]))
         panel.plot(middle, place, "|", color="black", markersize=11, markeredgewidth=1.2, zorder=3)
     panel.axvline(even, color="0.55", linewidth=0.8, zorder=1)
     panel.set_title({"isolated": "isolated L1", "propagated": "propagated L1", "KL": "KL of the next token"}[number])
@@ -334,9 +308,9 @@ def main() -> None:
     if arguments.command == "measure":
         for run in runs():
             if arguments.only in run.name and not run.rows.exists():
-                write(run, list(rows(measure(run, arguments.longbench), run)))
+                write_rows(run.rows, COLUMNS, list(rows(measure(run, arguments.longbench), run)))
         return
-    found = read()
+    found = read_rows(run.rows for run in runs())
     for table in (verdicts_table, levels_table, turned, settings_table):
         print(*table(found), "", sep="\n")
     draw(found, PICTURE)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -123,8 +123,13 @@ class Comparison:
 
     def verdict(self, low: float, high: float) -> str:
         """Return holds, turned or undecided: whether the whole interval lies on one side of even; NaN: undecided."""
-        ends = sorted(self.sign * (end - self.even) for end in (low, high))
-        return "holds" if ends[0] > 0 else "turned" if ends[1] < 0 else "undecided"
+        return verdict(self.sign, self.even, low, high)
+
+
+def verdict(sign: int, even: float, low: float, high: float) -> str:
+    """Return holds, turned or undecided: whether an interval lies above `even` (`sign` 1) or below it (-1)."""
+    ends = sorted(sign * (end - even) for end in (low, high))
+    return "holds" if ends[0] > 0 else "turned" if ends[1] < 0 else "undecided"
 
 
 def _comparisons() -> dict[str, Comparison]:
@@ -255,23 +260,28 @@ def shares(verdicts: np.ndarray) -> np.ndarray:
 
 def read(confirm: bool = False) -> list[dict[str, str]]:
     """Return the rows of every run that was measured, in the order of `runs`."""
+    return read_rows(run.rows for run in runs(confirm))
+
+
+def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """Return the rows of the files that are there, in order."""
     found: list[dict[str, str]] = []
-    for run in runs(confirm):
-        if run.rows.exists():
-            with run.rows.open(newline="") as stream:
+    for path in paths:
+        if path.exists():
+            with path.open(newline="") as stream:
                 found += csv.DictReader(stream)
     return found
 
 
-def write(run: Run, measured: Sequence[dict[str, Any]]) -> None:
+def write_rows(path: Path, columns: Sequence[str], measured: Sequence[dict[str, Any]]) -> None:
     """Write the rows of a run, which appear at once."""
-    run.rows.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = run.rows.with_suffix(".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
     with unfinished.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({key: _cell(row[key]) for key in COLUMNS} for row in measured)
-    unfinished.replace(run.rows)
+        writer.writerows({key: _cell(row[key]) for key in columns} for row in measured)
+    unfinished.replace(path)
 
 
 def _cell(value: Any) -> str:
@@ -393,7 +403,7 @@ def main() -> None:
         return
     for run in runs(asked.confirm):
         if not run.rows.exists() and asked.only in run.name:
-            write(run, list(rows(measure(run, asked.longbench), run)))
+            write_rows(run.rows, COLUMNS, list(rows(measure(run, asked.longbench), run)))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_rows_are_kept_counted_and_drawn(
     monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
     first = spec["runs"]()[0]
     for run in spec["runs"]()[:2]:
-        spec["write"](run, list(spec["rows"](trace, run)))
+        spec["write_rows"](run.rows, spec["COLUMNS"], list(spec["rows"](trace, run)))
     read = spec["read"]()
     assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
     assert read[0]["model"] == first.model

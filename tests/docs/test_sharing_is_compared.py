@@ -52,7 +52,7 @@ def test_every_setting_has_every_number_at_one_cache_share(ragged: dict[str, Any
 
 
 def test_verdicts_follow_the_rules(ragged: dict[str, Any]) -> None:
-    verdict, within, sentence = (ragged[name] for name in ("verdict", "within", "sentence"))
+    verdict, within, sentence = (ragged[name] for name in ("verdict_of", "within", "sentence"))
     assert [verdict(row(1.2, *ends)) for ends in ((1.1, 1.3), (0.9, 1.5), (0.7, 0.9))] == [
         "holds", "undecided", "turned",
     ]  # fmt: skip
@@ -72,7 +72,10 @@ def test_verdicts_follow_the_rules(ragged: dict[str, Any]) -> None:
 def test_the_page_holds_the_scripts_tables_and_names_what_was_not_measured(
     ragged: dict[str, Any], tmp_path: Path
 ) -> None:
-    page, found = (DOCS / "results" / "raggedness.md").read_text(), ragged["read"]()
+    page, found = (
+        (DOCS / "results" / "raggedness.md").read_text(),
+        ragged["read_rows"](run.rows for run in ragged["runs"]()),
+    )
     for table in ("verdicts_table", "levels_table", "settings_table"):
         missing = [line for line in ragged[table](found) if line not in page]
         assert missing == []
