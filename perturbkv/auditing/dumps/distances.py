@@ -22,8 +22,8 @@ LARGEST_MEDIAN = 0.3
 """Largest median distance that rounding explains; above it only noise floors count."""
 LEAST_BLOCK = 8
 """Smallest block, in tokens, that is judged by itself; smaller ones are judged in groups of 16 neighbours."""
-_FLOOR_OVER_MEDIAN = 8
-"""Noise floors are maxima; a median distance is taken to be an eighth of one."""
+_GROUP_FLOORS = 2
+"""Noise floors up to which a block's median is right: of decoded tokens, beside equal ones, it was at most 0.8."""
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
     "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
@@ -148,7 +148,7 @@ class Limits:
         """Return the limits, given noise floors, median distances, and the floors that are `allowed` to an entry."""
         coarse = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
         single = [max(allowed * floor, more) for floor, more in zip(floors, coarse, strict=True)]
-        least = [MEDIANS * floor / _FLOOR_OVER_MEDIAN for floor in floors]
+        least = [_GROUP_FLOORS * floor for floor in floors]
         together = [min(one, max(low, more)) for one, low, more in zip(single, least, coarse, strict=True)]
         return cls((single[0], single[1]), (together[0], together[1]))
 
