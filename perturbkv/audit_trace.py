@@ -71,7 +71,7 @@ DUMP_FLOORS: Mapping[str, int] = {"float32": 17, "bfloat16": 7, "float16": 7}
 
 def dump_floors(dtype: str) -> int:
     """Return the number of noise floors above which an engine's entry differs, for a model of this type."""
-    return DUMP_FLOORS.get(dtype, DUMP_FLOORS["float32"])
+    return DUMP_FLOORS.get(dtype, FLOORS)
 
 
 def token_range(first: int, last: int) -> str:

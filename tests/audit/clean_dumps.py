@@ -4,8 +4,8 @@ Prompts begin at random places of a text, in one to three requests that begin an
 time they share a prefix. Rows go to docs/audit-threshold/engines.csv: the largest distance of a key, of a value and of
 a log-probability, in noise floors. Even seeds choose the threshold of a type, odd ones judge it. The rule: the smallest
 whole number that is at least twice the largest distance of the chosen dumps. `report` prints both halves.
-`exact vllm float32 80` and `exact llamacpp f16 40` print how many dumps the audit calls exact; llama.cpp's have Q4_1
-weights, and keys and values of that type.
+`exact vllm float32 80`, `exact llamacpp f16 40` and `exact transformers float32 40` print how many dumps are called
+exact; llama.cpp's have Q4_1 weights, and keys and values of that type.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import DynamicCache
 
 from perturbkv import audit_trace
 from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.audit_trace import DUMP_FLOORS
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
-from perturbkv.auditing.dumps.dump_file import Dump, read_dump
+from perturbkv.auditing.dumps.dump_file import Dump, read_dump, write_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
@@ -76,7 +78,24 @@ def llamacpp_dumps(count: int, kind: str, folder: Path) -> Iterator[Dump]:
         yield read_slot(folder / "slot.bin", files.config)
 
 
-DUMPS = {"vllm": vllm_dumps, "llamacpp": llamacpp_dumps}
+def transformers_dumps(count: int, dtype: str, folder: Path) -> Iterator[Dump]:
+    """Yield rows of transformers' own cache, of the first request of each draw: the prompt at once, then one by one."""
+    adapter = load_model(EMBEDDED, dtype, "cpu")
+    text = adapter.tokenizer(" ".join(sentences()[:400]))["input_ids"]
+    for seed in range(count):
+        request, cache = draw(text, seed)[0], DynamicCache()
+        ids, new = list(request.token_ids), list(request.token_ids)
+        with torch.inference_mode():
+            for _ in range(request.new_tokens + 20):  # more than a block of 16
+                logits = adapter.model(torch.tensor([new]), past_key_values=cache).logits
+                new = [int(logits[0, -1].argmax())]
+                ids += new
+        rows = [{"keys.a": layer.keys[0].clone(), "values.a": layer.values[0].clone()} for layer in cache.layers]
+        made = {"kv_heads": adapter.kv_heads, "head_size": adapter.d_head, "compute": dtype}
+        yield read_dump(write_dump(folder / str(seed), [{"id": "a", "token_ids": ids[:-1]}], rows, **made))
+
+
+DUMPS = {"vllm": vllm_dumps, "llamacpp": llamacpp_dumps, "transformers": transformers_dumps}
 
 
 def measure(engine: str, dtype: str, count: int) -> None:
@@ -99,7 +118,7 @@ def measure(engine: str, dtype: str, count: int) -> None:
 
 def count_exact(engine: str, kind: str, count: int) -> None:
     """Print how many dumps of an engine are exact, and the verdicts on the others."""
-    adapter = load_model(EMBEDDED, kind if engine == "vllm" else "float32", "cpu")
+    adapter = load_model(EMBEDDED, "float32" if engine == "llamacpp" else kind, "cpu")
     exact = entries = 0
     with tempfile.TemporaryDirectory() as folder:
         for seed, dump in enumerate(DUMPS[engine](count, kind, Path(folder))):

@@ -39,6 +39,12 @@ def from_other(part: Tensor, blocks: Tables) -> None:
     part[blocks["a"][3]] = part[blocks["b"][3]]
 
 
+def half_a_shared_prefix(part: Tensor, blocks: Tables) -> None:
+    """The last four tokens of the prefix, and the four of b after it."""
+    own = torch.cat([part[blocks["a"][1], 4:], part[blocks["b"][2], :4]])
+    part[blocks["a"][4]] = own
+
+
 def stale(part: Tensor, blocks: Tables) -> None:
     part[blocks["b"][3]] = part[blocks["old"][1]]
 
@@ -103,6 +109,9 @@ def other_base(base: float) -> Damage:
 
 
 FAULTS: dict[str, tuple[Made, str, str]] = {
+    "entries that are half of a shared prefix": (
+        Made(both(half_a_shared_prefix)), "request", "entries of tokens 12 to 19 of request b",
+    ),
     "two blocks swapped": (Made(both(swap)), "token", "tokens 32 to 39 of the same request"),
     "another request's block": (Made(both(from_other)), "request", "tokens 24 to 31 of request b"),
     "a block of a request that ended": (Made(both(stale)), "stale", "of request old, which has ended"),

@@ -22,6 +22,10 @@ NEAR = 0.1
 """Relative distance up to which an entry may be another token's, layer's or head's."""
 _MOST_SEARCHED = 64
 """Entries of a run that are looked for among all tokens."""
+_TIE = 0.1
+"""Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
+_MOST_OWNERS = 2
+"""Requests whose entries a run may hold at once."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -203,19 +207,25 @@ class _Search:
                 unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
                 to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
             distances.append(torch.minimum(*to_each))
-        nearest, index = torch.stack(distances).amax(dim=0).min(dim=-1)
-        same = nearest <= 1
-        if float(same.float().mean()) <= 0.9:
+        lengths = [self.known.references[name][0].shape[1] for name in names]
+        to_requests = torch.stack(distances).amax(dim=0).split(lengths, dim=-1)
+        nearest, places = (torch.stack(each) for each in zip(*(each.min(dim=-1) for each in to_requests), strict=True))
+        matched = nearest.amin(dim=0) <= 1
+        if float(matched.float().mean()) <= 0.9:
             return None
-        lengths = torch.tensor([self.known.references[name][0].shape[1] for name in names])
-        ends = lengths.cumsum(dim=0).to(index.device)
-        owner = int(torch.searchsorted(ends, index[same], right=True).mode().values)
-        first = int(ends[owner] - lengths[owner])
-        here = same & (index >= first) & (index < ends[owner])
+        of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
-        return self._describe_move(
-            names[owner], what, index[here] - first, self.run.positions[some].expand_as(here)[here]
-        )
+        positions = self.run.positions[some].expand_as(matched)
+        found = []
+        for _ in range(_MOST_OWNERS):  # requests that share a prefix have entries in common
+            owner = int(of_request.sum(dim=(1, 2)).argmax())
+            here = of_request[owner].clone()
+            if not bool(here.any()):
+                break
+            found.append(self._describe_move(names[owner], what, places[owner][here], positions[here]))
+            of_request &= ~here
+        moved = [each for each in found if each is not None]
+        return (moved[0][0], " and ".join(words for _, words in moved)) if moved else None
 
     def _describe_move(
         self, request: str, what: str, places: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
