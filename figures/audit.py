@@ -77,10 +77,12 @@ def _draw_distance(axes: Axes, result: Audit) -> None:
 
 _LEAST_DISTANCE = 1e-8
 """Least distance on the log axis; smaller ones are drawn there."""
+_MOST_DISTANCE = 1e3
+"""Largest distance on the axis; that of an infinite entry or NaN is drawn there."""
 
 
 def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw the distances of keys and of values from the plain model's by layer: typical, largest, and noise floor."""
+    """Draw the distances of keys and of values from the plain model's by layer, beside the limit and noise floor."""
     with style.use():
         narrow = width_mm < style.WIDE_MM
         figure = style.figure(width_mm, _PANEL_MM * (2 if narrow else 1) + _AROUND_MM)
@@ -89,7 +91,9 @@ def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
             _draw_entries(axes, result, kind)
             axes.set(title=name, xlabel="layer", ylabel="distance / norm")
             axes.label_outer()
-        panels[0].legend(loc="best", fontsize=style.points(6))
+        shown = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        legend = style.draw_legend_below if narrow else style.draw_legend_right
+        legend(panels[-1], list(shown.values()), 2)
         style.set_title(figure, f"{escape_line(result.engine or result.dump)}: {result.verdict}")
         style.draw_foot(figure, result.identity, "floor: between two ways of reading the same tokens")
     return figure
@@ -97,17 +101,31 @@ def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
     """Draw the distances of keys (0) or values (1) by layer; a note where nothing was compared."""
-    requests = [request.distance[:, kind] for request in result.trace.requests if request.compared]
+    requests = [request for request in result.trace.requests if request.compared]
     if not requests:
         style.draw_note(axes, "nothing was compared", at="middle")
         return
+    floors = result.floors[:, kind]
+    differing = np.fmax.reduce([request.differing_distance[:, kind] for request in requests])
     lines = {
-        "largest, of entries that do not differ": np.max(requests, axis=0),
-        "typical": result.typical[:, kind],
-        "noise floor": result.floors[:, kind],
+        "farthest that differs": (np.where(differing > floors, differing, np.nan), ("", "x", 4)),
+        "limit": (result.limits[:, kind], ("--", "", 0)),
+        "farthest that does not differ": (np.max([one.distance[:, kind] for one in requests], axis=0), ("-", "o", 2)),
+        "noise floor": (floors, ("-", "o", 2)),
+        "typical": (result.typical[:, kind], ("-", "o", 2)),
     }
-    for (name, values), colour in zip(lines.items(), style.category_colours(len(lines)), strict=True):
-        shown = np.fmax(values, _LEAST_DISTANCE)
-        axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, marker="o", markersize=2)
+    for (name, (values, how)), colour in zip(lines.items(), style.category_colours(len(lines)), strict=True):
+        if not np.isnan(values).all():
+            shown, (line, marker, size) = np.clip(values, _LEAST_DISTANCE, _MOST_DISTANCE), how
+            axes.plot(
+                np.arange(len(shown)),
+                shown,
+                color=colour,
+                label=name,
+                gid=name,
+                linestyle=line,
+                marker=marker,
+                markersize=size,
+            )
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

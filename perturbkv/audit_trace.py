@@ -369,6 +369,8 @@ class DumpedRequest:
         differing: number of entries that differ.
         distance: (layer, kind) largest distance of keys and of values that do not differ, over the root mean square
             norm of the head's.
+        differing_distance: the same of those that differ, as they are stored; infinite where one is infinite or NaN,
+            NaN where none differs.
         removed: number of entries that are gone, over layers and heads.
         kept: per layer and head the positions of its entries, where some are gone; empty otherwise.
         perturbation: (layer, head) ‖Δo_h‖₁ over ‖o_h‖₁ of the last token's query on the dumped entries instead of the
@@ -384,6 +386,7 @@ class DumpedRequest:
     compared: int = 0
     differing: int = 0
     distance: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    differing_distance: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     removed: int = 0
     kept: tuple[tuple[Integers, ...], ...] = ()
     perturbation: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -408,6 +411,7 @@ class DumpTrace:
         stored: the type of the stored numbers.
         floors: (layer, kind) noise floors of keys and values.
         typical: (layer, kind) median distances.
+        limits: (layer, kind) distances above which an entry differs; NaN where each entry has its own.
         losses: of the kept sets, then of controls; empty where nothing was removed.
     """
 
@@ -422,4 +426,5 @@ class DumpTrace:
     stored: str = ""
     floors: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     typical: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    limits: Floats = field(default_factory=lambda: np.zeros((0, 2)))
     losses: tuple[Loss, ...] = ()

@@ -31,12 +31,14 @@ from perturbkv.display import Part
 from perturbkv.escaping import escape_line
 
 _LAYERS, _KINDS = "layer", "keys, values"
+_MOST_FAULTS = 3
+"""Faults that are shown beside the first."""
 _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 
 def _percent(share: float, _: Any = None) -> str:
     """Return a small share as text: '0.031 %'; a dash without a number."""
-    return "–" if isnan(share) else f"{100 * share:.2g} %"
+    return "–" if isnan(share) else f"{100 * share:.{0 if share >= 1 else 2}{'f' if share >= 1 else 'g'}} %"
 
 
 @record
@@ -67,12 +69,16 @@ class RequestAudit(Record):
         heading="#keys", text=_percent,
     )  # fmt: skip
     value_distance: float = column("the same of values", heading="#values", text=_percent)
+    differing_distances: Floats = column(
+        "largest distance of a key, and of a value, that differs; null where none does or one is infinite or NaN",
+        dims=(_LAYERS, _KINDS),
+    )  # fmt: skip
     perturbation: float = column(
         "median over layers and heads of ‖Δo_h‖₁ / ‖o_h‖₁ of the last token's query, on the dumped entries instead of "
         "the plain model's; null where entries are gone",
         heading="#outputs", text=_percent,
     )  # fmt: skip
-    worst_perturbation: float = column("the largest of all layers and heads")
+    worst_perturbation: float = column("the largest of all layers and heads", heading="#worst", text=_percent)
     perturbations: Floats = column("‖Δo_h‖₁ / ‖o_h‖₁ of every layer and head", dims=(_LAYERS, "head"))
     logprobs: float = column(
         "largest difference of a token's log-probability from the plain model's, nats; null where the dump has none",
@@ -100,6 +106,7 @@ class DumpAudit(Result):
         "key_distance",
         "value_distance",
         "perturbation",
+        "worst_perturbation",
         "logprobs",
     )
     FIRST: ClassVar[str] = "request"
@@ -170,6 +177,11 @@ class DumpAudit(Result):
         """Noise floors: the largest distance where the plain model reads the tokens in parts or by another kernel."""
         return self.trace.floors
 
+    @derived(dims=(_LAYERS, _KINDS))
+    def limits(self) -> Floats:
+        """Distances above which a key, or a value, differs; null where each has its own."""
+        return self.trace.limits
+
     @derived()
     def requests(self) -> tuple[RequestAudit, ...]:
         """The requests that were compared."""
@@ -217,15 +229,17 @@ class DumpAudit(Result):
         return ""
 
     def caveats(self) -> Sequence[str]:
-        """Return what the distances are relative to."""
+        """Return further faults, and what the distances are relative to."""
         if not self.requests:
             return []
-        more = ["All faults, one to a line: --explain."] if len(self.trace.faults) > 1 else []
-        return [
-            *more,
+        log_p = "" if all(isnan(request.logprobs) for request in self.requests) else "; log p: largest difference, nats"
+        units = (
             "keys, values: largest distance of one that does not differ, over its head's root mean square norm; "
-            "outputs: median ‖Δo_h‖₁ / ‖o_h‖₁; log p: largest difference, nats.",
-        ]
+            f"outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads{log_p}."
+        )
+        others = [escape_line(_fault_clause(fault, self.layers)) for fault in self.trace.faults[1:]]
+        hidden = [f"{len(others) - _MOST_FAULTS} more: --explain"] if len(others) > _MOST_FAULTS else []
+        return [f"Also {'; '.join([*others[:_MOST_FAULTS], *hidden])}."] * bool(others) + [units]
 
     def details(self) -> Sequence[Part]:
         """Return all faults, and a table of losses."""
@@ -298,7 +312,7 @@ def _request_audit(request: DumpedRequest) -> RequestAudit:
     median, worst = (float(np.median(known)), float(known.max())) if known.size else (np.nan, np.nan)
     return RequestAudit(
         request.name, request.tokens, request.compared, request.differing, request.removed,
-        float(distance[:, 0].max()), float(distance[:, 1].max()), median, worst, outputs,
+        float(distance[:, 0].max()), float(distance[:, 1].max()), request.differing_distance, median, worst, outputs,
         request.logprob_distance, request.logprob_floor, IN_CACHE if request.moved else ORIGINAL,
     )  # fmt: skip
 

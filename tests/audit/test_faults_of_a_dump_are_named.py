@@ -121,6 +121,9 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     "a block that was never written": (
         Made(both(lambda part, blocks: part[blocks["a"][6]].zero_())), "missing", "never written"
     ),
+    "keys that were never written": (
+        Made(lambda layer, keys, values, blocks: keys[blocks["a"][6]].zero_()), "missing", "keys all zero"
+    ),
     "numbers that are none": (
         Made(lambda layer, keys, values, blocks: keys[blocks["b"][2], 3].fill_(torch.nan)), "infinite", "or NaN"
     ),
@@ -223,6 +226,32 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     assert kind in {fault.kind for fault in result.faults}, result.summary
     first = next(fault for fault in result.faults if fault.kind == kind)
     assert words in first.what, result.summary
+
+
+def test_zeros_beside_wrong_numbers_are_faults_of_their_own(tmp_path: Path) -> None:
+    def damage(part: Tensor, blocks: Tables) -> None:
+        part[blocks["a"][5], :3] = 0
+        part[blocks["a"][5], 3:].normal_(generator=torch.Generator().manual_seed(0))
+
+    found = Made(both(damage)).audited(tmp_path / "dump")
+    assert [(one.kind, one.last - one.first + 1) for one in found.faults] == [("missing", 3), ("unknown", BLOCK - 3)]
+    assert "Also request a" in found.caveats()[0] and "and 1 more fault" in found.summary
+
+
+def test_a_fault_of_every_request_is_one_of_the_dump(tmp_path: Path) -> None:
+    (fault,) = Made(other_base(5e5)).audited(tmp_path / "dump").faults
+    assert (fault.request, fault.kind, fault.layers) == ("", "rotation", [0, 1, 2])
+
+
+def test_a_scaled_layer_counts_once_and_shows_what_it_costs(tmp_path: Path) -> None:
+    damage = in_one_layer(lambda layer, keys, values, blocks: values.mul_(1.3), 1)
+    found = Made(damage).audited(tmp_path / "dump")
+    assert [fault.what for fault in found.faults] == ["all values multiplied by 1.3"]
+    for request in found.requests:
+        assert request.differing * 3 == request.compared
+        assert (request.perturbation, request.worst_perturbation) == (pytest.approx(0, abs=1e-6), pytest.approx(0.3))
+        _, values = zip(*request.differing_distances, strict=True)
+        assert values[1] > 100 * found.limits[1, 1] and all(value != value for value in (values[0], values[2]))
 
 
 def store_as(layout: str) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:

@@ -40,7 +40,7 @@ ELSEWHERE = {
 """Page and language -> the tests that run these blocks instead."""
 CONSOLE = {
     ("audit.md", "perturbkv audit kvpress:"): "kvpress needs an older transformers; tests/kvpress audits presses",
-    ("engines.md", "perturbkv audit my_dump"): "a dump with a fault; the one that the page writes is audited below it",
+    ("engines.md", "perturbkv audit faulty_dump"): "a dump with a fault; the page writes a right one",
     ("engines.md", "perturbkv audit slot.bin"): "llama.cpp has an environment of its own; tests/llamacpp runs it",
     ("engines.md", "perturbkv audit vllm:"): "vLLM has an environment of its own; tests/vllm runs it",
     ("kvpress.md", "perturbkv heads"): "kvpress needs an older transformers; tests/kvpress measures presses",

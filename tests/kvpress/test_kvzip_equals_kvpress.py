@@ -1,4 +1,4 @@
-"""KVzip's and KVzip+'s scores and kept sets are those of kvpress 0.5.5, in one part and in several.
+"""KVzip's and KVzip+'s scores and kept sets are those of kvpress 0.5.5 but for ties, in one part and in several.
 
 Ours always keeps the last entry, as every configuration has a window; their scores are given the same before they
 choose. Run as `test_kept_sets_equal_kvpress.py` is.
@@ -22,6 +22,7 @@ from tests.support.models import token_ids
 from tests.support.resolved import asked, prefill
 
 TOKENS, BUDGET = 512, 128
+RTOL = 2e-4
 
 
 class Bytes(ByteTokenizer):
@@ -46,6 +47,16 @@ class Watched(KVzipPress):
         super().compress_post(model)
 
 
+def assert_equal_but_for_ties(kept: Tensor, expected: Tensor, scores: Tensor) -> None:
+    """All are (layer, kv_head, key). Where they differ, entries of equal scores were exchanged.
+
+    Both sides add in float32, in another order on each processor.
+    """
+    ours, theirs = (scores[one & ~other].sort().values for one, other in ((kept, expected), (expected, kept)))
+    torch.testing.assert_close(ours, theirs, rtol=RTOL, atol=0)
+    assert int((kept != expected).sum()) <= 4
+
+
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["model", "layer"])
 @pytest.mark.parametrize("chunk", [2048, 200])
@@ -66,8 +77,8 @@ def test_scores_and_kept_sets(
     scores = prefill(adapter, ids, [chosen], Resources(), "s").statistics.scored[asked(chosen)]
     for rows, expected in zip(scores, press.seen[:, 0], strict=True):
         largest = rows.view(heads[1], -1, TOKENS - 1).amax(dim=1)
-        torch.testing.assert_close(largest.float(), expected[:, :-1], rtol=2e-4, atol=1e-7)
+        torch.testing.assert_close(largest.float(), expected[:, :-1], rtol=RTOL, atol=1e-7)
     (ours,) = we_keep(adapter, [chosen], ids)
-    differ = sum(int((one != other).sum()) for one, other in zip(ours, theirs, strict=True))
-    assert differ == 0, f"{differ} entries differ"
+    kept, expected_kept = (torch.stack(rows)[..., :-1] for rows in (ours, theirs))
+    assert_equal_but_for_ties(kept, expected_kept, press.seen[:, 0, :, :-1])
     assert sum(int(rows.sum()) for rows in ours) == len(ours) * heads[1] * BUDGET

@@ -23,7 +23,7 @@ LARGEST_MEDIAN = 0.3
 LEAST_BLOCK = 8
 """Smallest block, in tokens, that is judged by itself; smaller ones are judged in groups of 16 neighbours."""
 _GROUP_FLOORS = 2
-"""Noise floors up to which a block's median is right: of decoded tokens, beside equal ones, it was at most 0.8."""
+"""Noise floors up to which a block's median is right: decoded tokens beside equal ones need one."""
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
     "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",

@@ -110,10 +110,12 @@ class _Comparison:
         self.reader = DumpReader(dump, self.live)
         self.faults: list[DumpFault] = []
         self.typical: list[tuple[float, float]] = []
+        self.limits: list[tuple[float, float]] = []
         self.compared = dict.fromkeys((request.id for request in self.live), 0)
         self.differing = dict(self.compared)
         self.removed = dict(self.compared)
         self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
+        self.differing_distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
         self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
         self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
         self.floors_allowed = dump_floors(dtype_name(adapter.dtype))
@@ -137,6 +139,7 @@ class _Comparison:
         entries = self._entries(index, layer)
         references = self._nearest(index, entries, references)
         truncated = self._check_rounding(layer, index, entries, references, explained)
+        stored = dict(entries)
         scaled = self._remove_factors(index, entries, references, truncated)
         measured = {name: distances.measure(own, references[name]) for name, own in entries.items()}
         typical = distances.medians(list(measured.values()))
@@ -157,11 +160,14 @@ class _Comparison:
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block),
         )  # fmt: skip
+        self.limits.append(
+            (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
+        )
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
-            self._add(name, index, own, measured[name], known, allowed)
-            self.differing[name] = self.compared[name] if scaled else self.differing[name]
+            far = self._add(name, index, own, measured[name], known, allowed)
+            self._add_stored(name, index, stored[name], references[name], measured[name].present if scaled else far)
         if layer.rounded_before:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.rounded_before), layers=(index,)))
         self._read_stored({name for name, count in self.differing.items() if count}, layer)
@@ -271,22 +277,32 @@ class _Comparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > own else 0.0, values if values > own else 0.0
 
-    def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> None:
-        """Add one request's comparison in one layer."""
+    def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> Tensor:
+        """Add one request's comparison in one layer; return which entries differ."""
         present = measured.present
         far = limits.differing(own, measured)
         near = present & ~far
         self.compared[name] += int(present.sum())
-        self.differing[name] += int(far.sum())
         key, value = (float(kind[near].amax()) if bool(near.any()) else 0.0 for kind in (measured.key, measured.value))
         self.distance[name].append((key, value))
         tokens = len(next(request for request in self.live if request.id == name).token_ids)
         kept = tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in own.positions)
         self.kept[name].append(kept)
         self.removed[name] += sum(tokens - len(positions) for positions in kept)
-        self.perturbation[name].append(self._perturbation(name, index, own, self.plain.layer(index)[name]))
         self.faults += matching.duplicates(name, index, own)
         self.faults += matching.faults(name, index, own, far, known, limits)
+        return far
+
+    def _add_stored(self, name: str, index: int, stored: Entries, reference: Pair, far: Tensor) -> None:
+        """Add what the entries of one request in one layer cost as they are stored, and how far those are that differ.
+
+        `far`: (kv_head, entry), which differ.
+        """
+        self.differing[name] += int(far.sum())
+        measured = distances.measure(stored, reference)
+        key, value = (float(kind[far].amax()) if bool(far.any()) else np.nan for kind in (measured.key, measured.value))
+        self.differing_distance[name].append((key, value))
+        self.perturbation[name].append(self._perturbation(name, index, stored, self.plain.layer(index)[name]))
 
     def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
@@ -326,16 +342,17 @@ class _Comparison:
             requests.append(
                 DumpedRequest(
                     name, len(request.token_ids), self.compared[name], self.differing[name],
-                    np.array(self.distance[name]), self.removed[name],
+                    np.array(self.distance[name]), np.array(self.differing_distance[name]), self.removed[name],
                     tuple(self.kept[name]) if self.removed[name] else (), np.array(self.perturbation[name]),
                     distance, floor, self.moved.get(name, False),
                 )
             )  # fmt: skip
         dump = self.dump
+        faults = matching.join(faults, {request.id: len(request.token_ids) for request in self.live})
         return DumpTrace(
             str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers,
-            tuple(requests), tuple(matching.join(faults)), str(self.reader.layout or ""), str(dump.layout or ""),
-            self.stored, self.plain.floors, np.array(self.typical),
+            tuple(requests), tuple(faults), str(self.reader.layout or ""), str(dump.layout or ""),
+            self.stored, self.plain.floors, np.array(self.typical), np.array(self.limits),
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:

@@ -6,6 +6,7 @@ tokens of all requests; then among other heads, layers, layouts and changes of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ _TIE = 0.1
 """Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
 _MOST_OWNERS = 2
 """Requests whose entries a run may hold at once."""
+_NEARLY_ALL = 0.9
+"""Share of a request's tokens from which a fault is one of all its tokens."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -111,12 +114,21 @@ def faults(
     if not bool(far.any()):
         return []
     found = []
-    for run in _runs(entries, far):
+    zero_keys, zero_values = (~part.any(dim=-1) for part in (entries.keys, entries.values))
+    for run in (run for part in _split(far, zero_keys, zero_values) for run in _runs(entries, part)):
         kind, what = _Search(request, run, known, limits.together).describe()
         first, last = int(run.positions.amin()), int(run.positions.amax())
         blocks = () if run.block == REMOVED else (run.block,)
         found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads))
     return found
+
+
+def _split(far: Tensor, *flags: Tensor) -> list[Bool[Tensor, "kv_head entry"]]:
+    """Return the parts of `far` in which each flag is the same everywhere, those that are empty left out."""
+    parts = [far]
+    for flag in flags:
+        parts = [part for whole in parts for part in (whole & flag, whole & ~flag) if bool(part.any())]
+    return parts
 
 
 class _Search:
@@ -139,8 +151,9 @@ class _Search:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
         if not all(bool(part.isfinite().all()) for part in self.own):
             return "infinite", "keys or values that are infinite or NaN"
-        if not any(bool(part.any()) for part in self.own):
-            return "missing", "all zero: never written"
+        zero = [name for part, name in zip(self.own, ("keys", "values"), strict=True) if not bool(part.any())]
+        if zero:
+            return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero: never written"
         tests = (self._rounded, self._scaled, self._rotated, self._swapped, self._moved, self._head,
                  self._in_other_layout, self._of_other_layer)  # fmt: skip
         return next((found for test in tests if (found := test())), None) or self._changed()
@@ -208,7 +221,7 @@ class _Search:
                 to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
             distances.append(torch.minimum(*to_each))
         lengths = [self.known.references[name][0].shape[1] for name in names]
-        to_requests = torch.stack(distances).amax(dim=0).split(lengths, dim=-1)
+        to_requests = torch.split(torch.stack(distances).amax(dim=0), lengths, dim=-1)
         nearest, places = (torch.stack(each) for each in zip(*(each.min(dim=-1) for each in to_requests), strict=True))
         matched = nearest.amin(dim=0) <= 1
         if float(matched.float().mean()) <= 0.9:
@@ -312,8 +325,11 @@ def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
     return distance
 
 
-def join(found: Sequence[DumpFault]) -> list[DumpFault]:
-    """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first."""
+def join(found: Sequence[DumpFault], tokens: Mapping[str, int]) -> list[DumpFault]:
+    """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first.
+
+    `tokens`: request -> number of its tokens. A fault of nearly all tokens of every request is one of the whole dump.
+    """
     by_place: dict[tuple[object, ...], DumpFault] = {}
     for fault in found:
         place = (fault.request, fault.kind, fault.what, fault.first, fault.last)
@@ -322,7 +338,22 @@ def join(found: Sequence[DumpFault]) -> list[DumpFault]:
     for fault in by_place.values():
         rest = (fault.request, fault.kind, fault.what, fault.layers, fault.heads)
         by_layers[rest] = _join_two(by_layers[rest], fault) if rest in by_layers else fault
-    return sorted(by_layers.values(), key=lambda fault: (-len(fault.layers), fault.request, fault.first))
+    by_kind: dict[tuple[object, ...], list[DumpFault]] = {}
+    for fault in by_layers.values():
+        by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
+    joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, tokens)]
+    return sorted(joined, key=lambda fault: (-len(fault.layers), fault.request, fault.first))
+
+
+def _join_requests(alike: Sequence[DumpFault], tokens: Mapping[str, int]) -> Sequence[DumpFault]:
+    """Return equal faults of the same layers and heads as one where they are of nearly all tokens of every request."""
+    one = alike[0]
+    whole = {
+        each.request for each in alike if each.last - each.first >= _NEARLY_ALL * tokens.get(each.request, math.inf)
+    }
+    if len(whole) < 2 or whole != tokens.keys():
+        return alike
+    return [DumpFault("", one.kind, one.what, layers=one.layers, heads=one.heads)]
 
 
 def _join_two(one: DumpFault, other: DumpFault) -> DumpFault:
