@@ -314,11 +314,11 @@ ENGINE_SITUATIONS: Mapping[str, str] = {
 """Situation of an engine -> its meaning, in the order in which they are run (`auditing.dumps.vllm_audit`)."""
 DUMP_FAULTS: Mapping[str, str] = {
     "infinite": "keys or values that are infinite or NaN",
-    "missing": "entries that are zero, or in no block",
+    "missing": "entries whose keys or values are zero, or that are in no block",
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant",
-    "request": "entries of another request that has not ended",
+    "request": "entries of another request that has not ended, or of two",
     "stale": "entries of a request that has ended",
     "token": "entries of other tokens of the same request",
     "shifted": "entries of the next tokens, or of those before",

@@ -53,7 +53,7 @@ def test_what_was_not_seen_is_said() -> None:
 
 @pytest.mark.parametrize("width_mm", [84, 174])
 def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
-    """Typical and largest distance and floor, of keys and of values."""
+    """Typical and farthest entries, limit and floor, of keys and of values."""
     result = dump_audit()
     keys, values = draw_dump(result, width_mm).axes
     for kind, axes in enumerate((keys, values)):
@@ -61,5 +61,8 @@ def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
         np.testing.assert_allclose(lines["typical"], result.typical[:, kind])
         np.testing.assert_allclose(lines["noise floor"], result.floors[:, kind])
         largest = np.max([one.distance[:, kind] for one in result.trace.requests if one.compared], axis=0)
-        np.testing.assert_allclose(lines["largest, of entries that do not differ"], largest)
+        np.testing.assert_allclose(lines["farthest that does not differ"], largest)
+        np.testing.assert_allclose(lines["limit"], result.limits[:, kind])
+        assert np.isfinite(lines["farthest that differs"]).tolist() == [False, True, False]
+        assert lines["farthest that differs"][1] == result.trace.requests[0].differing_distance[1, kind] > 0.5
         assert axes.get_yscale() == "log"

@@ -37,13 +37,17 @@ def plain() -> Trace:
 
 
 def dump_audit() -> DumpAudit:
-    """The audit of a dump that an engine keeps in 16 bits."""
+    """The audit of a dump in 16 bits with a block of zeros in layer 1."""
+
+    def zeros(layer: int, keys: torch.Tensor, values: torch.Tensor, blocks: dict[str, list[int]]) -> None:
+        if layer == 1:
+            keys[blocks["a"][2]] = values[blocks["a"][2]] = 0
 
     def in_16_bits(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"cache": torch.stack([keys, values]).bfloat16()}
 
     with tempfile.TemporaryDirectory() as folder:
-        return dumped.Made(store=in_16_bits).audited(Path(folder) / "dump")
+        return dumped.Made(zeros, store=in_16_bits).audited(Path(folder) / "dump")
 
 
 _RESULTS: Mapping[str, Callable[[], Any]] = {
