@@ -161,7 +161,7 @@ def select_rows(
 
 
 def verdict_of(row: dict[str, str]) -> str:
-    """Return holds, turned or undecided, as the rules have it."""
+    """Return holds, reversed or undecided, as the rules have it."""
     sign, even = (COMPARISONS | SHOWN)[row["comparison"]][2], 0 if row["number"] == "KL" else 1
     return verdict(sign, even, float(row["low"]), float(row["high"]))
 
@@ -169,10 +169,10 @@ def verdict_of(row: dict[str, str]) -> str:
 def sentence(selected: Sequence[dict[str, str]]) -> str:
     """Return supported, contradicted or undecided over settings, as the rules have it."""
     verdicts = [verdict_of(row) for row in selected]
-    holds, turned = (verdicts.count(word) / len(verdicts) for word in ("holds", "turned"))
-    if holds >= 0.8 and turned <= 0.05:
+    holds, against = (verdicts.count(word) / len(verdicts) for word in ("holds", "reversed"))
+    if holds >= 0.8 and against <= 0.05:
         return "supported"
-    return "contradicted" if turned >= 0.8 and holds <= 0.05 else "undecided"
+    return "contradicted" if against >= 0.8 and holds <= 0.05 else "undecided"
 
 
 def within(row: dict[str, str]) -> bool:
@@ -189,19 +189,19 @@ def _middle(selected: Sequence[dict[str, str]]) -> str:
 
 def verdicts_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the table of every comparison's verdicts, a line per number."""
-    yield "| comparison | number | median (least to largest) | holds | turned | undecided | within 5 % | sentence |"
+    yield "| comparison | number | median (least to largest) | holds | reversed | undecided | within 5 % | sentence |"
     yield "|---|---|---|---|---|---|---|---|"
     for title in COMPARISONS:
         for number in NUMBERS:
             selected = select_rows(found, title, number)
-            counts = [sum(verdict_of(row) == word for row in selected) for word in ("holds", "turned", "undecided")]
+            counts = [sum(verdict_of(row) == word for row in selected) for word in ("holds", "reversed", "undecided")]
             near = "–" if number == "KL" else str(sum(map(within, selected)))
             cells = [title, number, _middle(selected), *map(str, counts), near, sentence(selected)]
             yield f"| {' | '.join(cells)} |"
 
 
 def levels_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield the table of propagated ratios over `kv`, a line per level of the settings: median, and holds / turned."""
+    """Yield the table of propagated ratios over `kv`, a line per level: median, and holds / reversed."""
     titles = [title for title in COMPARISONS if COMPARISONS[title][0] == "kv"]
     yield f"| settings | {' | '.join(titles)} |"
     yield "|---" * (1 + len(titles)) + "|"
@@ -212,7 +212,7 @@ def levels_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
                 selected = [row for row in select_rows(found, title, "propagated") if row[name] == level]
                 words = [verdict_of(row) for row in selected]
                 middle = f"{np.median([float(row['value']) for row in selected]):.2f}" if selected else ""
-                counts = f"({words.count('holds')} / {words.count('turned')} of {len(selected)})"
+                counts = f"({words.count('holds')} / {words.count('reversed')} of {len(selected)})"
                 cells.append(f"{middle} {counts}" if selected else "–")
             yield f"| {level if name != 'template' else _template(level)} | {' | '.join(cells)} |"
 
@@ -222,11 +222,11 @@ def _template(level: str) -> str:
     return "with template" if level == "True" else "without template"
 
 
-def turned(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per comparison's number with the settings in which it is turned, if any."""
+def reversed_settings(found: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield a line per comparison's number with the settings in which it is reversed, if any."""
     for title in COMPARISONS:
         for number in NUMBERS:
-            selected = [row for row in select_rows(found, title, number) if verdict_of(row) == "turned"]
+            selected = [row for row in select_rows(found, title, number) if verdict_of(row) == "reversed"]
             if selected:
                 names = [
                     f"{row['model']} {_template(row['template'])} {row['dataset']} b={row['budget']} "
@@ -261,7 +261,7 @@ def draw(found: Sequence[dict[str, str]], path: Path) -> None:
         axes[0].set_ylim(len(PICTURED) - 0.5, -0.5)
         handles = [
             axes[0].plot([], [], linestyle="none", marker="o", markersize=2.5, color=colour, label=word)[0]
-            for word, colour in (("more lost than kv", COLOURS["turned"]), ("less", COLOURS["holds"]),
+            for word, colour in (("more lost than kv", COLOURS["reversed"]), ("less", COLOURS["holds"]),
                                  ("undecided", COLOURS["undecided"]))
         ]  # fmt: skip
         handles += axes[0].plot([], [], linestyle="none", marker="|", color="black", label="median of the settings")
@@ -278,7 +278,7 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
         shifts = np.linspace(-0.28, 0.28, len(selected))
         for row, shift in zip(sorted(selected, key=lambda one: float(one["value"])), shifts, strict=True):
             low, high = float(row["low"]), float(row["high"])
-            colour = COLOURS["turned"] if low > even else COLOURS["holds"] if high < even else COLOURS["undecided"]
+            colour = COLOURS["reversed"] if low > even else COLOURS["holds"] if high < even else COLOURS["undecided"]
             panel.plot(float(row["value"]), place + shift, "o", markersize=1.8, color=colour, zorder=2)
         middle = float(np.median([float(row["value"]) for row in selected]))
         panel.plot(middle, place, "|", color="black", markersize=11, markeredgewidth=1.2, zorder=3)
@@ -311,7 +311,7 @@ def main() -> None:
                 write_rows(run.rows, COLUMNS, list(rows(measure(run, arguments.longbench), run)))
         return
     found = read_rows(run.rows for run in runs())
-    for table in (verdicts_table, levels_table, turned, settings_table):
+    for table in (verdicts_table, levels_table, reversed_settings, settings_table):
         print(*table(found), "", sep="\n")
     draw(found, PICTURE)
 

@@ -66,7 +66,7 @@ UNCOUNTED = {
 }
 """(first words of a comparison, preset) that is not counted -> why."""
 SELECTIONS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
-COLOURS = {"holds": "C0", "turned": "C1", "undecided": "0.6"}
+COLOURS = {"holds": "C0", "reversed": "C1", "undecided": "0.6"}
 SETTINGS = ("model", "template", "dataset", "window", "granularity", "preset")
 COLUMNS = (*SETTINGS, "n", "shortest", "longest", "seed", "commit", "comparison", "value", "low", "high")
 PANELS = {
@@ -122,14 +122,14 @@ class Comparison:
     text: str
 
     def verdict(self, low: float, high: float) -> str:
-        """Return holds, turned or undecided: whether the whole interval lies on one side of even; NaN: undecided."""
+        """Return holds, reversed or undecided: whether the whole interval lies on one side of even; NaN: undecided."""
         return verdict(self.sign, self.even, low, high)
 
 
 def verdict(sign: int, even: float, low: float, high: float) -> str:
-    """Return holds, turned or undecided: whether an interval lies above `even` (`sign` 1) or below it (-1)."""
+    """Return holds, reversed or undecided: whether an interval lies above `even` (`sign` 1) or below it (-1)."""
     ends = sorted(sign * (end - even) for end in (low, high))
-    return "holds" if ends[0] > 0 else "turned" if ends[1] < 0 else "undecided"
+    return "holds" if ends[0] > 0 else "reversed" if ends[1] < 0 else "undecided"
 
 
 def _comparisons() -> dict[str, Comparison]:
@@ -290,20 +290,20 @@ def _cell(value: Any) -> str:
 
 
 def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per comparison: settings, those on the claimed side, and where it holds, turns, is undecided."""
+    """Yield a line per comparison: settings, those on the claimed side, and the verdicts."""
     for title, comparison in COMPARISONS.items():
         yield f"| {title} | {comparison.text} | {' | '.join(map(str, counts(counted(found, title), comparison)))} |"
 
 
 def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Iterator[str]:
-    """Yield a line per level of the settings: of each of a picture's comparisons, holds / turned, of how many."""
+    """Yield a line per level of the settings: of each of a picture's comparisons, holds / reversed, of how many."""
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
             cells = []
             for title in _titles(kind):
                 rows = [row for row in counted(found, title) if row[name] == level]
-                count, _, holds, turned, _ = counts(rows, COMPARISONS[title])
-                cells.append(f"{holds} / {turned} of {count}" if count else "–")
+                count, _, holds, against, _ = counts(rows, COMPARISONS[title])
+                cells.append(f"{holds} / {against} of {count}" if count else "–")
             yield f"| {_level(name, level)} | {' | '.join(cells)} |"
 
 
@@ -313,10 +313,10 @@ def _titles(kind: str) -> list[str]:
 
 
 def counts(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[int, ...]:
-    """Return how many settings there are, lie on the claimed side, hold, are turned and are undecided."""
+    """Return how many settings there are, lie on the claimed side, hold, are reversed and are undecided."""
     claimed = sum(comparison.sign * (float(row["value"]) - comparison.even) > 0 for row in rows)
     verdicts = [comparison.verdict(float(row["low"]), float(row["high"])) for row in rows]
-    return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "turned", "undecided"))
+    return len(rows), claimed, *(verdicts.count(verdict) for verdict in ("holds", "reversed", "undecided"))
 
 
 def counted(found: Sequence[dict[str, str]], title: str) -> list[dict[str, str]]:

@@ -36,7 +36,7 @@ class Sentence:
         text: the sentence.
         comparison: first words of the comparison that it speaks of.
         kinds: isolated, propagated or both, judged apart; empty for the last layer's.
-        wanted: the verdict that agrees with it, `holds` or `turned`.
+        wanted: the verdict that agrees with it, `holds` or `reversed`.
         levels: setting's name -> the levels that it names; of others all.
     """
 
@@ -55,30 +55,30 @@ class Sentence:
         """Return how many settings are on its side, agree, and are against it, and the verdict."""
         title = title if self.kinds else self.comparison
         rows = [row for row in counted(found, title) if all(row[name] in said for name, said in self.levels.items())]
-        count, claimed, holds, turned, _ = counts(rows, COMPARISONS[title])
-        if self.wanted == "turned":
-            claimed, holds, turned = count - claimed, turned, holds
-        return judged(count, claimed, holds, turned)
+        count, claimed, holds, against, _ = counts(rows, COMPARISONS[title])
+        if self.wanted == "reversed":
+            claimed, holds, against = count - claimed, against, holds
+        return judged(count, claimed, holds, against)
 
 
 SENTENCES = (
     Sentence("1: `paper`, most heads change less", "heads by sample", BOTH, "holds", {"preset": ("paper",)}),
     Sentence("2: `paper`, the stages alone lower the sum", "stages", BOTH, "holds", {"preset": ("paper",)}),
-    Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "turned",
+    Sentence("3: pooled stages, SmolLM2: most heads lose", "heads by sample", BOTH, "reversed",
              {"model": (SMALL,), "preset": POOLED}),
     Sentence("4: value norms lower Qwen's sums", "value norms", BOTH, "holds", {"model": QWEN}),
-    Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "turned",
+    Sentence("5: `paper`, value norms raise SmolLM2's sum", "value norms", ("propagated",), "reversed",
              {"model": (SMALL,), "preset": ("paper",)}),
     Sentence("6: the last layer's drift is lower", "last layer, sum", (), "holds", {}),
 )  # fmt: skip
 
 
-def judged(count: int, claimed: int, holds: int, turned: int) -> str:
-    """Return the counts, 'on its side / holds / turned of settings', and the verdict that rules.md gives them."""
-    refuted = turned > FEW * count or count - claimed > count / 2
+def judged(count: int, claimed: int, holds: int, against: int) -> str:
+    """Return the counts, 'on its side / holds / reversed of settings', and the verdict that rules.md gives them."""
+    refuted = against > FEW * count or count - claimed > count / 2
     confirmed = claimed >= MANY * count and holds >= count / 2
     verdict = "refuted" if refuted else "confirmed" if confirmed else "open"
-    return f"{claimed} / {holds} / {turned} of {count}: {verdict}"
+    return f"{claimed} / {holds} / {against} of {count}: {verdict}"
 
 
 def specific(trace: Trace) -> np.ndarray:

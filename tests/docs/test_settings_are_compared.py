@@ -106,8 +106,12 @@ def test_equal_kept_sets_are_even_and_undecided(spec: dict[str, Any]) -> None:
 
 def test_an_interval_on_one_side_of_even_decides(spec: dict[str, Any]) -> None:
     share, total = spec["COMPARISONS"]["heads by means, isolated"], spec["COMPARISONS"]["sum, isolated"]
-    assert [share.verdict(*ends) for ends in ((0.51, 0.6), (0.4, 0.49), (0.4, 0.6))] == ["holds", "turned", "undecided"]
-    assert [total.verdict(*ends) for ends in ((0.5, 0.9), (1.1, 1.2), (0.9, 1.1))] == ["holds", "turned", "undecided"]
+    assert [share.verdict(*ends) for ends in ((0.51, 0.6), (0.4, 0.49), (0.4, 0.6))] == [
+        "holds",
+        "reversed",
+        "undecided",
+    ]
+    assert [total.verdict(*ends) for ends in ((0.5, 0.9), (1.1, 1.2), (0.9, 1.1))] == ["holds", "reversed", "undecided"]
     assert share.verdict(float("nan"), float("nan")) == "undecided"
 
 

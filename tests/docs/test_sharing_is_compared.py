@@ -54,9 +54,9 @@ def test_every_setting_has_every_number_at_one_cache_share(ragged: dict[str, Any
 def test_verdicts_follow_the_rules(ragged: dict[str, Any]) -> None:
     verdict, within, sentence = (ragged[name] for name in ("verdict_of", "within", "sentence"))
     assert [verdict(row(1.2, *ends)) for ends in ((1.1, 1.3), (0.9, 1.5), (0.7, 0.9))] == [
-        "holds", "undecided", "turned",
+        "holds", "undecided", "reversed",
     ]  # fmt: skip
-    assert verdict(row(1.2, 1.1, 1.3, "allocation")) == "turned"
+    assert verdict(row(1.2, 1.1, 1.3, "allocation")) == "reversed"
     assert verdict(row(0.2, 0.1, 0.3, number="KL")) == "holds"
     assert verdict(row(-0.2, -0.3, -0.1, "union, model", "KL")) == "holds"
     assert verdict(row(1, float("nan"), float("nan"))) == "undecided"
