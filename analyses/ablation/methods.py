@@ -351,14 +351,12 @@ class MethodRanking(SettingsResult):
             first = tally(verdicts, _VERDICT_CLAUSES, self._case)
         best = (_best_text(setting) for setting in self.settings)
         where = (f" at {name}" if name else "" for name in self.setting_names())
-        least = ", ".join(f"{clause}{at}" for clause, at in zip(best, where, strict=True))
+        least = ";".join(f"{at}: {clause}" for clause, at in zip(best, where, strict=True))
         note = sample_note(self.identity.samples)
         against = [self._against(name) for name in CONTROLS] if self.identity.samples >= MIN_SAMPLES else []
         protected = f" At equal protection {'; '.join(filter(None, against))}." if any(against) else ""
-        return (
-            sentence(f"{first}; lowest: {least} (propagated, all heads; {note})", *(row.name for row in rows))
-            + protected
-        )
+        counted = sentence(f"{first} (propagated, all heads; {note})", *(row.name for row in rows))
+        return f"{counted} Lowest{least}.{protected}"
 
     def _against(self, control: str) -> str:
         """Return how often methods are better, worse, equivalent and undecided against a control; empty without it."""

@@ -88,8 +88,8 @@ def test_the_conclusion_counts_verdicts_and_names_the_best() -> None:
     result = methods(one_head({**L1, **BY_CHANCE}))
     assert [row.propagated.case().verdict for row in result.settings[0].rows] == [LESS, LESS, MORE]
     assert result.conclusion() == (
-        "Perturbation is lower than snapkv's in 2 of 3 methods, higher in 1; lowest: snapkv:two-stage (0.80 [0.80, "
-        "0.80] of snapkv's) (propagated, all heads; n = 6 samples). At equal protection better than random in 2 of 3 "
+        "Perturbation is lower than snapkv's in 2 of 3 methods, higher in 1 (propagated, all heads; n = 6 samples). "
+        "Lowest: snapkv:two-stage (0.80 [0.80, 0.80] of snapkv's). At equal protection better than random in 2 of 3 "
         "methods, worse in 1; better than attention in 2 of 3 methods, worse in 1."
     )
     assert "snapkv (h2o is next, 2.40 [" in methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
