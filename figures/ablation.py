@@ -101,7 +101,7 @@ def _cache_share_range(result: Setting) -> str:
 
 
 _METHODS_WIDE, _METHODS_LINE_MM, _METHODS_AROUND_MM, _LEAST_MM = 2, 5.2, 19, 66
-_MARKS = {"over snapkv": ("o", -0.16), "over random entries of the same protection": ("s", 0.16)}
+_MARKS = {"over snapkv": ("o", -0.16), "over random, same ends": ("s", 0.16)}
 
 
 def draw_methods(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
