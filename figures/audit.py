@@ -108,9 +108,9 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
     floors = result.floors[:, kind]
     differing = np.fmax.reduce([request.differing_distance[:, kind] for request in requests])
     lines = {
-        "farthest that differs": (np.where(differing > floors, differing, np.nan), ("", "x", 4)),
-        "limit": (result.limits[:, kind], ("--", "", 0)),
-        "farthest that does not differ": (np.max([one.distance[:, kind] for one in requests], axis=0), ("-", "o", 2)),
+        "farthest that differs": (differing, ("", "x", 4)),
+        "limit of one": (result.limits[:, kind], ("--", "", 0)),
+        "farthest that does not differ": (np.fmax.reduce([one.distance[:, kind] for one in requests]), ("-", "o", 2)),
         "noise floor": (floors, ("-", "o", 2)),
         "typical": (result.typical[:, kind], ("-", "o", 2)),
     }

@@ -318,7 +318,7 @@ DUMP_FAULTS: Mapping[str, str] = {
     "duplicate": "a token's entries several times",
     "swapped": "keys where values belong",
     "scale": "keys or values times a constant",
-    "request": "entries of another request that has not ended, or of two",
+    "request": "entries of another request",
     "stale": "entries of a request that has ended",
     "token": "entries of other tokens of the same request",
     "shifted": "entries of the next tokens, or of those before",
@@ -346,6 +346,7 @@ class DumpFault:
         first, last: first and last token whose entries differ.
         blocks: ids of the blocks that hold them.
         layers, heads: indices of layers and key/value heads.
+        count: number of entries that differ so; 0 where none was compared.
     """
 
     request: str
@@ -356,6 +357,7 @@ class DumpFault:
     blocks: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -368,13 +370,14 @@ class DumpedRequest:
         compared: number of compared entries, over layers and heads; 0 of a request that has ended.
         differing: number of entries that differ.
         distance: (layer, kind) largest distance of keys and of values that do not differ, over the root mean square
-            norm of the head's.
+            norm of the head's; NaN where all differ.
         differing_distance: the same of those that differ, as they are stored; infinite where one is infinite or NaN,
             NaN where none differs.
         removed: number of entries that are gone, over layers and heads.
         kept: per layer and head the positions of its entries, where some are gone; empty otherwise.
         perturbation: (layer, head) ‖Δo_h‖₁ over ‖o_h‖₁ of the last token's query on the dumped entries instead of the
-            plain model's, after the output projection; NaN where entries are gone.
+            plain model's, after the output projection; NaN where entries are gone, infinite where one is infinite or
+            NaN.
         logprob_distance: largest difference of a token's log-probability from the plain model's; NaN where the dump has
             none.
         logprob_floor: largest difference where the plain model reads the tokens in 2 or 3 parts instead of one.
@@ -411,7 +414,7 @@ class DumpTrace:
         stored: the type of the stored numbers.
         floors: (layer, kind) noise floors of keys and values.
         typical: (layer, kind) median distances.
-        limits: (layer, kind) distances above which an entry differs; NaN where each entry has its own.
+        limits: (layer, kind) distances above which a single entry differs; NaN where each entry has its own.
         losses: of the kept sets, then of controls; empty where nothing was removed.
     """
 

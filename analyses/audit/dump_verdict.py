@@ -38,7 +38,9 @@ _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 def _percent(share: float, _: Any = None) -> str:
     """Return a small share as text: '0.031 %'; a dash without a number."""
-    return "–" if isnan(share) else f"{100 * share:.{0 if share >= 1 else 2}{'f' if share >= 1 else 'g'}} %"
+    if isnan(share):
+        return "–"
+    return f"{100 * share:.0f} %" if 0.995 <= share < 1e4 else f"{100 * share:.2g} %".replace("inf", "∞")
 
 
 @record
@@ -48,8 +50,8 @@ class FaultOfDump(Record):
     request: str = column("its id; empty for a fault of the whole dump")
     kind: str = column(f"kind of the fault: {', '.join(DUMP_FAULTS)}")
     what: str = column("what is there instead")
-    first: int = column("first token whose entries differ")
-    last: int = column("last token whose entries differ")
+    first: int = column("first token whose entries differ; 0 in a fault of the whole dump")
+    last: int = column("last token whose entries differ; likewise")
     blocks: list[int] = column("ids of the blocks that hold them")
     layers: list[int] = column("indices of layers")
     heads: list[int] = column("indices of key/value heads")
@@ -65,7 +67,8 @@ class RequestAudit(Record):
     differing: int = column("entries that differ", heading="#differ")
     removed: int = column("entries that are gone, over layers and heads", heading="#gone")
     key_distance: float = column(
-        "largest distance of a key that does not differ, over the root mean square norm of its head's keys",
+        "largest distance of a key that does not differ, over the root mean square norm of its head's keys; null where "
+        "all differ",
         heading="#keys", text=_percent,
     )  # fmt: skip
     value_distance: float = column("the same of values", heading="#values", text=_percent)
@@ -75,7 +78,7 @@ class RequestAudit(Record):
     )  # fmt: skip
     perturbation: float = column(
         "median over layers and heads of ‖Δo_h‖₁ / ‖o_h‖₁ of the last token's query, on the dumped entries instead of "
-        "the plain model's; null where entries are gone",
+        "the plain model's; null where entries are gone, or infinite",
         heading="#outputs", text=_percent,
     )  # fmt: skip
     worst_perturbation: float = column("the largest of all layers and heads", heading="#worst", text=_percent)
@@ -179,7 +182,7 @@ class DumpAudit(Result):
 
     @derived(dims=(_LAYERS, _KINDS))
     def limits(self) -> Floats:
-        """Distances above which a key, or a value, differs; null where each has its own."""
+        """Distances above which a single key, or value, differs; blocks have lower ones. Null: each has its own."""
         return self.trace.limits
 
     @derived()
@@ -233,9 +236,11 @@ class DumpAudit(Result):
         if not self.requests:
             return []
         log_p = "" if all(isnan(request.logprobs) for request in self.requests) else "; log p: largest difference, nats"
+        complete = not all(isnan(request.perturbation) for request in self.requests)
+        outputs = "; outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads" if complete else ""
         units = (
-            "keys, values: largest distance of one that does not differ, over its head's root mean square norm; "
-            f"outputs, worst: median and largest ‖Δo_h‖₁ / ‖o_h‖₁ of all layers and heads{log_p}."
+            "keys, values: largest distance of one that does not differ, over its head's root mean square norm"
+            f"{outputs}{log_p}."
         )
         others = [escape_line(_fault_clause(fault, self.layers)) for fault in self.trace.faults[1:]]
         hidden = [f"{len(others) - _MOST_FAULTS} more: --explain"] if len(others) > _MOST_FAULTS else []
@@ -253,7 +258,9 @@ class DumpAudit(Result):
             {
                 "request": request.name, "layer": layer, "kind": kind,
                 "distance": float(request.distance[layer, index]),
+                "differing": float(request.differing_distance[layer, index]),
                 "typical": float(self.typical[layer, index]), "floor": float(self.floors[layer, index]),
+                "limit": float(self.limits[layer, index]),
             }
             for request in self.trace.requests if request.compared
             for layer in range(self.layers)
@@ -270,9 +277,11 @@ class DumpAudit(Result):
             case = ElementTree.SubElement(
                 suite, "testcase", classname=escape_line(self.dump), name=escape_line(name) or "verdict"
             )
-            if faults:
-                message = escape_line(_fault_clause(faults[0], self.layers))
-                ElementTree.SubElement(case, "failure", type=faults[0].kind, message=message)
+            differs = any(request.request == name and request.differing for request in self.requests)
+            if faults or differs:
+                fault = (faults or by_request[""] or self.trace.faults)[0]
+                message = escape_line(_fault_clause(fault, self.layers))
+                ElementTree.SubElement(case, "failure", type=fault.kind, message=message)
             elif not name and self.verdict == UNREADABLE:
                 ElementTree.SubElement(case, "error", type=UNREADABLE, message=escape_line(self.summary))
         counts = {tag: str(len(suite.findall(f"testcase/{tag}"))) for tag in ("failure", "error")}
@@ -293,7 +302,7 @@ class DumpAudit(Result):
     def _exact_clause(self) -> str:
         """Return how near the entries are to the plain model's, and how many are gone."""
         compared = [request for request in self.trace.requests if request.compared]
-        floors = max(float((request.distance / self.floors).max()) for request in compared)
+        floors = max(float(np.nanmax(request.distance / self.floors)) for request in compared)
         gone, entries = (sum(getattr(request, name) for request in compared) for name in ("removed", "compared"))
         whose = f"the entries of {plural(len(compared), 'request')}, {self.layers} layers, are the plain model's"
         near = f"at most {floors_text(floors)} noise floors away"
@@ -308,11 +317,12 @@ class DumpAudit(Result):
 def _request_audit(request: DumpedRequest) -> RequestAudit:
     """Return the columns of one request."""
     distance, outputs = request.distance, request.perturbation
-    known = outputs[np.isfinite(outputs)]
+    known = outputs[~np.isnan(outputs)]
     median, worst = (float(np.median(known)), float(known.max())) if known.size else (np.nan, np.nan)
+    keys, values = (float(np.fmax.reduce(column)) for column in distance.T)
     return RequestAudit(
         request.name, request.tokens, request.compared, request.differing, request.removed,
-        float(distance[:, 0].max()), float(distance[:, 1].max()), request.differing_distance, median, worst, outputs,
+        keys, values, request.differing_distance, median, worst, outputs,
         request.logprob_distance, request.logprob_floor, IN_CACHE if request.moved else ORIGINAL,
     )  # fmt: skip
 

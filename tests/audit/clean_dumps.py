@@ -108,7 +108,7 @@ def measure(engine: str, dtype: str, count: int) -> None:
         for dump in DUMPS[engine](count, dtype, Path(folder)):
             trace = audit_dump(adapter, dump, losses=False)
             compared = [request for request in trace.requests if request.compared]
-            keys, values = np.max([request.distance / trace.floors for request in compared], axis=(0, 1))
+            keys, values = np.nanmax([request.distance / trace.floors for request in compared], axis=(0, 1))
             logprobs = np.nanmax([request.logprob_distance / request.logprob_floor for request in compared])
             entries = sum(request.compared for request in compared)
             found = (f"{number:.3g}" for number in (keys, values, logprobs))

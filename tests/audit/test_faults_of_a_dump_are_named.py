@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Made, str, str]] = {
     "a block that was never written": (
         Made(both(lambda part, blocks: part[blocks["a"][6]].zero_())), "missing", "never written"
     ),
-    "keys that were never written": (
+    "keys that are zero": (
         Made(lambda layer, keys, values, blocks: keys[blocks["a"][6]].zero_()), "missing", "keys all zero"
     ),
     "numbers that are none": (
@@ -239,8 +239,68 @@ def test_zeros_beside_wrong_numbers_are_faults_of_their_own(tmp_path: Path) -> N
 
 
 def test_a_fault_of_every_request_is_one_of_the_dump(tmp_path: Path) -> None:
-    (fault,) = Made(other_base(5e5)).audited(tmp_path / "dump").faults
+    found = Made(other_base(5e5)).audited(tmp_path / "dump")
+    (fault,) = found.faults
     assert (fault.request, fault.kind, fault.layers) == ("", "rotation", [0, 1, 2])
+    assert found.to_junit().count("<failure") == 3, "of both requests, and the verdict"
+
+
+def test_few_entries_of_every_request_are_not_the_whole_dump(tmp_path: Path) -> None:
+    """The first token and the last whole block's first."""
+
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        for name in ("a", "b"):
+            for block in (blocks[name][0], blocks[name][len(TOKENS[name]) // BLOCK - 1]):
+                keys[block, 0] = torch.nan
+
+    found = Made(damage).audited(tmp_path / "dump").faults
+    assert [(fault.request, fault.kind, len(fault.blocks)) for fault in found] == [
+        ("a", "infinite", 2), ("b", "infinite", 2),
+    ]  # fmt: skip
+
+
+def test_only_entries_that_differ_tell_whose_they_are(tmp_path: Path) -> None:
+    """A head of another request's block beside a head whose first entry alone is, of a block of the shared prefix."""
+
+    def damage(part: Tensor, blocks: Tables) -> None:
+        part[blocks["a"][4], :, 0] = part[blocks["b"][3], :, 0]
+        part[blocks["a"][4], 0, 1] = part[blocks["b"][3], 0, 1]
+
+    (fault,) = Made(both(damage)).audited(tmp_path / "dump").faults
+    assert (fault.kind, fault.what, fault.layers) == ("request", "entries of tokens 24 to 31 of request b", [0, 1, 2])
+
+
+def test_a_block_of_many_requests_is_named_by_the_gravest_kind(tmp_path: Path) -> None:
+    def damage(part: Tensor, blocks: Tables) -> None:
+        own, other, old = (part[blocks[name][place]] for name, place in (("a", 5), ("b", 3), ("old", 1)))
+        part[blocks["a"][3]] = torch.cat([old[:3], other[:3], own[:2]])
+
+    (fault,) = Made(both(damage)).audited(tmp_path / "dump").faults
+    assert fault.kind == "stale" and fault.what.endswith(", which has ended, and others")
+
+
+def test_one_infinite_entry_does_not_hide_whose_the_others_are(tmp_path: Path) -> None:
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        for part in (keys, values):
+            part[blocks["a"][3]] = part[blocks["b"][3]]
+        keys[blocks["a"][3], 2] = torch.nan
+
+    found = Made(damage).audited(tmp_path / "dump")
+    assert {fault.kind for fault in found.faults} == {"infinite", "request"}
+    first, second = found.requests
+    assert first.worst_perturbation == float("inf") and second.worst_perturbation < 1e-6
+    assert "∞" in {cell for row in found.table().rows for cell in row if "∞" in cell}.pop()
+
+
+def test_keys_and_values_exchanged_in_a_shared_block_are_named_in_every_layer(tmp_path: Path) -> None:
+    def damage(layer: int, keys: Tensor, values: Tensor, blocks: Tables) -> None:
+        block = blocks["a"][0]
+        keys[block], values[block] = values[block].clone(), keys[block].clone()
+
+    found = Made(damage).audited(tmp_path / "dump").faults
+    assert [(fault.request, fault.kind, fault.layers) for fault in found] == [
+        (name, "swapped", [0, 1, 2]) for name in ("a", "b")
+    ]
 
 
 def test_a_scaled_layer_counts_once_and_shows_what_it_costs(tmp_path: Path) -> None:
@@ -250,8 +310,8 @@ def test_a_scaled_layer_counts_once_and_shows_what_it_costs(tmp_path: Path) -> N
     for request in found.requests:
         assert request.differing * 3 == request.compared
         assert (request.perturbation, request.worst_perturbation) == (pytest.approx(0, abs=1e-6), pytest.approx(0.3))
-        _, values = zip(*request.differing_distances, strict=True)
-        assert values[1] > 100 * found.limits[1, 1] and all(value != value for value in (values[0], values[2]))
+        keys, values = zip(*request.differing_distances, strict=True)
+        assert values[1] > 100 * found.limits[1, 1] and all(value != value for value in (*keys, values[0], values[2]))
 
 
 def store_as(layout: str) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:

@@ -152,19 +152,19 @@ class Limits:
         together = [min(one, max(low, more)) for one, low, more in zip(single, least, coarse, strict=True)]
         return cls((single[0], single[1]), (together[0], together[1]))
 
-    def differing(self, entries: Entries, measured: Distances) -> Bool[Tensor, "kv_head entry"]:
-        """Return which entries differ, by themselves or with their neighbours."""
+    def differing(self, entries: Entries, measured: Distances) -> Bool[Tensor, "2 kv_head entry"]:
+        """Return which keys, and which values, differ, by themselves or with their neighbours."""
         size = entries.block_size if entries.block_size >= LEAST_BLOCK else 2 * LEAST_BLOCK
         tokens = measured.present.shape[1]
-        differing = torch.zeros_like(measured.present)
+        differing = []
         for distance, single, together in zip((measured.key, measured.value), self.single, self.together, strict=True):
             known = distance.masked_fill(~measured.present, torch.nan)
             groups = nn.functional.pad(known, (0, -tokens % size), value=torch.nan).reshape(len(known), -1, size)
             many = groups.isfinite().sum(dim=-1) >= LEAST_BLOCK
             above = many & (groups.nanmedian(dim=-1).values > together)
             in_group = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
-            differing |= (distance > single) | in_group
-        return differing & measured.present
+            differing.append(measured.present & ((distance > single) | in_group))
+        return torch.stack(differing)
 
 
 def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]) -> float:

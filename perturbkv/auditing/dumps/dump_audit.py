@@ -101,6 +101,14 @@ def _check_shape(adapter: Adapter, dump: Dump) -> None:
             raise UnreadableCacheError(msg)
 
 
+def _largest(each: Sequence[Tensor], chosen: Tensor) -> tuple[float, float]:
+    """Return the largest of the chosen distances of keys, and of values; NaN where none is chosen."""
+    keys, values = (
+        float(own[one].amax()) if bool(one.any()) else np.nan for own, one in zip(each, chosen, strict=True)
+    )
+    return keys, values
+
+
 class _Comparison:
     """The comparison of a dump, layer by layer."""
 
@@ -166,8 +174,12 @@ class _Comparison:
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
-            far = self._add(name, index, own, measured[name], known, allowed)
-            self._add_stored(name, index, stored[name], references[name], measured[name].present if scaled else far)
+            far = allowed.differing(own, measured[name])
+            self._add(name, index, own, measured[name].present)
+            self.faults += matching.faults(name, index, own, far.any(dim=0), known, allowed)
+            far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
+            self._add_distances(name, index, measured[name], far, distances.measure(stored[name], references[name]))
+            self.perturbation[name].append(self._perturbation(name, index, stored[name], self.plain.layer(index)[name]))
         if layer.rounded_before:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.rounded_before), layers=(index,)))
         self._read_stored({name for name, count in self.differing.items() if count}, layer)
@@ -243,8 +255,8 @@ class _Comparison:
 
     def _remove_factors(
         self, index: int, entries: dict[str, Entries], known: Mapping[str, Pair], truncated: Sequence[bool]
-    ) -> bool:
-        """Divide a layer's keys, and values, by a constant factor that all of them have; return whether there was one.
+    ) -> list[bool]:
+        """Divide a layer's keys, and values, by a constant factor that all of them have; return which of them had one.
 
         It is a fault, but for numbers that were rounded towards zero, which explains it. What is left is compared.
         """
@@ -254,7 +266,7 @@ class _Comparison:
                 self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
         for name, own in entries.items():
             entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
-        return factors != [1, 1]
+        return [factor != 1 for factor in factors]
 
     def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
         """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""
@@ -277,32 +289,25 @@ class _Comparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > own else 0.0, values if values > own else 0.0
 
-    def _add(self, name: str, index: int, own: Entries, measured: Distances, known: Known, limits: Limits) -> Tensor:
-        """Add one request's comparison in one layer; return which entries differ."""
-        present = measured.present
-        far = limits.differing(own, measured)
-        near = present & ~far
+    def _add(self, name: str, index: int, own: Entries, present: Tensor) -> None:
+        """Add which entries of a request there are in one layer, (kv_head, entry)."""
         self.compared[name] += int(present.sum())
-        key, value = (float(kind[near].amax()) if bool(near.any()) else 0.0 for kind in (measured.key, measured.value))
-        self.distance[name].append((key, value))
         tokens = len(next(request for request in self.live if request.id == name).token_ids)
         kept = tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in own.positions)
         self.kept[name].append(kept)
         self.removed[name] += sum(tokens - len(positions) for positions in kept)
         self.faults += matching.duplicates(name, index, own)
-        self.faults += matching.faults(name, index, own, far, known, limits)
-        return far
 
-    def _add_stored(self, name: str, index: int, stored: Entries, reference: Pair, far: Tensor) -> None:
-        """Add what the entries of one request in one layer cost as they are stored, and how far those are that differ.
+    def _add_distances(self, name: str, index: int, measured: Distances, far: Tensor, stored: Distances) -> None:
+        """Add the largest distances of a request's keys and values in one layer.
 
-        `far`: (kv_head, entry), which differ.
+        `far`: (kind, kv_head, entry), which differ, whose distances are those of `stored`.
         """
-        self.differing[name] += int(far.sum())
-        measured = distances.measure(stored, reference)
-        key, value = (float(kind[far].amax()) if bool(far.any()) else np.nan for kind in (measured.key, measured.value))
-        self.differing_distance[name].append((key, value))
-        self.perturbation[name].append(self._perturbation(name, index, stored, self.plain.layer(index)[name]))
+        self.differing[name] += int(far.any(dim=0).sum())
+        near = measured.present & ~far
+        pairs = [(measured.key, stored.key), (measured.value, stored.value)]
+        self.distance[name].append(_largest([own for own, _ in pairs], near))
+        self.differing_distance[name].append(_largest([own for _, own in pairs], far))
 
     def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
@@ -317,7 +322,8 @@ class _Comparison:
             )
             for keys, values in (full, (own.keys.to(query.device), own.values.to(query.device)))
         )
-        return ((dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)).cpu().numpy()
+        moved = (dumped - plain).abs().sum(dim=-1) / plain.abs().sum(dim=-1)
+        return moved.nan_to_num(nan=torch.inf, posinf=torch.inf).cpu().numpy()
 
     def _other_layers(self, index: int) -> Iterator[tuple[int, Mapping[str, Pair]]]:
         """Yield (index, entries) of the other layers of the plain model, the nearest first."""
@@ -348,7 +354,8 @@ class _Comparison:
                 )
             )  # fmt: skip
         dump = self.dump
-        faults = matching.join(faults, {request.id: len(request.token_ids) for request in self.live})
+        heads = dump.layers * dump.kv_heads
+        faults = matching.join(faults, {name: count / heads for name, count in self.compared.items()})
         return DumpTrace(
             str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers,
             tuple(requests), tuple(faults), str(self.reader.layout or ""), str(dump.layout or ""),

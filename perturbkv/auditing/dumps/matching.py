@@ -26,9 +26,11 @@ _MOST_SEARCHED = 64
 _TIE = 0.1
 """Difference of two distances, in units of the limit, up to which an entry is as near to one token as to the other."""
 _MOST_OWNERS = 2
-"""Requests whose entries a run may hold at once."""
+"""Requests whose entries in a run are named."""
+_BY_GRAVITY = ("stale", "request", "token", "shifted")
+"""Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
-"""Share of a request's tokens from which a fault is one of all its tokens."""
+"""Share of a request's entries from which a fault is one of all of them."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
@@ -75,6 +77,7 @@ class _Run:
         positions: the tokens that they stand for.
         block: id of their block; `REMOVED` in rows.
         offsets: the entries' places inside the block.
+        differing: which of them differ; the others are there for their neighbours' sake.
     """
 
     heads: tuple[int, ...]
@@ -83,6 +86,7 @@ class _Run:
     positions: Int[Tensor, " entry"]
     block: int
     offsets: Int[Tensor, " entry"]
+    differing: Bool[Tensor, "kv_head entry"]
 
 
 def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run]:
@@ -103,7 +107,7 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
             offsets = run % entries.block_size if entries.block_size else run
             yield _Run(
                 chosen, entries.keys[rows][:, run], entries.values[rows][:, run], entries.positions[rows[0], run],
-                int(entries.blocks[run[0]]), offsets,
+                int(entries.blocks[run[0]]), offsets, far[rows][:, run],
             )  # fmt: skip
 
 
@@ -114,16 +118,18 @@ def faults(
     if not bool(far.any()):
         return []
     found = []
-    zero_keys, zero_values = (~part.any(dim=-1) for part in (entries.keys, entries.values))
-    for run in (run for part in _split(far, zero_keys, zero_values) for run in _runs(entries, part)):
+    parts = (entries.keys, entries.values)
+    flags = [~part.isfinite().all(dim=-1) for part in parts] + [~part.any(dim=-1) for part in parts]
+    for run in (run for part in _split(far, flags) for run in _runs(entries, part)):
         kind, what = _Search(request, run, known, limits.together).describe()
         first, last = int(run.positions.amin()), int(run.positions.amax())
         blocks = () if run.block == REMOVED else (run.block,)
-        found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads))
+        count = int(run.differing.sum())
+        found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads, count))
     return found
 
 
-def _split(far: Tensor, *flags: Tensor) -> list[Bool[Tensor, "kv_head entry"]]:
+def _split(far: Tensor, flags: Sequence[Tensor]) -> list[Bool[Tensor, "kv_head entry"]]:
     """Return the parts of `far` in which each flag is the same everywhere, those that are empty left out."""
     parts = [far]
     for flag in flags:
@@ -149,11 +155,12 @@ class _Search:
 
     def describe(self) -> tuple[str, str]:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
-        if not all(bool(part.isfinite().all()) for part in self.own):
+        differing = [part[self.run.differing] for part in self.own]
+        if not all(bool(part.isfinite().all()) for part in differing):
             return "infinite", "keys or values that are infinite or NaN"
-        zero = [name for part, name in zip(self.own, ("keys", "values"), strict=True) if not bool(part.any())]
+        zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
         if zero:
-            return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero: never written"
+            return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
         tests = (self._rounded, self._scaled, self._rotated, self._swapped, self._moved, self._head,
                  self._in_other_layout, self._of_other_layer)  # fmt: skip
         return next((found for test in tests if (found := test())), None) or self._changed()
@@ -174,33 +181,33 @@ class _Search:
 
     def _distance(self, own: Tensor, expected: Tensor) -> float:
         """Return the median distance of entries from those expected, over their root mean square norm."""
-        return float(_relative(own, expected).median())
+        return float(_relative(own, expected)[self.run.differing].median())
 
-    def _is_near(self, own: Tensor, expected: Tensor, limit: float) -> bool:
-        """Return whether nearly all entries are those expected, up to `limit`."""
-        return bool((_relative(own, expected) <= limit).float().mean() > 0.9)
+    def _is_near(self, own: Tensor, expected: Tensor, limit: float, heads: slice = slice(None)) -> bool:
+        """Return whether nearly all entries that differ are those expected, up to `limit`, in some heads of the run."""
+        return bool((_relative(own, expected) <= limit)[self.run.differing[heads]].float().mean() > 0.9)
 
-    def _are_near(self, own: Pair, expected: Pair) -> bool:
-        """Return whether nearly all keys and nearly all values are those expected."""
-        return all(self._is_near(*each) for each in zip(own, expected, self.near, strict=True))
+    def _are_near(self, own: Pair, expected: Pair, heads: slice = slice(None)) -> bool:
+        """Return whether nearly all keys and nearly all values that differ are those expected."""
+        return all(self._is_near(*each, heads) for each in zip(own, expected, self.near, strict=True))
 
     def _swapped(self) -> tuple[str, str] | None:
         """Return whether keys stand for values and values for keys."""
-        return (
-            ("swapped", "keys where values belong, and values where keys do")
-            if self._are_near(self.own, (self.expected[1], self.expected[0]))
-            else None
-        )
+        plain = self._at(self.known.plain[self.request], self.run.positions)
+        swapped = any(self._are_near(self.own, (values, keys)) for keys, values in (self.expected, plain))
+        return ("swapped", "keys where values belong, and values where keys do") if swapped else None
 
     def _scaled(self) -> tuple[str, str] | None:
         """Return the constant that keys or values were multiplied by."""
         words = []
         for kind, name, own, expected in self._far():
-            factor = float((own * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
+            one, other = own[self.run.differing], expected[self.run.differing]
+            factor = float((one * other).sum() / other.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
             rest = max(self.limits[kind], 0.2 * self._distance(own, expected))
             if not factor or not self._is_near(own / factor, expected, rest):
                 return None
-            words.append(f"{name} multiplied by {factor:.3g}")
+            words.append(f"{name} multiplied by {factor:.3g}" if f"{factor:.3g}" != "1" else
+                         f"{name} multiplied by {factor:.6g}")  # fmt: skip
         return ("scale", " and ".join(words)) if words else None
 
     def _moved(self) -> tuple[str, str] | None:
@@ -209,7 +216,9 @@ class _Search:
         if not far:
             return None
         rows = list(self.run.heads)
-        names = sorted(self.known.references, key=lambda name: name != self.request)  # a shared prefix is its own
+        names = sorted(  # entries that several requests share are its own, or those of one that has not ended
+            self.known.references, key=lambda name: (name != self.request, name in self.known.finished)
+        )
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
         distances = []
         for kind in far:
@@ -223,8 +232,9 @@ class _Search:
         lengths = [self.known.references[name][0].shape[1] for name in names]
         to_requests = torch.split(torch.stack(distances).amax(dim=0), lengths, dim=-1)
         nearest, places = (torch.stack(each) for each in zip(*(each.min(dim=-1) for each in to_requests), strict=True))
-        matched = nearest.amin(dim=0) <= 1
-        if float(matched.float().mean()) <= 0.9:
+        differing = self.run.differing[:, some]
+        matched = differing & (nearest.amin(dim=0) <= 1)
+        if float(matched.sum()) <= 0.9 * float(differing.sum()):
             return None
         of_request = matched & (nearest <= nearest.amin(dim=0) + _TIE)
         what = "entries" if len(far) == 2 else ("keys", "values")[far[0]]
@@ -238,7 +248,9 @@ class _Search:
             found.append(self._describe_move(names[owner], what, places[owner][here], positions[here]))
             of_request &= ~here
         moved = [each for each in found if each is not None]
-        return (moved[0][0], " and ".join(words for _, words in moved)) if moved else None
+        others = ["others"] if bool(of_request.any()) else []
+        gravest = min((each for each, _ in moved), key=_BY_GRAVITY.index, default="")
+        return (gravest, ", and ".join([*(words for _, words in moved), *others])) if moved else None
 
     def _describe_move(
         self, request: str, what: str, places: Int[Tensor, " matched"], positions: Int[Tensor, " matched"]
@@ -263,8 +275,10 @@ class _Search:
         heads = range(len(self.full[0]))
         sources = []
         for row, head in enumerate(self.run.heads):
-            own = (self.own[0][row : row + 1], self.own[1][row : row + 1])
-            source = next((h for h in heads if self._are_near(own, self._at(self.full, self.run.positions, [h]))), None)
+            one = slice(row, row + 1)
+            own = (self.own[0][one], self.own[1][one])
+            of_head = (self._at(self.full, self.run.positions, [each]) for each in heads)
+            source = next((each for each, expected in enumerate(of_head) if self._are_near(own, expected, one)), None)
             if source is None:
                 return None
             sources.append((head, source))
@@ -325,10 +339,11 @@ def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
     return distance
 
 
-def join(found: Sequence[DumpFault], tokens: Mapping[str, int]) -> list[DumpFault]:
+def join(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
     """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first.
 
-    `tokens`: request -> number of its tokens. A fault of nearly all tokens of every request is one of the whole dump.
+    `present`: request -> its entries in a head of a layer. Where a fault is of nearly all of them, in every request, it
+    is one of the whole dump.
     """
     by_place: dict[tuple[object, ...], DumpFault] = {}
     for fault in found:
@@ -341,19 +356,18 @@ def join(found: Sequence[DumpFault], tokens: Mapping[str, int]) -> list[DumpFaul
     by_kind: dict[tuple[object, ...], list[DumpFault]] = {}
     for fault in by_layers.values():
         by_kind.setdefault((fault.kind, fault.what, fault.layers, fault.heads), []).append(fault)
-    joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, tokens)]
+    joined = [fault for alike in by_kind.values() for fault in _join_requests(alike, present)]
     return sorted(joined, key=lambda fault: (-len(fault.layers), fault.request, fault.first))
 
 
-def _join_requests(alike: Sequence[DumpFault], tokens: Mapping[str, int]) -> Sequence[DumpFault]:
-    """Return equal faults of the same layers and heads as one where they are of nearly all tokens of every request."""
-    one = alike[0]
-    whole = {
-        each.request for each in alike if each.last - each.first >= _NEARLY_ALL * tokens.get(each.request, math.inf)
-    }
-    if len(whole) < 2 or whole != tokens.keys():
+def _join_requests(alike: Sequence[DumpFault], present: Mapping[str, float]) -> Sequence[DumpFault]:
+    """Return equal faults of the same layers and heads as one where they are of nearly all entries of every request."""
+    one, count = alike[0], sum(fault.count for fault in alike)
+    least = {name: _NEARLY_ALL * entries * len(one.layers) * len(one.heads) for name, entries in present.items()}
+    whole = {fault.request for fault in alike if fault.count >= max(least.get(fault.request, math.inf), 1)}
+    if len(whole) < 2 or whole != present.keys():
         return alike
-    return [DumpFault("", one.kind, one.what, layers=one.layers, heads=one.heads)]
+    return [DumpFault("", one.kind, one.what, layers=one.layers, heads=one.heads, count=count)]
 
 
 def _join_two(one: DumpFault, other: DumpFault) -> DumpFault:
@@ -361,5 +375,5 @@ def _join_two(one: DumpFault, other: DumpFault) -> DumpFault:
     return DumpFault(
         one.request, one.kind, one.what, min(one.first, other.first), max(one.last, other.last),
         tuple(dict.fromkeys([*one.blocks, *other.blocks])), tuple(sorted({*one.layers, *other.layers})),
-        tuple(sorted({*one.heads, *other.heads})),
+        tuple(sorted({*one.heads, *other.heads})), one.count + other.count,
     )  # fmt: skip
