@@ -67,6 +67,10 @@ def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
     return found
 
 
+_INFINITE = ("infinite", "keys or values that are infinite or NaN")
+"""Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
+
+
 @dataclass(frozen=True)
 class _Run:
     """Neighbouring entries of some heads that differ, all of the same tokens.
@@ -87,6 +91,23 @@ class _Run:
     block: int
     offsets: Int[Tensor, " entry"]
     differing: Bool[Tensor, "kv_head entry"]
+
+    def split(self) -> list[Bool[Tensor, "kv_head entry"]]:
+        """Return which entries differ and are infinite or NaN, then those of zero keys or values, then the others."""
+        parts, masks = (self.keys, self.values), [self.differing]
+        flags = [~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1), *(~part.any(dim=-1) for part in parts)]
+        for flag in flags:
+            masks = [part for whole in masks for part in (whole & flag, whole & ~flag) if bool(part.any())]
+        return masks
+
+    def part(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
+        """Return the heads and tokens in which some entry is of the mask."""
+        rows, columns = mask.any(dim=1), mask.any(dim=0)
+        heads = tuple(head for head, chosen in zip(self.heads, rows.tolist(), strict=True) if chosen)
+        return _Run(
+            heads, self.keys[rows][:, columns], self.values[rows][:, columns], self.positions[columns], self.block,
+            self.offsets[columns], mask[rows][:, columns],
+        )  # fmt: skip
 
 
 def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run]:
@@ -118,23 +139,20 @@ def faults(
     if not bool(far.any()):
         return []
     found = []
-    parts = (entries.keys, entries.values)
-    flags = [~part.isfinite().all(dim=-1) for part in parts] + [~part.any(dim=-1) for part in parts]
-    for run in (run for part in _split(far, flags) for run in _runs(entries, part)):
-        kind, what = _Search(request, run, known, limits.together).describe()
-        first, last = int(run.positions.amin()), int(run.positions.amax())
-        blocks = () if run.block == REMOVED else (run.block,)
-        count = int(run.differing.sum())
-        found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), run.heads, count))
+    for run in _runs(entries, far):
+        described: dict[tuple[str, str], Tensor] = {}
+        for mask in run.split():
+            kind, what = _Search(request, run.part(mask), known, limits.together).describe()
+            if kind == "unknown" and (_INFINITE in described):
+                kind, what = _INFINITE
+            described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
+        for (kind, what), mask in described.items():
+            part = run.part(mask)
+            first, last = int(part.positions.amin()), int(part.positions.amax())
+            blocks = () if part.block == REMOVED else (part.block,)
+            count = int(part.differing.sum())
+            found.append(DumpFault(request, kind, what, first, last, blocks, (layer,), part.heads, count))
     return found
-
-
-def _split(far: Tensor, flags: Sequence[Tensor]) -> list[Bool[Tensor, "kv_head entry"]]:
-    """Return the parts of `far` in which each flag is the same everywhere, those that are empty left out."""
-    parts = [far]
-    for flag in flags:
-        parts = [part for whole in parts for part in (whole & flag, whole & ~flag) if bool(part.any())]
-    return parts
 
 
 class _Search:
@@ -157,7 +175,7 @@ class _Search:
         """Return the kind of the change, a key of `DUMP_FAULTS`, and its description."""
         differing = [part[self.run.differing] for part in self.own]
         if not all(bool(part.isfinite().all()) for part in differing):
-            return "infinite", "keys or values that are infinite or NaN"
+            return _INFINITE
         zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
         if zero:
             return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
@@ -203,7 +221,7 @@ class _Search:
         for kind, name, own, expected in self._far():
             one, other = own[self.run.differing], expected[self.run.differing]
             factor = float((one * other).sum() / other.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
-            rest = max(self.limits[kind], 0.2 * self._distance(own, expected))
+            rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))
             if not factor or not self._is_near(own / factor, expected, rest):
                 return None
             words.append(f"{name} multiplied by {factor:.3g}" if f"{factor:.3g}" != "1" else
