@@ -109,7 +109,7 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
     differing = np.fmax.reduce([request.differing_distance[:, kind] for request in requests])
     lines = {
         "farthest that differs": (differing, ("", "x", 4)),
-        "limit of one": (result.limits[:, kind], ("--", "", 0)),
+        "limit of an entry": (result.limits[:, kind], ("--", "", 0)),
         "farthest that does not differ": (np.fmax.reduce([one.distance[:, kind] for one in requests]), ("-", "o", 2)),
         "noise floor": (floors, ("-", "o", 2)),
         "typical": (result.typical[:, kind], ("-", "o", 2)),
@@ -117,15 +117,7 @@ def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
     for (name, (values, how)), colour in zip(lines.items(), style.category_colours(len(lines)), strict=True):
         if not np.isnan(values).all():
             shown, (line, marker, size) = np.clip(values, _LEAST_DISTANCE, _MOST_DISTANCE), how
-            axes.plot(
-                np.arange(len(shown)),
-                shown,
-                color=colour,
-                label=name,
-                gid=name,
-                linestyle=line,
-                marker=marker,
-                markersize=size,
-            )
+            axes.plot(np.arange(len(shown)), shown, color=colour, label=name, gid=name, linestyle=line, marker=marker,
+                      markersize=size)  # fmt: skip
     style.log_axes(axes, y=True)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

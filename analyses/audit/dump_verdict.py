@@ -319,7 +319,7 @@ def _request_audit(request: DumpedRequest) -> RequestAudit:
     distance, outputs = request.distance, request.perturbation
     known = outputs[~np.isnan(outputs)]
     median, worst = (float(np.median(known)), float(known.max())) if known.size else (np.nan, np.nan)
-    keys, values = (float(np.fmax.reduce(column)) for column in distance.T)
+    keys, values = (float(np.fmax.reduce(by_layer)) for by_layer in distance.T)
     return RequestAudit(
         request.name, request.tokens, request.compared, request.differing, request.removed,
         keys, values, request.differing_distance, median, worst, outputs,

@@ -62,7 +62,7 @@ def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
         np.testing.assert_allclose(lines["noise floor"], result.floors[:, kind])
         largest = np.max([one.distance[:, kind] for one in result.trace.requests if one.compared], axis=0)
         np.testing.assert_allclose(lines["farthest that does not differ"], largest)
-        np.testing.assert_allclose(lines["limit of one"], result.limits[:, kind])
+        np.testing.assert_allclose(lines["limit of an entry"], result.limits[:, kind])
         assert np.isfinite(lines["farthest that differs"]).tolist() == [False, True, False]
         assert lines["farthest that differs"][1] == result.trace.requests[0].differing_distance[1, kind] > 0.5
         assert axes.get_yscale() == "log"

@@ -143,7 +143,7 @@ def faults(
         described: dict[tuple[str, str], Tensor] = {}
         for mask in run.split():
             kind, what = _Search(request, run.part(mask), known, limits.together).describe()
-            if kind == "unknown" and (_INFINITE in described):
+            if kind == "unknown" and _INFINITE in described:
                 kind, what = _INFINITE
             described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
         for (kind, what), mask in described.items():
@@ -224,8 +224,8 @@ class _Search:
             rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))
             if not factor or not self._is_near(own / factor, expected, rest):
                 return None
-            words.append(f"{name} multiplied by {factor:.3g}" if f"{factor:.3g}" != "1" else
-                         f"{name} multiplied by {factor:.6g}")  # fmt: skip
+            short = f"{factor:.3g}"
+            words.append(f"{name} multiplied by {short if short != '1' else f'{factor:.6g}'}")
         return ("scale", " and ".join(words)) if words else None
 
     def _moved(self) -> tuple[str, str] | None:
