@@ -132,15 +132,12 @@ class Measurements:
 def _with_step(trace: Trace, analysis: str, step: int) -> Trace:
     """Return the trace without the complete samples whose text ends before `step`. Raises as `Measurements`."""
     if not trace.ok.any():
-        msg = f"{analysis} needs at least one complete sample, {trace.source or 'this trace'} has none"
-        raise TraceError(msg)
+        raise TraceError(f"{analysis} needs at least one complete sample, {trace.source or 'this trace'} has none")
     if not 0 <= step < trace.run.steps:
-        msg = f"expected a step from 0 to {trace.run.steps - 1}, got {step}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a step from 0 to {trace.run.steps - 1}, got {step}")
     steps = measured_steps(trace)
     if step >= steps.max():
-        msg = f"expected a step from 0 to {steps.max() - 1}, where the longest text ends, got {step}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a step from 0 to {steps.max() - 1}, where the longest text ends, got {step}")
     return trace if (steps > step).all() else _select_samples(trace, steps > step)
 
 
@@ -167,8 +164,7 @@ def _check_numbers(trace: Trace, name: str, numbers: Floats) -> None:
     wrong = np.isnan(numbers) if name in _UNBOUNDED else ~np.isfinite(numbers)
     if wrong.any():
         got = "NaN" if np.isnan(numbers).any() else "infinity"
-        msg = f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'"
-        raise TraceError(msg)
+        raise TraceError(f"expected numbers in every complete sample of {trace.source}, got {got} in '{name}'")
 
 
 def sets_per_layer(trace: Trace, config: int) -> int:
@@ -258,18 +254,16 @@ def scores(trace: Trace, analysis: str) -> Scores:
     Raises TraceError where no answers were generated, or where no metric graded one of them.
     """
     if "score_full" not in trace.arrays:
-        msg = (
+        raise TraceError(
             f"{analysis} needs graded answers, {trace.source or 'this trace'} has none; make a trace that has them: "
             f"perturbkv quality --model {trace.run.model} --dataset {trace.run.dataset}"
         )
-        raise TraceError(msg)
     full, evicted = (np.asarray(trace.get(name, analysis), dtype=np.float64) for name in ("score_full", "score"))
     if ungraded := int((np.isnan(full) | np.isnan(evicted).any(axis=1)).sum()):
-        msg = (
+        raise TraceError(
             f"{analysis} needs graded answers, got none in {ungraded} of {len(full)} samples of "
             f"{trace.source or 'this trace'}; measure prompts that have accepted answers"
         )
-        raise TraceError(msg)
     return Scores(full, evicted)
 
 

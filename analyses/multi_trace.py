@@ -27,8 +27,9 @@ def check_no_duplicate_prompts(traces: Sequence[Trace], trace_name: Callable[[Tr
             location = f"sample '{trace.sample_ids[index]}' of {trace.run.dataset} in {trace_name(trace)}"
             keys = _prompt_keys(trace, int(index))
             if other := next((locations[key] for key in keys if key in locations), None):
-                msg = f"expected every prompt once, got {other} and {location}, the same; leave one of the traces out"
-                raise TraceError(msg)
+                raise TraceError(
+                    f"expected every prompt once, got {other} and {location}, the same; leave one of the traces out"
+                )
             own |= dict.fromkeys(keys, location)
         locations |= own
 
@@ -61,16 +62,14 @@ def as_traces(traces: Any) -> tuple[Trace, ...]:
     members = tuple(traces) if several else (traces,)
     for member in members:
         if not isinstance(member, Trace):
-            msg = f"expected traces, as pk.read_trace or pk.measure give them; got {type(member).__name__}"
-            raise TraceError(msg)
+            raise TraceError(f"expected traces, as pk.read_trace or pk.measure give them; got {type(member).__name__}")
     return members
 
 
 def check_combinable(traces: Sequence[Trace], analysis: str) -> None:
     """Raise TraceError for an empty list, and for traces with different settings or a common prompt."""
     if not traces:
-        msg = f"{analysis} needs at least one trace, got none"
-        raise TraceError(msg)
+        raise TraceError(f"{analysis} needs at least one trace, got none")
     for first, other in combinations(traces, 2):
         _check_equal_settings(first, other)
     check_no_duplicate_prompts(traces, _trace_name)
@@ -82,15 +81,15 @@ def _check_equal_settings(first: Trace, other: Trace) -> None:
     different = [name for name in shared if getattr(first.run, name) != getattr(other.run, name)]
     if different:
         values = [f"{getattr(trace.run, different[0])} in {_trace_name(trace)}" for trace in (first, other)]
-        msg = f"expected traces of one {different[0].replace('_', ' ')}, got {' and '.join(values)}; give them singly"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected traces of one {different[0].replace('_', ' ')}, got {' and '.join(values)}; give them singly"
+        )
     if missing := set(first.run.configs) ^ set(other.run.configs):
         label = min(config.label() for config in missing)
-        msg = (
+        raise TraceError(
             f"expected the same configurations in every trace, got '{label}' in only one of {_trace_name(first)} and "
             f"{_trace_name(other)}; measure what is missing, or give the traces singly"
         )
-        raise TraceError(msg)
 
 
 def _trace_name(trace: Trace) -> str:

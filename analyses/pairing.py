@@ -53,15 +53,15 @@ def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
     repeated one.
     """
     if not isinstance(trace, Trace):
-        msg = f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}"
-        raise TraceError(msg)
+        raise TraceError(f"expected a trace, as pk.read_trace or pk.measure give it; got {type(trace).__name__}")
     several = isinstance(treatments, Iterable) and not isinstance(treatments, str)
     names = tuple(treatments) if several else (treatments,)
     wrong = [side for side in (baseline, *names) if not isinstance(side, str)]
     if wrong or not names or len({*names}) < len(names):
         got = "none" if not names else f"{type(wrong[0]).__name__}" if wrong else f"one of {', '.join(names)} twice"
-        msg = f"expected names of selections or policies, such as 'two-stage' or 'adakv:two-stage', got {got}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected names of selections or policies, such as 'two-stage' or 'adakv:two-stage', got {got}"
+        )
     return names
 
 
@@ -94,8 +94,9 @@ def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
         )
     ]
     if not matched:
-        msg = f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides_text(run)}"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected configurations to compare '{baseline}' with '{treatment}', got a trace of {_sides_text(run)}"
+        )
     return sorted(matched, key=lambda pair: (firsts.index(pair[0]), seconds.index(pair[1])))
 
 
@@ -228,8 +229,7 @@ def side_indices(run: RunConfig, side: str) -> list[int]:
     """
     indices = [index for index, config in enumerate(run.configs) if matches(config, side)]
     if not indices:
-        msg = f"expected configurations of '{side}', got a trace of {_sides_text(run)}"
-        raise TraceError(msg)
+        raise TraceError(f"expected configurations of '{side}', got a trace of {_sides_text(run)}")
     return sorted(indices, key=lambda index: budget_order(run.configs[index]))
 
 

@@ -203,6 +203,7 @@ class Several(Sequenced[MemberResult], Result):
     def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return the only member's figure. Raises ConfigError for several members."""
         if len(self.members) != 1:
-            msg = f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected one series to draw, got {len(self.members)}; draw them singly: result[0].plot()"
+            )
         return self.members[0].plot(width_mm, style)

@@ -62,8 +62,9 @@ MARGIN = 0.05
 def check_margin(margin: float, name: str = "margin") -> None:
     """Raise ConfigError, which names δ `name`, for a number that is not between 0 and 1."""
     if not 0 < margin < 1:
-        msg = f"expected {name} between 0 and 1, the difference that counts as none, got {margin:g}; 0.05 is 5 %"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected {name} between 0 and 1, the difference that counts as none, got {margin:g}; 0.05 is 5 %"
+        )
 
 
 def verdicts(

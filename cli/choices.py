@@ -28,8 +28,9 @@ def parse_numbers(option: str, texts: list[str] | None) -> tuple[float, ...]:
             raise ValueError
         values = tuple(map(float, numerals))
     except ValueError:
-        msg = f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"{option} takes numbers, such as {option} 0.5 or {option} 1,2; got '{', '.join(texts or [])}'"
+        ) from None
     for number in values:
         check_number(option, number)
     return tuple(check_distinct(option, values))
@@ -41,8 +42,7 @@ def check_distinct(option: str, values: Sequence[_Value]) -> Sequence[_Value]:
     for value in values:
         if value in seen:
             text = f"{value:g}" if isinstance(value, float) else value
-            msg = f"expected different values for {option}, got {text} twice; leave one out"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected different values for {option}, got {text} twice; leave one out")
         seen.add(value)
     return values
 
@@ -56,8 +56,7 @@ def parse_compare(text: str) -> list[str]:
     """Return the selections that --compare lists, the baseline first. Raises ConfigError for fewer than two."""
     names = split_names(text)
     if len(names) < 2:
-        msg = f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"--compare takes two or more selections, such as {DEFAULT_COMPARE}; got '{text}'")
     return list(check_distinct("--compare", names))
 
 
@@ -65,8 +64,7 @@ def parse_methods(text: str) -> list[str]:
     """Return the methods that --compare lists: `adakv:two-stage,snapkv`. Raises ConfigError for none or a repeat."""
     names = split_names(text)
     if not names:
-        msg = f"--compare takes methods such as {METHODS.partition(',')[0]}, got none"
-        raise ConfigError(msg)
+        raise ConfigError(f"--compare takes methods such as {METHODS.partition(',')[0]}, got none")
     return list(check_distinct("--compare", names))
 
 

@@ -119,8 +119,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 2:
-            msg = f"--max-tokens must be at least 2, got {self.max_tokens}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--max-tokens must be at least 2, got {self.max_tokens}")
 
     def check_names(self) -> None:
         """Raise the errors of a model or data that are not there, and of a file's first row, without importing torch.
@@ -154,8 +153,7 @@ class DataOptions:
         """The lengths of generated prompts, tokens; empty without --length. Raises ConfigError for other text."""
         lengths = parse_numbers("--length", self.length)
         if any(number != int(number) for number in lengths):
-            msg = f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"--length takes whole numbers of tokens, got '{', '.join(self.length or [])}'")
         return tuple(map(int, lengths))
 
     @property

@@ -232,8 +232,7 @@ def _refuse_first(run: DataOptions, reason_of: Callable[[str], str]) -> None:
     """Raise ConfigError for the first typed option, by name, for which `reason_of` returns a reason."""
     for name in sorted(run.typed_options):
         if reason := reason_of(name):
-            msg = f"{option_flag(name)} {reason}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{option_flag(name)} {reason}")
 
 
 _FLAGS = {"as_json": "--json", "everything": "--all", "figure_format": "--format"}
@@ -253,8 +252,7 @@ def check_typed_once(parameters: Sequence[Any]) -> None:
         times = list(parameters).count(parameter)
         if parameter.param_type_name == "option" and not parameter.multiple and times > 1:
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
-            msg = f"expected {names} once, got it {times} times; leave all but one out"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected {names} once, got it {times} times; leave all but one out")
 
 
 def check_values(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:

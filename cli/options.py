@@ -53,12 +53,10 @@ class FigureOptions:
         for suffix in self.formats:
             check_choice("format", suffix, ("png", "svg", "pdf"))
         if self.columns not in (1, 2):
-            msg = f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--columns must be 1 (84 mm) or 2 (174 mm), got {self.columns}")
         check_choice("style", self.style, STYLE_NAMES)
         if self.style == "talk" and self.columns == 1:
-            msg = "--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns"
-            raise ConfigError(msg)
+            raise ConfigError("--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns")
         if "MPLBACKEND" in os.environ:  # before anything is measured; matplotlib takes a moment to import
             check_backend()
 
@@ -265,16 +263,14 @@ class RunOptions(DataOptions):
         check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         check_number("--chunk-mib", self.chunk_mib, _MOST_MIB)
         if self.chunk_mib < 1:
-            msg = f"--chunk-mib must be at least 1, got {self.chunk_mib}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--chunk-mib must be at least 1, got {self.chunk_mib}")
         check_choice("scenario", self.scenario, tuple(SCENARIOS))
         check_choice("cache", self.cache, tuple(CACHES))
         check_choice("device map", self.device_map, ("none", "auto"))
         check_choice("way to share a run out", self.shard_by, BY)
         _ = self.parsed_shard  # refuses an invalid shard before anything else is done
         if self.device_map == "auto" and self.device != "auto":
-            msg = f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them"
-            raise ConfigError(msg)
+            raise ConfigError(f"--device-map auto takes all GPUs and --device {self.device} one; give only one of them")
 
     @property
     def parsed_shard(self) -> Shard | None:
@@ -332,16 +328,16 @@ class RunOptions(DataOptions):
         """
         self.check_names()
         if "policy" in self.typed_options and all(map(names_policy, selections)):
-            msg = f"--policy has no effect here: {', '.join(selections)} name their own; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"--policy has no effect here: {', '.join(selections)} name their own; leave it out")
         configs = expand_grid({**self.choices(), "selection": selections}, self.cache)
         if (
             "selection" in self.typed_options
             and all(one.is_external for one in configs)
             and not any(map(names_policy, selections))
         ):
-            msg = f"--selection has no effect here: {configs[0].policy.name} keeps what it keeps; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--selection has no effect here: {configs[0].policy.name} keeps what it keeps; leave it out"
+            )
         return configs
 
 
@@ -357,12 +353,10 @@ class LookOptions(FigureOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.step < 0:
-            msg = f"expected a step of at least 0, got {self.step}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a step of at least 0, got {self.step}")
         check_choice("style", self.style, STYLE_NAMES)
         if self.style == "talk" and self.columns == 1:
-            msg = "--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns"
-            raise ConfigError(msg)
+            raise ConfigError("--columns 1 is 84 mm, and a slide of --style talk 339 mm wide; leave out --columns")
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -113,8 +113,7 @@ def split_datasets(run: RunOptions) -> list[RunOptions]:
     """Return a run's options per data set of --dataset. Raises ConfigError for no data set or a repeated one."""
     names = [run.dataset] if Path(run.dataset).is_file() else split_names(run.dataset)
     if not names:
-        msg = f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"--dataset takes names of data sets, separated by commas; got '{run.dataset}'")
     return [dataclasses.replace(run, dataset=name) for name in check_distinct("--dataset", names)]
 
 
@@ -125,8 +124,9 @@ def dataset_paths(folder: Path, runs: Sequence[RunOptions]) -> list[Path]:
     for name in names:
         if names.count(name) > 1:
             both = " and ".join(dataset for dataset, other in zip(datasets, names, strict=True) if other == name)
-            msg = f"expected data sets of different names, got {both}, both for {folder / name}; rename a file"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected data sets of different names, got {both}, both for {folder / name}; rename a file"
+            )
     return [folder / name / "trace.h5" for name in names]
 
 
@@ -209,11 +209,13 @@ def measure(
                              progress=progress)  # fmt: skip
     except InterruptedRunError as error:
         output = folder or (path if path == options.output else path.parent)
-        msg = (
+        raise InterruptedRunError(
+            error.kept,
+            error.total,
+            path,
             f"interrupted: {error.kept} of {error.total} samples are kept beside {path}; "
-            f"run the same command with --output {output} to go on"
-        )
-        raise InterruptedRunError(error.kept, error.total, path, msg) from None
+            f"run the same command with --output {output} to go on",
+        ) from None
 
 
 def encode_prompts(options: DataOptions, tokenizer: Any, positions: int | None = None, metric: str = "") -> Prompts:
@@ -274,8 +276,7 @@ def plan(
         files: the model, where it is open already.
     """
     if options.shard is not None and options.output is None:
-        msg = "expected --output with --shard, got none; name the place that all shards of the run share"
-        raise ConfigError(msg)
+        raise ConfigError("expected --output with --shard, got none; name the place that all shards of the run share")
     from perturbkv.cache import entries
     from perturbkv.configs.run import Settings
     from perturbkv.datasets.prompts import check_request

@@ -108,8 +108,9 @@ def draw_figure(result: Result, stem: Path, look: FigureOptions, overwrite: bool
         figure = getattr(result, method)(look.width_mm, look.style)
     except NarrowFigureError as error:
         if look.columns == 1:
-            msg = f"--columns 1 is too narrow for figure {stem.name}: it needs {error.needed_mm} mm; write --columns 2"
-            raise ConfigError(msg) from None
+            raise ConfigError(
+                f"--columns 1 is too narrow for figure {stem.name}: it needs {error.needed_mm} mm; write --columns 2"
+            ) from None
         raise
     paths = save_figure(figure, result.identity, stem, look.formats, overwrite)
     if look.style == "screen":
@@ -208,19 +209,19 @@ def summary_file(folder: Path, sources: Sequence[Source], name: str, options: Ma
         document = _read_summary(path)
         if not all(source.is_among(sources) for source in _sources(document)):
             paths = ", ".join(source.path for source in _sources(document))
-            msg = f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{path} is of another trace, {paths}; give another --output, or --overwrite to replace it"
+            )
         old = document["analyses"].get(name, {}).get("asked")
         different = [key for key in options if old is not None and old.get(key) not in (options[key], False)]
         if old is not None and different:
             before, now = (
                 ", ".join(_option_text(key, values.get(key)) for key in different) for values in (old, options)
             )
-            msg = (
+            raise ConfigError(
                 f"{path} holds {name} {before}; this one is {now}; give another --output, or --overwrite to replace "
                 "its numbers and figures"
             )
-            raise ConfigError(msg)
         return True
 
     return OutputFile(folder / SUMMARY_NAME, "a summary of ours", is_ours)

@@ -332,8 +332,7 @@ def _check_step(step: int, run: RunOptions, planned: Plan) -> None:
     tokens = max(len(prompt.token_ids) for prompt in planned.prompts)
     fits = tokens + step < int(planned.files.config.max_position_embeddings)
     advice = f"; --steps {step + 1} records it" if fits else ""
-    msg = f"expected a step from 0 to {run.step_count - 1}, got {step}{advice}"
-    raise ConfigError(msg)
+    raise ConfigError(f"expected a step from 0 to {run.step_count - 1}, got {step}{advice}")
 
 
 def analysis(function: Callable[..., Analysis]) -> Callable[..., None]:
@@ -388,8 +387,7 @@ def analysis_views(
 def _chosen_view(chosen: Sequence[str]) -> str:
     """Return the view that a command line chooses, '' for the default view. Raises ConfigError for two views."""
     if len(chosen) > 1:
-        msg = (
+        raise ConfigError(
             f"expected one of {' and '.join(map(option_refusals.option_flag, chosen))}, got both; give only one of them"
         )
-        raise ConfigError(msg)
     return chosen[0] if chosen else ""

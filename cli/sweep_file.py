@@ -87,8 +87,7 @@ class Key:
         try:
             value = _READERS[self.kind][1](text)
         except (ValueError, KeyError, RuntimeError):  # RuntimeError: an unknown user's home
-            msg = f"expected {self.expected}, got '{text}'"
-            raise ConfigError(msg) from None
+            raise ConfigError(f"expected {self.expected}, got '{text}'") from None
         if self.kind in (int, float):
             numbers.check_number("the number", value)
         return value
@@ -197,8 +196,7 @@ def read(path: Path) -> SweepFile:
     """Return the content of a sweep file. Raises ConfigError, with line and key, for an invalid file."""
     root = _parse_yaml(path)
     if root is None:
-        msg = f"{path}: expected a mapping of options, {_EXAMPLE}, got an empty file"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path}: expected a mapping of options, {_EXAMPLE}, got an empty file")
     keys = known_keys()
     pairs = _parse_mapping(root, Location(path, _line(root)), {**keys, _GRIDS.field: _GRIDS})
     grids = [(location, node) for key, location, node in pairs if key is _GRIDS]
@@ -220,16 +218,14 @@ def _parse_yaml(path: Path) -> Any:
         line, problem = text.count("\n", 0, error.position) + 1, error.reason
     except RecursionError:
         line, problem = 1, "lists or mappings lie too deep in one another"
-    msg = f"expected YAML, got text that cannot be read as YAML: {problem}"
-    raise Location(path, line).error(msg)
+    raise Location(path, line).error(f"expected YAML, got text that cannot be read as YAML: {problem}")
 
 
 def _parse_grids(location: Location, node: Any, keys: Mapping[str, Key]) -> tuple[Entries, ...]:
     """Return the entries of every grid, parsed from the value of the key `grids` at a location."""
     if node.id != "sequence" or not node.value or _is_tagged(node):
         got = "an empty list" if node.id == "sequence" and not node.value else _describe(node)
-        msg = f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}"
-        raise location.error(msg)
+        raise location.error(f"expected a list of mappings, such as '- {{policy: adakv}}', got {got}")
     with location.locate_errors():
         check_configurations(len(node.value))
     choices = {name: key for name, key in keys.items() if key.is_eviction_choice}
@@ -241,14 +237,12 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
     """Return (key, location, syntax tree of the value) per item of a mapping, after checks of the keys."""
     if node.id != "mapping" or not node.value or _is_tagged(node):
         got = "an empty mapping" if node.id == "mapping" and not node.value else _describe(node)
-        msg = f"expected a mapping of options, {_EXAMPLE}, got {got}"
-        raise location.error(msg)
+        raise location.error(f"expected a mapping of options, {_EXAMPLE}, got {got}")
     pairs: dict[str, tuple[Key, Location, Any]] = {}
     for name, value in node.value:
         key, here = _parse_key(name, Location(location.path, _line(name)), keys)
         if key.field in pairs:
-            msg = f"expected every key once, got it in line {pairs[key.field][1].line} already"
-            raise here.error(msg)
+            raise here.error(f"expected every key once, got it in line {pairs[key.field][1].line} already")
         pairs[key.field] = (key, here, value)
     return list(pairs.values())
 
@@ -256,8 +250,7 @@ def _parse_mapping(node: Any, location: Location, keys: Mapping[str, Key]) -> li
 def _parse_key(name: Any, location: Location, keys: Mapping[str, Key]) -> tuple[Key, Location]:
     """Return the key named by a syntax tree, and its location. Raises ConfigError for an unknown key."""
     if name.id != "scalar" or name.tag not in (*_PLAIN, _MERGE):
-        msg = f"expected the name of an option as key, got {_describe(name)}"
-        raise location.error(msg)
+        raise location.error(f"expected the name of an option as key, got {_describe(name)}")
     here, spelling = Location(location.path, location.line, name.value), name.value.replace("_", "-")
     if spelling not in keys:
         hint = "" if _GRIDS.field in keys else "options of the whole run stand outside the grids"
@@ -274,14 +267,11 @@ def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> E
     """Return a key's entry from the syntax tree of its value or list. Raises ConfigError for an invalid tree."""
     nodes = node.value if node.id == "sequence" else [node]
     if node.id == "sequence" and _is_tagged(node):
-        msg = f"expected {key.expected}, or a list of such, got {_describe(node)}"
-        raise location.error(msg)
+        raise location.error(f"expected {key.expected}, or a list of such, got {_describe(node)}")
     if not nodes:
-        msg = f"expected {key.expected}, or a list of such, got an empty list"
-        raise location.error(msg)
+        raise location.error(f"expected {key.expected}, or a list of such, got an empty list")
     if node.id == "sequence" and not takes_list:
-        msg = f"expected {key.expected}, got a list; {key.list_advice}"
-        raise location.error(msg)
+        raise location.error(f"expected {key.expected}, got a list; {key.list_advice}")
     with location.locate_errors():
         check_configurations(len(nodes))
     locations = tuple(Location(location.path, _line(one), location.key) for one in nodes)
@@ -289,8 +279,7 @@ def _parse_entry(key: Key, location: Location, node: Any, takes_list: bool) -> E
     first: dict[Any, Location] = {}
     for value, here in zip(values, locations, strict=True):
         if value in first:
-            msg = f"expected every value once, got {value} in line {first[value].line} already"
-            raise here.error(msg)
+            raise here.error(f"expected every value once, got {value} in line {first[value].line} already")
         first[value] = here
     return Entry(key, location, values, locations)
 
@@ -299,8 +288,7 @@ def _parse_value(key: Key, node: Any, location: Location) -> Any:
     """Return the parsed value of a syntax tree. Raises ConfigError for an invalid value."""
     if node.id != "scalar" or node.tag not in _PLAIN:
         default = "; leave the key out for its default" if node.tag == _NULL else ""
-        msg = f"expected {key.expected}, got {_describe(node)}{default}"
-        raise location.error(msg)
+        raise location.error(f"expected {key.expected}, got {_describe(node)}{default}")
     with location.locate_errors():
         return key.parse(node.value)
 

@@ -63,8 +63,9 @@ def check_backend() -> None:
         importlib.import_module("matplotlib")
     except ValueError:
         backend = os.environ.get("MPLBACKEND", "")
-        msg = f"expected MPLBACKEND to name a backend of matplotlib, such as agg, got '{backend}'; unset it"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"expected MPLBACKEND to name a backend of matplotlib, such as agg, got '{backend}'; unset it"
+        ) from None
 
 
 def draw(name: str, result: Result, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:

@@ -168,8 +168,7 @@ def check_style(name: str, width_mm: float | None = None) -> tuple[FigureStyle, 
     look = STYLES[name]
     width = look.usual_mm if width_mm is None else width_mm
     if not look.least_mm <= width <= _MOST_MM:
-        msg = f"width_mm of style {name} must be {look.least_mm:g} to {_MOST_MM:g}, got {width:g}"
-        raise ConfigError(msg)
+        raise ConfigError(f"width_mm of style {name} must be {look.least_mm:g} to {_MOST_MM:g}, got {width:g}")
     return look, float(width)
 
 

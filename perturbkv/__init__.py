@@ -138,8 +138,7 @@ def __getattr__(name: str) -> Any:
     Raises MissingPackageError, an ImportError too, where a package is not installed that the module needs.
     """
     if name not in _PUBLIC:
-        message = f"module 'perturbkv' has no attribute '{name}'"
-        raise AttributeError(message)
+        raise AttributeError(f"module 'perturbkv' has no attribute '{name}'")
     with warnings.catch_warnings():  # tqdm, which the hub imports, complains in a notebook that has no ipywidgets
         warnings.filterwarnings("ignore", message="IProgress not found")
         try:

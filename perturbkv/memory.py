@@ -80,19 +80,19 @@ def check_address_space() -> None:
     """
     limit = min(_process_limits(), default=_TO_IMPORT)
     if limit < _TO_IMPORT:
-        msg = (
+        raise NoMemoryError(
             f"measuring takes {format_size(_TO_IMPORT)} of address space at least, and this process may have "
             f"{format_size(limit)}; type ulimit -v unlimited"
         )
-        raise NoMemoryError(msg)
 
 
 def check(needed: int, device: torch.device, what: str, instead: str) -> None:
     """Raise NoMemoryError unless `needed` bytes are free; `what` names their user, `instead` gives advice."""
     available = free_bytes(device)
     if needed > available:
-        msg = f"{what} {format_size(needed)}, and {format_size(available)} are free on {device.type}; {instead}"
-        raise NoMemoryError(msg)
+        raise NoMemoryError(
+            f"{what} {format_size(needed)}, and {format_size(available)} are free on {device.type}; {instead}"
+        )
 
 
 @contextmanager
@@ -106,17 +106,15 @@ def translate_allocation_errors(advice: str = ADVICE) -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         match = _MESSAGES.search(str(error))
         if match is None and _DEVICE_MESSAGES.search(str(error)):
-            msg = (
+            raise DeviceError(
                 f"the GPU or its driver failed ({str(error).strip().splitlines()[0][:200]}); where a run keeps "
                 "finished samples, the same command goes on with them"
-            )
-            raise DeviceError(msg) from None
+            ) from None
         if match is None and not isinstance(error, MemoryError):
             raise
         wanted = f": {_requested_size(match)} wanted" if match and match[1] else ""
         where = " on the GPU" if "CUDA" in str(error) else ""
-        msg = f"there is not enough memory{where}{wanted}; {advice}"
-        raise NoMemoryError(msg) from None
+        raise NoMemoryError(f"there is not enough memory{where}{wanted}; {advice}") from None
 
 
 def _requested_size(match: re.Match[str]) -> str:

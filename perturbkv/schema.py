@@ -256,10 +256,10 @@ def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     for name, shape in shapes.items():
         dims = VARIABLES[name].dims
         if len(dims) != len(shape):
-            msg = f"sample '{sample_id}': {name} has axes {dims}, got shape {shape}"
-            raise TraceError(msg)
+            raise TraceError(f"sample '{sample_id}': {name} has axes {dims}, got shape {shape}")
         for dim, length in zip(dims, shape, strict=True):
             if lengths.setdefault(dim, length) != length:
-                msg = f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
-                raise TraceError(msg)
+                raise TraceError(
+                    f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
+                )
     return lengths

@@ -53,14 +53,12 @@ class SampleTrace:
     def __post_init__(self) -> None:
         for name in self.arrays:
             if name not in VARIABLES:
-                msg = f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'"
-                raise TraceError(msg)
+                raise TraceError(f"sample '{self.sample_id}': expected a variable of the trace format, got '{name}'")
         kept = set(KEPT) if not self.arrays.keys().isdisjoint(KEPT) else set()
         needed = {name for name, spec in VARIABLES.items() if not spec.optional} | kept
         missing = [name for name in VARIABLES if name in needed and name not in self.arrays]
         if missing:
-            msg = f"sample '{self.sample_id}' lacks {', '.join(missing)}"
-            raise TraceError(msg)
+            raise TraceError(f"sample '{self.sample_id}' lacks {', '.join(missing)}")
         self.sizes()
 
     def sizes(self) -> dict[str, int]:
@@ -132,12 +130,11 @@ class Trace:
         """
         if name not in self.arrays:
             record = " with --save outputs" if name in VARIABLES and VARIABLES[name].raw else ""
-            msg = (
+            raise TraceError(
                 f"{analysis} needs the variable '{name}', which {self.source or 'this trace'} lacks; "
                 f"record it{record}: perturbkv trace --model {self.run.model} --dataset {self.run.dataset}"
                 f"{' --save outputs' if record else ''} -o trace.h5"
             )
-            raise TraceError(msg)
         array = self.arrays[name]
         return array[self.ok] if VARIABLES[name].axes[0] == "sample" else array
 
@@ -205,15 +202,13 @@ class Trace:
         """Return a configuration's index along `config`, given its label. Raises TraceError with the known labels."""
         labels = self.run.labels()
         if label not in labels:
-            msg = f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'"
-            raise TraceError(msg)
+            raise TraceError(f"expected one of the trace's configurations ({'; '.join(labels)}), got '{label}'")
         return labels.index(label)
 
     def sample(self, name: str) -> SampleTrace | FailedSample:
         """Return one sample as measured, kept positions included. Raises TraceError for an unknown id."""
         if name not in self.sample_ids:
-            msg = f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'"
-            raise TraceError(msg)
+            raise TraceError(f"expected one of the trace's samples ({', '.join(self.sample_ids)}), got '{name}'")
         if name in self.failures:
             return FailedSample(name, self.failures[name])
         place = self.sample_ids.index(name)
@@ -240,19 +235,16 @@ class Trace:
         """
         ids = self.sample_ids if sample is None else (sample,) if isinstance(sample, str) else tuple(sample)
         if len(set(ids)) < len(ids):
-            msg = f"expected every sample once, got {', '.join(ids)}"
-            raise TraceError(msg)
+            raise TraceError(f"expected every sample once, got {', '.join(ids)}")
         known = dict.fromkeys(name for config in self.run.configs for name in config.flat())
         if strange := choices.keys() - known:
-            msg = f"expected choices of a configuration ({', '.join(known)}), got '{strange.pop()}'"
-            raise TraceError(msg)
+            raise TraceError(f"expected choices of a configuration ({', '.join(known)}), got '{strange.pop()}'")
         samples = [self.sample(name) for name in ids]
         indices = [
             index for index, config in enumerate(self.run.configs) if where(config) and _matches(config, choices)
         ]
         if not indices or not ids:
-            msg = f"expected a configuration of {choices} and a sample of {list(ids)}, got a trace without"
-            raise TraceError(msg)
+            raise TraceError(f"expected a configuration of {choices} and a sample of {list(ids)}, got a trace without")
         run = replace(self.run, samples=len(ids), configs=tuple(self.run.configs[index] for index in indices))
         return Trace.from_samples(run, [_select_configs(sample, indices) for sample in samples], self.attrs)
 
@@ -421,8 +413,7 @@ def trace_sizes(
             elif axis == KEY_AXIS:
                 sizes[axis] = max(length, sizes.get(axis, 0))
             elif sizes.setdefault(axis, length) != length:
-                msg = f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}"
-                raise TraceError(msg)
+                raise TraceError(f"expected the axis '{axis}' alike in all samples, got {sizes[axis]} and {length}")
     least = {"config": len(run.configs), "step": run.steps, "layer": 1, "head": 1}
     return least | sizes | {"sample": len(sample_ids)}, names
 

@@ -129,11 +129,9 @@ def parse_json(text: str, finite: bool = True) -> Any:
         return json.loads(text, parse_int=_parse_int, object_pairs_hook=_parse_object, **strict)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
-        msg = f"{error.msg}: {where}"
-        raise ValueError(msg) from None
+        raise ValueError(f"{error.msg}: {where}") from None
     except RecursionError:
-        msg = "lists or objects lie too deep in one another"
-        raise ValueError(msg) from None
+        raise ValueError("lists or objects lie too deep in one another") from None
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,23 +139,20 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     parsed = dict(pairs)
     if len(parsed) < len(pairs):
         counts = Counter(key for key, _ in pairs)
-        msg = f"the key '{counts.most_common(1)[0][0]:.40}' is there twice"
-        raise ValueError(msg)
+        raise ValueError(f"the key '{counts.most_common(1)[0][0]:.40}' is there twice")
     return parsed
 
 
 def _refuse_constant(word: str) -> NoReturn:
     """Raise ValueError for NaN or Infinity in a JSON text."""
-    msg = f"{word} is no number"
-    raise ValueError(msg)
+    raise ValueError(f"{word} is no number")
 
 
 def _parse_float(digits: str) -> float:
     """Return a JSON number as a float. Raises ValueError if it exceeds a float's range."""
     value = float(digits)
     if math.isinf(value):
-        msg = f"{digits if len(digits) <= 20 else f'{digits[:20]}…'} is beyond every number"
-        raise ValueError(msg)
+        raise ValueError(f"{digits if len(digits) <= 20 else f'{digits[:20]}…'} is beyond every number")
     return value
 
 
@@ -166,8 +161,7 @@ def _parse_int(digits: str) -> int:
     try:
         return int(digits)
     except ValueError:
-        msg = f"a whole number of {len(digits):,} digits"
-        raise ValueError(msg) from None
+        raise ValueError(f"a whole number of {len(digits):,} digits") from None
 
 
 def _error_reason(error: OSError) -> str:

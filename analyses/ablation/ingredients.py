@@ -110,8 +110,9 @@ def settings(trace: Trace, step: int = 0) -> tuple[Setting, ...]:
     results = [_setting(trace, _configs_by_ingredient(group), step) for group in _setting_groups(trace.run)]
     if not results:
         names = ", ".join(dict.fromkeys(config.selection.name for config in trace.run.configs))
-        msg = f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {names}"
-        raise TraceError(msg)
+        raise TraceError(
+            f"{ANALYSIS} needs the selection '{BASELINE}' and another one of the same budget, got a trace of {names}"
+        )
     return tuple(results)
 
 

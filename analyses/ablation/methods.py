@@ -213,8 +213,9 @@ def settings(
     ]
     if not results:
         names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
-        msg = f"{ANALYSIS} needs {':'.join(BASELINE)} and another policy at the same budget; got a trace of {names}"
-        raise TraceError(msg)
+        raise TraceError(
+            f"{ANALYSIS} needs {':'.join(BASELINE)} and another policy at the same budget; got a trace of {names}"
+        )
     return tuple(results)
 
 
@@ -470,6 +471,5 @@ def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float
     for name in only:
         if not any(matches(config, name) for config in trace.run.configs):
             names = ", ".join(dict.fromkeys(str(config.policy) for config in trace.run.configs))
-            msg = f"expected {name} among the trace's methods, got a trace of {names}"
-            raise TraceError(msg)
+            raise TraceError(f"expected {name} among the trace's methods, got a trace of {names}")
     return MethodRanking.from_settings(trace, settings(trace, step, only, margin), step, margin=margin)

@@ -82,11 +82,10 @@ def settings(trace: Trace, step: int = 0) -> tuple[RestrictionSetting, ...]:
     ]
     if not results:
         names = ", ".join(dict.fromkeys(restriction_text(config) for config in trace.run.configs))
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs the granularity '{RESTRICTION_BASELINE}' of single entries and another one, alike in "
             f"all else; got a trace of {names}"
         )
-        raise TraceError(msg)
     return tuple(results)
 
 

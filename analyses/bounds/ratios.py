@@ -76,11 +76,10 @@ def select_evicting(trace: Trace) -> tuple[Trace, tuple[EvictionConfig, ...]]:
     if not left_out:
         return trace, ()
     if len(left_out) == len(trace.run.configs):
-        msg = (
+        raise TraceError(
             "expected a configuration that only evicts, as bounds speak of eviction alone, got "
             f"{', '.join(config.label() for config in left_out)}"
         )
-        raise TraceError(msg)
     part = trace.sel(where=lambda config: config.only_evicts)
     return replace(part, source=trace.source, digest=trace.digest), left_out
 
@@ -134,9 +133,8 @@ def _check_inequality(
     violated = where & (lower > upper + slack)
     if violated.any():
         sample, config, layer, head = (int(index) for index in np.argwhere(violated)[0])
-        msg = f"{below} ≤ {above}"
         raise BoundError(
-            msg,
+            f"{below} ≤ {above}",
             f"{lower[sample, config, layer, head]:.6g} > {upper[sample, config, layer, head]:.6g}",
             f"layer {bounds.layers[layer]}, head {head} of sample '{bounds.sample_ids[sample]}', "
             f"'{bounds.configs[config].label()}'",

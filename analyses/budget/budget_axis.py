@@ -54,8 +54,7 @@ def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None
     units = {config.budget.unit: config.budget for config in configs}
     if len(units) > 1:
         got = " and ".join(f"{budget} ({unit})" for unit, budget in units.items())
-        msg = f"{analysis} needs budgets of one kind, got {got}; give all as entries, or all as shares"
-        raise ConfigError(msg)
+        raise ConfigError(f"{analysis} needs budgets of one kind, got {got}; give all as entries, or all as shares")
 
 
 def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[tuple[Axis, Axis]]:

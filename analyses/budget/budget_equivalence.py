@@ -283,8 +283,7 @@ def check_measures(by: Sequence[str]) -> list[str]:
         if name not in MEASURES:
             raise UnknownNameError(name, "measure", MEASURES)
     if not names:
-        msg = f"expected a measure ({', '.join(MEASURES)}), got none"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a measure ({', '.join(MEASURES)}), got none")
     return list(dict.fromkeys(names))
 
 

@@ -282,8 +282,9 @@ def check_thresholds(kl: Sequence[float]) -> tuple[float, ...]:
     for threshold in kl:
         check_number("--kl", threshold)
     if not kl or min(kl) <= 0 or len({*kl}) < len(kl):
-        msg = f"--kl takes different numbers above 0, in nat, such as 0.1,1; got {', '.join(map(str, kl)) or 'none'}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--kl takes different numbers above 0, in nat, such as 0.1,1; got {', '.join(map(str, kl)) or 'none'}"
+        )
     return tuple(sorted(map(float, kl)))
 
 
@@ -292,8 +293,7 @@ def _check_budgets(axes: Sequence[Axis]) -> None:
     for axis in axes:
         if len(axis.at) < LEAST_BUDGETS:
             got = ", ".join(f"{config.budget}" for config in axis.configs)
-            msg = (
+            raise TraceError(
                 f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of every method, got {got} of "
                 f"{axis.configs[0].policy.name}:{axis.configs[0].selection.name}; without a trace it makes one of seven"
             )
-            raise TraceError(msg)

@@ -117,12 +117,11 @@ def _drop(measured: Measurements) -> Floats:
     """Return the score lost by eviction, (sample, config). Raises TraceError where the full cache scores nothing."""
     graded, source = scores(measured.trace, ANALYSIS), measured.trace.source
     if not graded.full.any():
-        msg = (
+        raise TraceError(
             f"the full cache answers none of the {len(graded.full)} prompts of {source or 'this trace'} (score "
             "0): there is nothing that eviction can lose; limit KL or the same token, or take prompts that the model "
             "answers"
         )
-        raise TraceError(msg)
     return graded.drop
 
 
@@ -135,11 +134,10 @@ def criteria(max_kl: float | None, max_drop: float | None, min_top1: float | Non
     """Return the criteria of the given limits; `max_drop` in points of 100. Raises ConfigError for invalid limits."""
     limits = {"kl": max_kl, "drop": max_drop, "top1": min_top1}
     if all(limit is None for limit in limits.values()):
-        msg = (
+        raise ConfigError(
             "expected what a safe budget may cost, got nothing; give max_kl (--max-kl 0.1), max_drop (--max-drop 1, "
             "points of 100) or min_top1 (--min-top1 0.99)"
         )
-        raise ConfigError(msg)
     return tuple(_criterion(name, limit) for name, limit in limits.items() if limit is not None)
 
 
@@ -156,8 +154,7 @@ def _criterion(name: str, limit: float) -> Criterion:
     option, most, unit = _RANGES[name]
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < most:
         end = f" and below {most:g}" if most < math.inf else ", finite"
-        msg = f"expected {option} above 0{end} ({unit}), got {limit}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected {option} above 0{end} ({unit}), got {limit}")
     return Criterion(name, limit / 100 if name == "drop" else float(limit))
 
 

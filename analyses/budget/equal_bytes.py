@@ -169,11 +169,10 @@ def equal_byte_settings(rows: RowBuilder) -> tuple[Setting, ...]:
     compared = tuple(setting for setting in (_setting(rows, index) for index in alone) if len(setting.rows) > 1)
     if not compared:
         precisions = ", ".join(dict.fromkeys(str(config.precision) for config in rows.configs))
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs a configuration in 16 bits that evicts something and one like it in quantise(bits=…, "
             f"fill=…), whose budget counts bytes; got a trace of {precisions}; perturbkv budget --bytes makes one"
         )
-        raise TraceError(msg)
     return compared
 
 

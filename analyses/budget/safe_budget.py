@@ -81,14 +81,12 @@ class CacheSize(Record):
 def check_size(length: int | None, batch: int) -> None:
     """Raise ConfigError for a length or batch below 1, and for a batch without a length."""
     if length is None and batch != 1:
-        msg = f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both"
-        raise ConfigError(msg)
+        raise ConfigError(f"for_batch (--for-batch {batch}) has no effect without for_length (--for-length); give both")
     for name, number in (("for_length (--for-length)", length), ("for_batch (--for-batch)", batch)):
         if number is not None:
             check_number(name, number)
             if number < 1:
-                msg = f"{name} must be at least 1, got {number}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be at least 1, got {number}")
 
 
 def cache_size(measured: Measurements, length: int, batch: int) -> CacheSize:

@@ -266,11 +266,10 @@ def check_budgets(configs: Sequence[EvictionConfig]) -> None:
     check_budget_units(configs, ANALYSIS)
     budgets = list(dict.fromkeys(str(config.budget) for config in configs))
     if len(budgets) < LEAST_BUDGETS:
-        msg = (
+        raise ConfigError(
             f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets of each curve, got {', '.join(budgets)}; measure more, "
             "such as -b 0.05 -b 0.1 -b 0.2 -b 0.4 -b 0.8"
         )
-        raise ConfigError(msg)
 
 
 def _with_coordinates(axis: Axis, along: str) -> Axis:
@@ -281,11 +280,10 @@ def _with_coordinates(axis: Axis, along: str) -> Axis:
     check_budgets(axis.configs)
     located = axis if along == "budget" else dataclasses.replace(axis, at=axis.cache_shares)
     if not (np.diff(located.at) > 0).all():  # NaN where the trace lacks cache shares
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs caches that grow with the budget, got cache share {located.at.round(3).tolist()} of "
             f"'{axis.configs[0].label()}'; compare sides of one granularity"
         )
-        raise TraceError(msg)
     return located
 
 

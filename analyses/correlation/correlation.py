@@ -294,8 +294,9 @@ def correlation(
     )
     if not settings:
         got = ", ".join(f"{len(group)} of b={name}" for name, group in groups.items())
-        msg = f"{ANALYSIS} needs at least {LEAST_CONFIGS} methods of one budget to rank, got {got}; measure more"
-        raise TraceError(msg)
+        raise TraceError(
+            f"{ANALYSIS} needs at least {LEAST_CONFIGS} methods of one budget to rank, got {got}; measure more"
+        )
     return Correlation(
         identity=_identity(chosen, settings),
         parts=prompts.parts,
@@ -318,8 +319,7 @@ def _select_methods(trace: Trace, only: Sequence[str]) -> Trace:
     for name in only:
         if not any(matches(config, name) for config in trace.run.configs):
             known = ", ".join(dict.fromkeys(f"{one.policy.name}:{one.selection.name}" for one in trace.run.configs))
-            msg = f"expected {name} among the trace's methods, got a trace of {known}"
-            raise TraceError(msg)
+            raise TraceError(f"expected {name} among the trace's methods, got a trace of {known}")
     part = trace.sel(where=lambda config: any(matches(config, name) for name in only))
     return dataclasses.replace(part, source=trace.source, digest=trace.digest)
 

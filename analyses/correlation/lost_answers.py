@@ -41,11 +41,13 @@ class Rule(Record):
 
     def __post_init__(self) -> None:
         if not 0 <= self.right < 1:
-            msg = f"expected a score from 0 to below 1, above which the full cache is right, got {self.right:g}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected a score from 0 to below 1, above which the full cache is right, got {self.right:g}"
+            )
         if not 0 < self.lost <= 1:
-            msg = f"expected a share above 0 and at most 1 of the full cache's score, got {self.lost:g} as lost"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected a share above 0 and at most 1 of the full cache's score, got {self.lost:g} as lost"
+            )
 
     def lost_of(self, full: Floats, evicted: Floats) -> NDArray[np.bool_]:
         """Return (prompt, config) True where an answer is lost; `full` (prompt,), `evicted` (prompt, config) scores."""
@@ -119,8 +121,7 @@ class Bin(Record):
 def check_bins(bins: int) -> int:
     """Return the number of bins. Raises ConfigError for fewer than two."""
     if bins < 2:
-        msg = f"expected at least 2 bins of a calibration curve, got {bins}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected at least 2 bins of a calibration curve, got {bins}")
     return bins
 
 

@@ -69,8 +69,9 @@ def compare(exact: Trace, rounded: Trace, baseline: str, treatment: str) -> tupl
     _check_equal_runs(exact, rounded)
     same = _first_tokens(exact) == _first_tokens(rounded)
     if not same.any():
-        msg = f"expected samples of {rounded.source} that decode the token of {exact.source} first, got none"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected samples of {rounded.source} that decode the token of {exact.source} first, got none"
+        )
     measures = [
         (kind, distance)
         for kind in KINDS
@@ -89,8 +90,9 @@ def _check_equal_runs(exact: Trace, rounded: Trace) -> None:
     """Raise TraceError where two traces differ in complete samples or configurations."""
     first, second = (list(np.array(trace.sample_ids)[trace.ok]) for trace in (exact, rounded))
     if first != second or exact.run.configs != rounded.run.configs:
-        msg = f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected one run's samples and configurations in {exact.source} and {rounded.source}, got others"
+        )
 
 
 def _first_tokens(trace: Trace) -> NDArray[np.int64]:

@@ -63,8 +63,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
     def __post_init__(self) -> None:
         if not self.members:
-            msg = "expected at least one comparison, got none; take a slice that holds one"
-            raise ConfigError(msg)
+            raise ConfigError("expected at least one comparison, got none; take a slice that holds one")
 
     @overload
     def __getitem__(self, index: int) -> HeadComparison: ...

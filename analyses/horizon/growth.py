@@ -69,8 +69,9 @@ def steps_of(trace: Trace) -> Steps:
     """Return the decode steps of a trace's complete samples. Raises ConfigError where all have fewer than three."""
     counts = measured_steps(trace)
     if counts.max() < LEAST_STEPS:
-        msg = f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{ANALYSIS} needs at least {LEAST_STEPS} decode steps, got a trace of {counts.max()}; use --steps 32"
+        )
     return Steps(np.arange(counts.max()) < counts[:, None])
 
 

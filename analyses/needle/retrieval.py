@@ -204,11 +204,10 @@ def grid_of(trace: Trace) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the lengths and depths of a needle run. Raises TraceError for a run of another dataset."""
     options = trace.run.dataset_options
     if trace.run.dataset != "needle" or "lengths" not in options or not trace.run.generate:
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs a trace of needle prompts with generated answers, got one of '{trace.run.dataset}'"
             f"{'' if trace.run.generate else ' without answers'}; make one: perturbkv needle --model {trace.run.model}"
         )
-        raise TraceError(msg)
     return tuple(options["lengths"]), tuple(options["depths"])
 
 
@@ -242,18 +241,16 @@ def check_scored(trace: Trace) -> None:
     full, evicted, digits = (np.asarray(trace.get(name, ANALYSIS), dtype=np.float64) for name in names)
     unscored = np.isnan(full) | np.isnan(digits)
     if unscored.any():
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs answers that are numbers, got others or none in {unscored.sum()} of {len(unscored)} "
             f"samples of {trace.source or 'this trace'}; give prompts whose accepted answers are numbers"
         )
-        raise TraceError(msg)
     partly = [score for score in (*full, *evicted.ravel()) if score not in (0, 1)]
     if partly:
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs scores of 0 or 1, a number found or not, got {partly[0]:.3f} in "
             f"{trace.source or 'this trace'}; grade answers by exact-number, which the data set needle does by itself"
         )
-        raise TraceError(msg)
 
 
 def measures(measured: Measurements) -> dict[str, Floats]:

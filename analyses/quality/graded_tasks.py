@@ -240,8 +240,7 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     and where no configuration is shared.
     """
     if not traces:
-        msg = f"{ANALYSIS} needs at least one trace, got none"
-        raise TraceError(msg)
+        raise TraceError(f"{ANALYSIS} needs at least one trace, got none")
     _check_equal_settings(traces)
     _check_distinct(traces)
     every = [trace.run.configs for trace in traces]
@@ -249,8 +248,9 @@ def shared_configs(traces: Sequence[Trace]) -> tuple[EvictionConfig, ...]:
     if not common:
         got = ", ".join(f"{plural(len(configs), 'configuration')} in {_trace_name(trace)}"
                         for configs, trace in zip(every, traces, strict=True))  # fmt: skip
-        msg = f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected traces that share a configuration, got {got}, none of them in all; measure the same ones"
+        )
     return common
 
 
@@ -272,8 +272,7 @@ def _check_equal_settings(traces: Sequence[Trace]) -> None:
                     if name != "head_scores"
                     else "others"
                 )
-                msg = f"expected traces of one {name.replace('_', ' ')}, got {got}; look at them apart"
-                raise TraceError(msg)
+                raise TraceError(f"expected traces of one {name.replace('_', ' ')}, got {got}; look at them apart")
 
 
 def _check_distinct(traces: Sequence[Trace]) -> None:
@@ -281,11 +280,10 @@ def _check_distinct(traces: Sequence[Trace]) -> None:
     seen: dict[str, Trace] = {}
     for trace in traces:
         if before := seen.get(trace.run.dataset):
-            msg = (
+            raise TraceError(
                 f"expected traces of different data sets, got {trace.run.dataset} in {_trace_name(before)} and in "
                 f"{_trace_name(trace)}; leave one out"
             )
-            raise TraceError(msg)
         seen[trace.run.dataset] = trace
     check_no_duplicate_prompts(traces, _trace_name)
 

@@ -55,10 +55,9 @@ def prompt_of(trace: Trace, sample: str | None = None) -> PromptText:
         raise TraceError(_no_text_message(trace, name))
     measured = trace.sample(name)
     if not isinstance(measured, SampleTrace):
-        msg = (
+        raise TraceError(
             f"expected one of the complete samples ({', '.join(known)}), got '{name}', which failed: {measured.reason}"
         )
-        raise TraceError(msg)
     return PromptText(
         sample=measured.sample_id,
         index=trace.sample_ids.index(measured.sample_id),

@@ -401,15 +401,13 @@ def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[i
     """
     layers, heads = trace.arrays["kept_count"].shape[2:]
     if head is not None and layer is None:
-        msg = f"expected the layer of head {head}, got none; give both: a layer has {heads} heads"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected the layer of head {head}, got none; give both: a layer has {heads} heads")
     names = [trace.layer_name(index) for index in range(layers)]
     for name, given, known in (("layer", layer, names), ("head", head, list(range(heads)))):
         if given is not None and given not in known:
             consecutive = known == list(range(len(known)))
             expected = f"from 0 to {len(known) - 1}" if consecutive else f"of {', '.join(map(str, known))}"
-            msg = f"expected a {name} {expected}, got {given}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a {name} {expected}, got {given}")
     return names
 
 
@@ -421,6 +419,5 @@ def _pairs_of_budget(trace: Trace, baseline: str, treatment: str, budget: float 
     matching = [pair for pair in all_pairs if pair[1].budget == Budget(budget)]
     if not matching:
         budgets = ", ".join(dict.fromkeys(str(pair[1].budget) for pair in all_pairs))
-        msg = f"expected '{baseline}' and '{treatment}' with a budget of {budget}, got a trace of {budgets}"
-        raise TraceError(msg)
+        raise TraceError(f"expected '{baseline}' and '{treatment}' with a budget of {budget}, got a trace of {budgets}")
     return matching

@@ -57,11 +57,11 @@ def _method_ranking(
     check_margin(margin, "--margin")
     names = split_names(methods or "")
     if not names:
-        msg = "--methods takes all, or policies such as caote,h2o; got none"
-        raise ConfigError(msg)
+        raise ConfigError("--methods takes all, or policies such as caote,h2o; got none")
     if _ALL in names and len(names) > 1:
-        msg = f"--methods takes all, which is every policy at its defaults, or names; got both in '{methods}', give one"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--methods takes all, which is every policy at its defaults, or names; got both in '{methods}', give one"
+        )
     only = () if names == [_ALL] else tuple(check_distinct("--methods", names))
 
     def analyse(session: Session) -> Result:
@@ -85,14 +85,12 @@ def _method_configs(run: RunOptions, only: Sequence[str]) -> tuple[EvictionConfi
     from perturbkv.selection.policies.registry import normalise
 
     if "policy" in run.typed_options:
-        msg = "--policy has no effect here: --methods names the policies; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError("--policy has no effect here: --methods names the policies; leave it out")
     named = map(_with_selection, only) if only else _all_methods(run)
     one_alpha = dataclasses.replace(run, alpha=run.alpha and run.alpha[:1])  # without stages all α keep the same
     configs = one_alpha.configs(list(dict.fromkeys(["snapkv:attention", *named])))
     if len({(one.policy, one.selection.name) for one in configs}) < 2:
-        msg = "--methods needs another method than snapkv, which it compares them with; name one, or all"
-        raise ConfigError(msg)
+        raise ConfigError("--methods needs another method than snapkv, which it compares them with; name one, or all")
     controls = []
     for config in configs:
         baseline = baseline_of([one for one in configs if _are_comparable(one, config)])

@@ -46,11 +46,9 @@ def _scores(
 ) -> Analysis:
     """Score the answers, one table per data set and budget."""
     if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
-        msg = f"expected traces, got {answers[0]}; --divergence and --judge look at a file of answers"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected traces, got {answers[0]}; --divergence and --judge look at a file of answers")
     if max_new_tokens is not None and max_new_tokens < 1:
-        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     wanted = run.with_budgets(_BUDGETS)
 
     def analyse(session: Session) -> tuple[Result, dict[str, Any]]:
@@ -134,11 +132,9 @@ def _judge(
 def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
     """Raise ConfigError for --seed without --pairwise, or --scale with --pairwise, which have no effect."""
     if "seed" in run.typed_options and not pairwise:
-        msg = "--seed has no effect here: it needs --pairwise, whose order it draws; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError("--seed has no effect here: it needs --pairwise, whose order it draws; leave it out")
     if "scale" in run.typed_options and pairwise:
-        msg = "--scale has no effect here: with --pairwise there are no scores; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError("--scale has no effect here: with --pairwise there are no scores; leave it out")
 
 
 def _parse_scale(text: str | None) -> tuple[float, float] | None:
@@ -147,8 +143,7 @@ def _parse_scale(text: str | None) -> tuple[float, float] | None:
         return None
     ends = parse_numbers("--scale", [text])
     if len(ends) != 2:
-        msg = f"--scale takes the least and the largest score, such as 1,10; got '{text}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"--scale takes the least and the largest score, such as 1,10; got '{text}'")
     return ends[0], ends[1]
 
 
@@ -163,11 +158,10 @@ def _answers_session(
     Raises ConfigError where the user named no file or several, and for an option that is not among the `known` ones.
     """
     if len(look.paths) != 1:
-        msg = (
+        raise ConfigError(
             f"expected one file of answers for {command}, got {len(look.paths) or 'none'}; perturbkv generate writes "
             "generation.jsonl"
         )
-        raise ConfigError(msg)
     option_refusals.check_file(command, run, look.paths[0], {*known, *_ANSWERS_OPTIONS})
     path = look.paths[0]
     return Session(name, OutputFolder(run.output or path.parent, run.overwrite), look, run.as_json), path
@@ -251,6 +245,7 @@ def _correlation_configs(
     check_answer_options(configs, max_new_tokens, None)
     most = max(map(len, comparable_groups(configs).values()))
     if most < LEAST_CONFIGS:
-        msg = f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"correlation ranks at least {LEAST_CONFIGS} methods of one budget, got --compare of {most}; name more"
+        )
     return configs

@@ -154,11 +154,10 @@ def _check_nothing_typed(context: typer.Context) -> None:
     """Raise ConfigError for an option typed before a subcommand, where it has no effect."""
     for name in sorted(typed_options(context)):
         option, command = name.removeprefix("as_"), context.invoked_subcommand
-        msg = (
+        raise ConfigError(
             f"--{option} has no effect on doctor bench {command}; leave it out, or write it behind {command} if it "
             "takes it"
         )
-        raise ConfigError(msg)
 
 
 def _check_effects(context: typer.Context, names: set[str]) -> None:
@@ -166,8 +165,9 @@ def _check_effects(context: typer.Context, names: set[str]) -> None:
     for name in ("model", "tokens", "dtype"):
         own = _OWN_SHAPES | _OWN_LENGTHS if name == "tokens" else _OWN_SHAPES
         if name in typed_options(context) and names <= own:
-            msg = f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--{name} has no effect on {', '.join(sorted(names))}, of shapes of their own; leave it out"
+            )
 
 
 def _output_path(output: Path | None, name: str) -> Path:

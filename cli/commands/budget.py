@@ -149,8 +149,7 @@ def _cliff(
     thresholds = check_thresholds(parse_numbers("--kl", [kl]))
     sides = _parse_optional_methods(compare)
     if sides == []:
-        msg = f"--compare takes methods such as {_METHODS}, got none"
-        raise ConfigError(msg)
+        raise ConfigError(f"--compare takes methods such as {_METHODS}, got none")
     wanted, files = run.with_budgets(_CLIFF_BUDGETS), None
     methods = sides or _METHODS.split(",")
     if look.trace is None:
@@ -176,8 +175,9 @@ def _cliff_configs(run: RunOptions, methods: list[str]) -> tuple[EvictionConfig,
     configs = run.configs(methods)
     check_budget_units(configs, ANALYSIS)
     if len(run.budget or ()) < LEAST_BUDGETS:
-        msg = f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{ANALYSIS} needs at least {LEAST_BUDGETS} budgets, got --budget {' '.join(run.budget or ())}; give more"
+        )
     return configs
 
 
@@ -262,8 +262,7 @@ def _bytes(
     """Compare evicting with quantising at equal bytes."""
     if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
         got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
-        msg = f"--max-new-tokens must be at least 1, {got}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--max-new-tokens must be at least 1, {got}")
     wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _check_bits(bits)
     names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
     files = None
@@ -292,11 +291,11 @@ def _check_bits(bits: list[int] | None) -> list[int]:
     """
     counts = [count for count in check_distinct("--bits", bits or _BITS) if count != FULL_BITS]
     if invalid := [count for count in counts if count not in _BITS]:
-        msg = f"--bits takes {', '.join(map(str, _BITS))}, got {invalid[0]}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--bits takes {', '.join(map(str, _BITS))}, got {invalid[0]}")
     if not counts:
-        msg = f"--bits takes 8, 4 or 2 to hold against {FULL_BITS}, which is measured anyway; got {FULL_BITS} alone"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--bits takes 8, 4 or 2 to hold against {FULL_BITS}, which is measured anyway; got {FULL_BITS} alone"
+        )
     return sorted(counts, reverse=True)
 
 

@@ -157,8 +157,7 @@ def datasets(
     """
     if name is None:
         if show:
-            msg = "--show needs a dataset to look at, such as `perturbkv list datasets needle --show`"
-            raise ConfigError(msg)
+            raise ConfigError("--show needs a dataset to look at, such as `perturbkv list datasets needle --show`")
         _list_datasets(as_json)
     elif show:
         run = DataOptions(
@@ -227,8 +226,7 @@ def _show_prompts(run: DataOptions, first: int, tokens: int, as_json: bool) -> N
     """Print the prompts from index `first` on as the model sees them, with their first and last `tokens` tokens."""
     if tokens < 1 or first < 0:
         option, least, got = ("--tokens", 1, tokens) if tokens < 1 else ("--sample", 0, first)
-        msg = f"{option} must be at least {least}, got {got}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} must be at least {least}, got {got}")
     run.check_names()
     from perturbkv.models.loading import open_model
 

@@ -53,8 +53,7 @@ def describe_json_lines(path: Path, as_json: bool) -> None:
     """Print what a .jsonl file holds. Raises DatasetError where it is neither prompts nor answers."""
     header = _first_line(path)
     if other := next((what for key, what in _OTHERS.items() if isinstance(header.get(key), dict)), None):
-        msg = f"expected a trace, prompts or answers at {path}, got {other}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a trace, prompts or answers at {path}, got {other}")
     if isinstance(header.get("run"), dict):
         _describe_answers(path, as_json)
     else:

@@ -181,8 +181,9 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     names = parse_compare(compare)
     wanted = dataclasses.replace(run, steps=_HORIZON_STEPS if run.steps is None else run.steps)
     if look.trace is None and wanted.step_count < _LEAST_HORIZON_STEPS:
-        msg = f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"horizon needs at least {_LEAST_HORIZON_STEPS} decode steps, got --steps {wanted.step_count}"
+        )
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.horizon.horizon import horizon
@@ -214,11 +215,11 @@ def tokens(
     """
     names = parse_compare(compare)
     if len(names) != 2:
-        msg = f"expected a baseline and a treatment in --compare, such as {DEFAULT_COMPARE}; got '{compare}'"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected a baseline and a treatment in --compare, such as {DEFAULT_COMPARE}; got '{compare}'"
+        )
     if len(run.budget or ()) > 1:
-        msg = f"expected one --budget, of both sides, got {len(run.budget or ())}; ask for each alone"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected one --budget, of both sides, got {len(run.budget or ())}; ask for each alone")
     budget = Budget.parse(run.budget[0]).value if run.budget else None
 
     def analyse(session: Session) -> Result:
@@ -278,11 +279,9 @@ def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
     Raises ConfigError for another data set, for answers without a token, and for too few samples.
     """
     if run.dataset != "needle":
-        msg = f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"needle makes its own prompts; leave --dataset out, got '{run.dataset}'")
     if max_new_tokens < 1:
-        msg = f"--max-new-tokens must be at least 1, got {max_new_tokens}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     steps = _NEEDLE_STEPS if run.steps is None else run.steps
     wanted = dataclasses.replace(
         run, length=run.length or _NEEDLE_LENGTHS, depth=run.depth or _NEEDLE_DEPTHS, steps=steps
@@ -290,6 +289,5 @@ def _needle_run(run: RunOptions, max_new_tokens: int) -> RunOptions:
     needed = len(wanted.lengths) * len(wanted.depths)
     if run.samples is not None and run.samples < needed:
         grid = f"{len(wanted.lengths)} lengths × {len(wanted.depths)} depths"
-        msg = f"{grid} need {needed} samples, got --samples {run.samples}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{grid} need {needed} samples, got --samples {run.samples}")
     return dataclasses.replace(wanted, samples=run.samples or needed)

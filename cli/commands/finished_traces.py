@@ -50,17 +50,17 @@ def _trace_paths(output: Path) -> list[Path]:
         return [output]
     if shard := _SHARD.fullmatch(output.name):
         trace = output.with_name(shard[1])
-        msg = f"expected a trace, got its shard {shard[2]}/{shard[3]}; perturbkv merge {trace} joins all of them"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected a trace, got its shard {shard[2]}/{shard[3]}; perturbkv merge {trace} joins all of them"
+        )
     single = output / "trace.h5"
     is_single = single.exists() or find_shards(single)
     several = [] if is_single else [folder / single.name for folder in sorted(output.glob("*/"))]
     traces = [path for path in [single, *several] if path.exists() or find_shards(path)]
     if not traces:
-        msg = (
+        raise TraceError(
             f"expected a trace or shards of one in {output}, got neither; make some with --shard and --output {output}"
         )
-        raise TraceError(msg)
     return traces
 
 

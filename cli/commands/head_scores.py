@@ -54,17 +54,16 @@ def _output_path(run: RunOptions) -> Path:
     """Return the path of --head-scores. Raises ConfigError for an option without effect, and for an existing file."""
     assert run.head_scores is not None
     for name in sorted(run.typed_options - _OPTIONS):
-        msg = (
+        raise ConfigError(
             f"{option_refusals.option_flag(name)} has no effect here: --head-scores needs --policy headkv to be read; "
             "without it scores are measured, and no trace; leave one of them out"
         )
-        raise ConfigError(msg)
     if run.dataset != "needle":
-        msg = f"head scores are measured on needle's prompts; leave --dataset out, got '{run.dataset}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"head scores are measured on needle's prompts; leave --dataset out, got '{run.dataset}'")
     if run.head_scores.exists() and not run.overwrite:
-        msg = f"expected no file at {run.head_scores}, got one; --policy headkv reads it, --overwrite measures it again"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected no file at {run.head_scores}, got one; --policy headkv reads it, --overwrite measures it again"
+        )
     return run.head_scores
 
 

@@ -116,11 +116,10 @@ def _compared_configs(run: RunOptions, compare: str) -> tuple[EvictionConfig, ..
     """Return the configurations of baseline and treatment. Raises ConfigError if a side has several."""
     configs = run.configs(parse_compare(compare))
     if len(configs) != 2:
-        msg = (
+        raise ConfigError(
             f"expected one baseline and one treatment at one budget, got {len(configs)} configurations; ask for each "
             "pair apart"
         )
-        raise ConfigError(msg)
     rules.check_sides(*configs)
     return configs
 
@@ -138,8 +137,6 @@ def _check_effects(run: RunOptions, permutations: int | None, greedy: int | None
     unused = [name for name in _GAME_OPTIONS if name in run.typed_options] if permutations == 0 and greedy == 0 else []
     if unused:
         flag = option_refusals.option_flag(unused[0])
-        msg = f"{flag} has no effect here: it needs --permutations or --greedy; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"{flag} has no effect here: it needs --permutations or --greedy; leave it out")
     if "max_new_tokens" in run.typed_options and not answers:
-        msg = "--max-new-tokens has no effect here: it needs --answers; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError("--max-new-tokens has no effect here: it needs --answers; leave it out")

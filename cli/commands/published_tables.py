@@ -55,8 +55,7 @@ def export(
     the named folder, or the one that all tables have in common (docs/how-to/publish_traces.md).
     """
     if licence is not None and not card:
-        msg = "--license is the card's; add --card"
-        raise ConfigError(msg)
+        raise ConfigError("--license is the card's; add --card")
     licence = data_card.licence_id(licence or data_card.UNKNOWN)
     tables = _table_paths(_expand_folders(traces), output, (".parquet",) if card else None)
     for trace, paths in tables.items():
@@ -73,10 +72,9 @@ def export(
     without_text = itertools.chain.from_iterable(paths for trace, paths in tables.items() if not token_paths[trace])
     stale = list(dict.fromkeys(old for path in without_text for old in token_tables(path)))
     if stale and not overwrite:
-        msg = (
+        raise ConfigError(
             f"expected no {stale[0]} beside a trace without text, got prompts of an earlier one; --overwrite removes it"
         )
-        raise ConfigError(msg)
     text = "" if readme is None else _card_text(readme, finished, tables, licence)
     for path in stale:
         path.unlink()
@@ -119,8 +117,9 @@ def _expand_folders(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = sorted(file for suffix in HDF5 for file in path.rglob(f"*{suffix}")) if path.is_dir() else [path]
         if not inside:
-            msg = f"expected traces ({', '.join(HDF5)}) in the folder {path}, got none; name the traces themselves"
-            raise TraceError(msg)
+            raise TraceError(
+                f"expected traces ({', '.join(HDF5)}) in the folder {path}, got none; name the traces themselves"
+            )
         traces += inside
     return list(dict.fromkeys(traces))
 
@@ -133,21 +132,23 @@ def _table_paths(
     `suffixes` are those that all tables must have; None: any that a table can have. Raises ConfigError.
     """
     if output and len(traces) > 1:
-        msg = f"--output names the tables of one trace, got {len(traces)} traces; leave it out: tables lie beside them"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--output names the tables of one trace, got {len(traces)} traces; leave it out: tables lie beside them"
+        )
     for path in output or []:
         check_suffix(path)
         if suffixes is not None and path.suffix not in suffixes:
-            msg = f"--card describes {suffixes[0]} tables, got {path}; name it {path.with_suffix(suffixes[0]).name}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--card describes {suffixes[0]} tables, got {path}; name it {path.with_suffix(suffixes[0]).name}"
+            )
     if output and suffixes is not None and len(output) > 1:
-        msg = f"--card describes one table of a trace, got {len(output)}; give --output once"
-        raise ConfigError(msg)
+        raise ConfigError(f"--card describes one table of a trace, got {len(output)}; give --output once")
     tables = {trace: list(output or [trace.with_suffix(suffix) for suffix in suffixes or SUFFIXES]) for trace in traces}
     written = [path for paths in tables.values() for path in paths]
     if twice := next((path for path in written if written.count(path) > 1), None):
-        msg = f"expected a table per trace, got {twice} for two of them; export them one by one with --output"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected a table per trace, got {twice} for two of them; export them one by one with --output"
+        )
     return tables
 
 
@@ -172,8 +173,7 @@ def _check_card(tables: Sequence[Sequence[Path]], folders: Sequence[Path], overw
     readme = (folder.relative_to(here) if folder.is_relative_to(here) else folder) / data_card.NAME
     OutputFolder(readme.parent, overwrite).claim(OutputFile(readme))
     if readme.exists() and not data_card.is_card(readme):
-        msg = f"expected a data card of ours at {readme}, got another file; move it away"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a data card of ours at {readme}, got another file; move it away")
     return readme
 
 

@@ -199,11 +199,10 @@ def _open_traces(look: StabilityOptions) -> Session:
     Raises ConfigError where the user named no trace, FailedRunError for a trace without a complete sample.
     """
     if not look.traces:
-        msg = (
+        raise ConfigError(
             "expected traces, got none; make them: perturbkv trace --dataset needle --budget 128 -o a, then with "
             "another --seed, --length or --dataset -o b, and perturbkv question stability a/trace.h5 b/trace.h5"
         )
-        raise ConfigError(msg)
     traces = read_traces(look.traces)
     for one in traces:
         if not one.ok.any():

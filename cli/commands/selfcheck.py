@@ -81,8 +81,9 @@ def _find_device(name: str) -> torch.device:
     from perturbkv.models.loading import pick_device
 
     if name.startswith("cuda") and not torch.cuda.is_available():
-        msg = "doctor selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "doctor selfcheck needs a CUDA device, this machine has none; --device cpu checks what a CPU can"
+        )
     return pick_device(name)
 
 
@@ -93,8 +94,7 @@ def _check_sizes(samples: int, length: int, entries: int) -> None:
     DatasetOptions(samples, lengths=(length,))
     option.check_number("--entries", entries, _MOST_ENTRIES)
     if entries < 1:
-        msg = f"--entries must be at least 1, got {entries}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--entries must be at least 1, got {entries}")
 
 
 def _ties_model(model: str | None) -> str:
@@ -108,8 +108,7 @@ def _ties_model(model: str | None) -> str:
     if model is None:
         return DEFAULT if embedded_gguf() else ""
     if model.startswith("random:"):
-        msg = f"expected a trained model for the table of ties, got {model}, whose weights differ by dtype"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a trained model for the table of ties, got {model}, whose weights differ by dtype")
     return model
 
 

@@ -71,8 +71,7 @@ def replaced(text: str, part: str, made: str) -> str:
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not found or not ended:
-        message = f"expected {begin} … {end} in the page"
-        raise ValueError(message)
+        raise ValueError(f"expected {begin} … {end} in the page")
     return f"{before}{begin}\n{made}\n{end}{after}"
 
 

@@ -136,8 +136,9 @@ def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
     keys, shown = next(kept for start, kept in SHOWN.items() if title.startswith(start))
     named = [[[row[heads.index(key)] for key in keys] for row in rows] for _, heads, rows in pair]
     if heads != others or named[0] != named[1]:
-        msg = f"expected the two models' tables of '{title}' to have the same rows, got {named[0]} and {named[1]}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"expected the two models' tables of '{title}' to have the same rows, got {named[0]} and {named[1]}"
+        )
     cells = [[[row[heads.index(column)] for column in shown] for row in rows] for _, heads, rows in pair]
     joined = [[*key, *first, *second] for key, first, second in zip(named[0], *cells, strict=True)]
     return " | ".join(titles), [*keys, *(f"{name}: {column}" for name in names for column in shown)], joined

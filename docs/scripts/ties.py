@@ -44,8 +44,7 @@ def matched(traces: Iterable[Trace]) -> Iterator[tuple[Trace, Trace]]:
         if trace.run.dtype == "float32":
             continue
         if trace.run.dataset not in exact:
-            msg = f"expected a float32 trace of {trace.run.dataset} beside {trace.source}, got none"
-            raise TraceError(msg)
+            raise TraceError(f"expected a float32 trace of {trace.run.dataset} beside {trace.source}, got none")
         yield exact[trace.run.dataset], trace
 
 

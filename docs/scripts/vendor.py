@@ -39,8 +39,7 @@ class Library:
 def wanted(known: Sequence[Library], asked: Mapping[str, str]) -> list[Library]:
     """Return the libraries at the requested versions; one whose version changes has no integrity yet."""
     if unknown := sorted(asked.keys() - BUILDS.keys()):
-        msg = f"expected packages of {', '.join(BUILDS)}, got {', '.join(unknown)}"
-        raise SystemExit(msg)
+        raise SystemExit(f"expected packages of {', '.join(BUILDS)}, got {', '.join(unknown)}")
     there = {one.package: one for one in known}
     return [_at(there.get(name, Library(name, "latest", file)), asked.get(name)) for name, (file, _) in BUILDS.items()]
 
@@ -54,8 +53,9 @@ def renewed(library: Library, modules: Path, lock: Mapping[str, Mapping[str, str
     """Return the row of what npm has fetched. Raises SystemExit where its integrity is not the recorded one."""
     told = lock[f"node_modules/{library.package}"]
     if library.integrity not in ("", told["integrity"]):
-        msg = f"expected {library.package} {library.version} with {library.integrity}, got {told['integrity']}"
-        raise SystemExit(msg)
+        raise SystemExit(
+            f"expected {library.package} {library.version} with {library.integrity}, got {told['integrity']}"
+        )
     held = (modules / library.package / BUILDS[library.package][1]).read_bytes()
     sha256 = hashlib.sha256(held).hexdigest()
     return replace(library, version=told["version"], integrity=told["integrity"], sha256=sha256)

@@ -99,6 +99,5 @@ def _answer_prompts(ready: Plan, options: AnswerOptions, workers: Workers, progr
     for why in failed.values():
         _log.warning("left out: %s", why)
     if not answered:
-        msg = f"no prompt was answered: {next(iter(failed.values()))}"
-        raise WorkerError(msg)
+        raise WorkerError(f"no prompt was answered: {next(iter(failed.values()))}")
     return [answered[name] for name in ready.prompts.ids if name in answered]

@@ -55,14 +55,12 @@ def load_model(
     """
     if isinstance(model, str | Path):
         if tokenizer is not None:
-            msg = f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone"
-            raise ConfigError(msg)
+            raise ConfigError(f"model '{model}' brings its own tokenizer; give a tokenizer with a loaded model alone")
         return load_by_name(str(model), str(dtype).removeprefix("torch."), str(device), seed, revision=revision or "")
     if isinstance(model, Adapter):
         return model
     if (dtype, device, revision) != ("auto", "auto", None):
-        msg = "a loaded model stays what and where it is; leave dtype, device and revision out"
-        raise ConfigError(msg)
+        raise ConfigError("a loaded model stays what and where it is; leave dtype, device and revision out")
     return user_model.adapt(model, tokenizer)
 
 
@@ -147,13 +145,11 @@ def as_tuple(kind: type[_Kind], value: Any, what: str) -> tuple[_Kind, ...]:
     items = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
     for one in items:
         if not isinstance(one, kind):
-            msg = f"expected {what}; got {type(one).__name__}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected {what}; got {type(one).__name__}")
     return items
 
 
 def check_model(model: Any) -> None:
     """Raise ModelError for an object that is not a model from `load_model`."""
     if not isinstance(model, Adapter):
-        msg = f"expected a model from pk.load_model, got {type(model).__name__}"
-        raise ModelError(msg)
+        raise ModelError(f"expected a model from pk.load_model, got {type(model).__name__}")

@@ -73,8 +73,7 @@ def measure(  # type: ignore[misc]  # `options` above stands for the options bel
     """
     parsed = Shard.parse(shard) if isinstance(shard, str) else shard
     if parsed is not None and path is None:
-        msg = "expected a path with a shard, got none; give both"
-        raise ConfigError(msg)
+        raise ConfigError("expected a path with a shard, got none; give both")
     ready = make_plan(model, prompts, configs, settings, resources, resumable=path is not None)
     with (
         engine_choice.open_engine(workers, [ready]) as measuring,

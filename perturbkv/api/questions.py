@@ -95,18 +95,17 @@ def patching_game(ready: Plan, question: PatchingConfig) -> Game:
     config, shape = ready.files.config, ready.shape
     check_sides(*ready.run.configs)
     if question.outcome == "score" and not ready.run.generate:
-        msg = "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "outcome score (--outcome score) expects answers; ask for them with --answers (Settings(generate=None))"
+        )
     if (step := question.step) >= ready.run.steps:
-        msg = f"expected a step from 0 to {ready.run.steps - 1}, got {step}; --steps {step + 1} records it"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a step from 0 to {ready.run.steps - 1}, got {step}; --steps {step + 1} records it")
     if not any(_evicts(ready, prompt) for prompt in ready.prompts):
         longest = max(len(prompt.parts(ready.run.scenario)[0]) for prompt in ready.prompts)
-        msg = (
+        raise ConfigError(
             f"expected a budget below the {longest:,} tokens of the longest prompt, got {ready.run.configs[0].budget}: "
             "nothing is evicted, and nothing differs"
         )
-        raise ConfigError(msg)
     granularity = ready.run.configs[0].granularity.name
     heads = shape.heads if granularity == "query" else shape.kv_heads
     game = Game.from_config(question, layer_types.measured_layers(config), heads, granularity)

@@ -55,11 +55,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            msg = f"expected at least 1 step, got {self.steps}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected at least 1 step, got {self.steps}")
         if not self.situations:
-            msg = f"expected at least one situation of {', '.join(SITUATIONS)}, got none"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected at least one situation of {', '.join(SITUATIONS)}, got none")
         for name in self.situations:
             if name not in SITUATIONS:
                 raise UnknownNameError(name, "situation", SITUATIONS)
@@ -141,8 +139,9 @@ def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
     check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
     check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
     if tokens <= situations.BLOCK:
-        msg = f"expected prompts of more than {situations.BLOCK} tokens, sample '{prompt.sample_id}' is shorter"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected prompts of more than {situations.BLOCK} tokens, sample '{prompt.sample_id}' is shorter"
+        )
 
 
 def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
@@ -163,8 +162,9 @@ def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dic
 def _plain_model(adapter: Adapter) -> ModelState:
     """Return the model before any eviction. Raises UnreadableCacheError where the eviction's file replaced its code."""
     if found := foreign_code(adapter.model):
-        msg = f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(
+            f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
+        )
     return ModelState.of(adapter.model)
 
 

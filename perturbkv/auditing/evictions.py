@@ -77,8 +77,9 @@ class Eviction:
             except NotImplementedError as error:
                 raise RefusedError(format_error(error)) from error
         if not isinstance(cache, Cache):
-            msg = f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(
+                f"expected {self.name} to return a transformers Cache, got {type(cache).__name__}"
+            )
         return cache
 
     def logits(self, model: Any, cache: Cache, token: Tensor, step: int, what: str) -> Tensor:
@@ -92,14 +93,12 @@ class Eviction:
         expected = {(rows, count, vocabulary) for count in (1, new)}
         if not isinstance(logits, Tensor) or tuple(logits.shape) not in expected:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            msg = f"{what} gives {shape}, expected logits (batch, new, vocab) {(rows, new, vocabulary)}"
-            raise FailedError(msg)
+            raise FailedError(f"{what} gives {shape}, expected logits (batch, new, vocab) {(rows, new, vocabulary)}")
         if logits.dtype not in _LOGIT_TYPES or logits.layout != torch.strided or logits.device != token.device:
-            msg = (
+            raise FailedError(
                 f"{what} gives {logits.dtype} ({logits.layout}) on {logits.device}, expected dense floating-point "
                 f"logits on {token.device}"
             )
-            raise FailedError(msg)
         return logits
 
 
@@ -119,8 +118,9 @@ def eviction(
         _check_constructible(target, name, arguments)
         return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode, masks)
     if inspect.isclass(target) or not callable(target):
-        msg = f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
+        )
     _check_options(target, name, arguments, _TAKES)
     return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode, masks)
 
@@ -143,11 +143,10 @@ def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: t
         signature.bind(*inputs, **options)
     except TypeError as error:
         known = [str(parameter) for parameter in signature.parameters.values() if parameter.name not in inputs]
-        msg = (
+        raise ConfigError(
             f"{name} cannot be called like this ({error}); it takes {', '.join(inputs)}{'; ' if inputs else ''}"
             f"{', '.join(known) or 'nothing'}"
-        )
-        raise ConfigError(msg) from None
+        ) from None
     for option, value in options.items():
         _check_option_type(signature.parameters.get(option), option, value, name)
 
@@ -158,8 +157,7 @@ def _check_option_type(parameter: inspect.Parameter | None, option: str, value: 
         return
     accepted, description = KINDS[kind]
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
-        msg = f"expected {option} of {name} to be {description} ({parameter}), got '{value}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected {option} of {name} to be {description} ({parameter}), got '{value}'")
 
 
 def _option_type(parameter: inspect.Parameter) -> type | None:
@@ -213,13 +211,13 @@ def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
     """
     if isinstance(source, str) and not source.endswith(KEPT_SUFFIXES) and is_press(parse(source)):
         if budget is None:
-            msg = f"expected a budget for the press {source}, got none; give --budget (budget=), such as 128 or 0.3"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected a budget for the press {source}, got none; give --budget (budget=), such as 128 or 0.3"
+            )
         return press_eviction(source, budget)
     if budget is not None:
         reason = f"it needs a press of kvpress, {source} says itself what it keeps"
-        msg = f"a budget has no effect here: {reason}; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"a budget has no effect here: {reason}; leave it out")
     if isinstance(source, Eviction | KeptFile):
         return source
     if isinstance(source, str | Path):
@@ -234,8 +232,7 @@ def _parse_eviction(text: str) -> Eviction | KeptFile:
     choice = parse(text)
     path, colon, name = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        msg = f"expected an eviction as {_FORMS}, got '{text}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected an eviction as {_FORMS}, got '{text}'")
     module = load_module(Path(path))
     return eviction(_lookup(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
 
@@ -255,6 +252,7 @@ def _lookup(module: ModuleType, name: str, path: str) -> Any:
 def _options(choice: Choice, text: str) -> dict[str, Any]:
     """Return option name -> value of a choice. Raises ConfigError for an unnamed option."""
     if UNNAMED in choice.options:
-        msg = f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
+        )
     return dict(choice.options)

@@ -219,11 +219,10 @@ def _check_not_relative(external: ExternalRun, layer: tuple[Tensor, Tensor]) -> 
     relative = sum(float(distance.sum()) for distance in kept.key_distance)
     distances = external.tracker.convention_distances(layer)
     if _CLEARLY * relative < min(distances[ORIGINAL], distances[IN_CACHE]):
-        msg = (
+        raise UnreadableCacheError(
             f"its keys follow the new tokens: they stand at {int(places[0])} … {int(places[-1])}, as these stand at "
             f"{int(places[-1]) + 1}, which an audit does not judge; hand them out at 0, 1, …, for new tokens after them"
         )
-        raise UnreadableCacheError(msg)
 
 
 def _has_layers_of(layers: Layers, full: Layers) -> bool:
@@ -334,13 +333,15 @@ def _add_pass(external: ExternalRun, record: ForwardPass, cache: Cache, own: int
     With `own`, the index of the chunk, the plain model decodes from the same entries.
     """
     if not record.is_complete(len(external.prompts.full)):
-        msg = f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(
+            f"no keys to look at: the attention of the model was not used by {type(cache).__name__}'s decoding"
+        )
     given = external.situation.new_tokens(len(external.passes)).shape
     if (seen := record.query[0].shape[::2]) != given:  # of the last call, where there were several
         one, all_at_once = (f"{rows} × {tokens}" for rows, tokens in (seen, given))
-        msg = f"its decoding gives the model {one} tokens in a call, expected {all_at_once} at once"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(
+            f"its decoding gives the model {one} tokens in a call, expected {all_at_once} at once"
+        )
     attended = external.tracker.add_pass(record)
     if external.tracker.rolls:
         external.expect_after(record.entries[0] - record.query[0].shape[2])

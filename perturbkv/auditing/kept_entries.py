@@ -102,8 +102,7 @@ class EntryTracker:
     def _match(self, entries: Layers, attended: Sequence[Attended | None]) -> None:
         """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass."""
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
-            msg = f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
         known = self._all_entries(self.full, entries)
         rows = [
             recover(entries, known, row, padding, count_padding=True)

@@ -81,8 +81,7 @@ class KeptFile:
 
     def _refuse(self, reason: str) -> NoReturn:
         """Raise UnreadableCacheError for this file, with the given reason."""
-        msg = f"{self.name}: {reason}"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(f"{self.name}: {reason}")
 
 
 def read(path: Path) -> KeptFile:
@@ -102,16 +101,16 @@ def read(path: Path) -> KeptFile:
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         found = f"{type(error).__name__}: {error}"
-        msg = f"{path} does not hold kept positions as docs/how-to/audit.md lays them out: {found}"
-        raise UnreadableCacheError(msg) from None
+        raise UnreadableCacheError(
+            f"{path} does not hold kept positions as docs/how-to/audit.md lays them out: {found}"
+        ) from None
 
 
 def _parse_tokens(name: str, content: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids stored under a name; empty if absent. Raises ValueError for any other value."""
     ids = _parse_row(content.get(name, ()), f"as {name}")
     if ids.size and ids.min() < 0:
-        msg = f"expected token ids as {name}, got {ids.min()}"
-        raise ValueError(msg)
+        raise ValueError(f"expected token ids as {name}, got {ids.min()}")
     return tuple(map(int, ids))
 
 
@@ -121,8 +120,7 @@ def _parse_row(values: Any, what: str) -> NDArray[Any]:
     booleans = isinstance(values, list) and any(isinstance(value, bool) for value in values)
     if row.ndim != 1 or booleans or (row.size and row.dtype.kind not in "iu"):
         kind = "true or false" if booleans else f"an array of shape {row.shape} and type {row.dtype}"
-        msg = f"expected a row of whole numbers {what}, got {kind}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a row of whole numbers {what}, got {kind}")
     return row
 
 
@@ -134,8 +132,7 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
     if logits.ndim == 0 or logits.dtype.kind not in "iuf" or not np.isfinite(logits).all():
         got = f"an array of shape {logits.shape} and type {logits.dtype}"
         infinite = " with infinities or NaN; leave the logits out" if logits.dtype.kind == "f" else ""
-        msg = f"expected finite logits (step, vocab), got {got}{infinite}"
-        raise ValueError(msg)
+        raise ValueError(f"expected finite logits (step, vocab), got {got}{infinite}")
     return logits.astype(np.float64).reshape(len(logits), -1)
 
 
@@ -159,8 +156,7 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
         [_parse_positions(arrays[names[layer, head]]) for head in range(heads[layer])] for layer in range(len(heads))
     ]
     if not kept or not all(kept):
-        msg = "expected layer_0_head_0 and every layer and head behind it"
-        raise ValueError(msg)
+        raise ValueError("expected layer_0_head_0 and every layer and head behind it")
     return {**arrays, "kept": tuple(map(tuple, kept))}
 
 
@@ -170,31 +166,26 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
         if size > KEPT_FILE.max_bytes:
-            msg = f"it unpacks to {size:,} bytes, more than {KEPT_FILE.max_bytes // MIB:,} MiB"
-            raise ValueError(msg)
+            raise ValueError(f"it unpacks to {size:,} bytes, more than {KEPT_FILE.max_bytes // MIB:,} MiB")
         with np.load(path, allow_pickle=False) as file:
             if twice := [name for name, count in Counter(file.files).items() if count > 1]:
-                msg = f"the array '{twice[0]}' is there twice"
-                raise ValueError(msg)
+                raise ValueError(f"the array '{twice[0]}' is there twice")
             return {name: file[name] for name in file.files}
     except _READ_ERRORS as error:
-        msg = f"no .npz file of numbers ({error})"
-        raise ValueError(msg) from None
+        raise ValueError(f"no .npz file of numbers ({error})") from None
 
 
 def _check_known(names: Iterable[str], known: Sequence[str], positions: str = "") -> None:
     """Raise ValueError for a name in a file that means nothing there; `positions` are those of arrays, for messages."""
     if unknown := [name for name in names if name not in known]:
-        msg = f"unknown name '{unknown[0]:.40}'; known: {', '.join(filter(None, (positions, *known)))}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown name '{unknown[0]:.40}'; known: {', '.join(filter(None, (positions, *known)))}")
 
 
 def _parse_positions(values: Any) -> Integers:
     """Return a head's kept positions, ascending. Raises ValueError unless they are distinct whole numbers."""
     positions = _parse_row(values, "per head")
     if len(np.unique(positions)) != len(positions):
-        msg = "a head keeps a position twice"
-        raise ValueError(msg)
+        raise ValueError("a head keeps a position twice")
     return np.sort(positions).astype(np.int64)
 
 
@@ -206,11 +197,10 @@ def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
     if file.token_ids:
         return Prompt("file", file.token_ids, 0)
     if len(prompts) != 1:
-        msg = (
+        raise ConfigError(
             f"expected one prompt for {file.name}, which holds no token_ids, got {len(prompts)}; give --samples 1, or "
             "put token_ids into the file"
         )
-        raise ConfigError(msg)
     return prompts[0]
 
 

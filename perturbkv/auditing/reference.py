@@ -228,8 +228,9 @@ def check(adapter: Adapter) -> None:
     check_plain(adapter.config, adapter.name, "an audit")
     name = adapter.config._attn_implementation
     if name != _KERNEL:
-        msg = f"an audit masks entries per head, which needs attention '{_KERNEL}', got '{name}'; load with '{_KERNEL}'"
-        raise ModelError(msg)
+        raise ModelError(
+            f"an audit masks entries per head, which needs attention '{_KERNEL}', got '{name}'; load with '{_KERNEL}'"
+        )
 
 
 def read(

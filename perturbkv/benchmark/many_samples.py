@@ -35,8 +35,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_repeats(self.repeats)
         if not 1 <= self.samples <= _MOST:
-            msg = f"--samples must lie between 1 and {_MOST:,}, got {self.samples}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--samples must lie between 1 and {_MOST:,}, got {self.samples}")
 
 
 def measure(

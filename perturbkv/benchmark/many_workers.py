@@ -96,8 +96,9 @@ def wait_until_ready(scheduler: Scheduler, task: Task, workers: int) -> float:
         ids.clear()
         scheduler.run(Work(call, [1] * workers, lambda item: item, lambda item, one: ids.add(one), _raise_failure))
         if time.perf_counter() - start > _LONGEST:
-            msg = f"expected {workers} workers within {_LONGEST:g} seconds, got {len(ids)}; end what else runs here"
-            raise WorkerError(msg)
+            raise WorkerError(
+                f"expected {workers} workers within {_LONGEST:g} seconds, got {len(ids)}; end what else runs here"
+            )
     return time.perf_counter() - start
 
 

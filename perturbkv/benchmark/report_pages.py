@@ -101,8 +101,7 @@ def _chromium() -> Iterator[Any]:
             yield browser
             browser.close()
     except Error as error:
-        msg = f"the browser failed: {str(error).splitlines()[0]}"
-        raise PerturbkvError(msg) from None
+        raise PerturbkvError(f"the browser failed: {str(error).splitlines()[0]}") from None
 
 
 def _open_page(browser: Any, path: Path) -> Any:
@@ -134,8 +133,7 @@ def _poll(page: Any, function: Callable[[], Any], what: str) -> float:
             page.wait_for_timeout(200)  # until what the page draws when idle is drawn
             return float(result)
         page.wait_for_timeout(20)
-    msg = f"expected {what} within {_LONGEST:g} seconds, got nothing"
-    raise PerturbkvError(msg)
+    raise PerturbkvError(f"expected {what} within {_LONGEST:g} seconds, got nothing")
 
 
 _SHARES = ("sigma_topk", "sigma_stage1", "retained_mass")
@@ -269,8 +267,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_repeats(self.repeats)
         if not 100 <= self.tokens <= _MOST_TOKENS:
-            msg = f"--tokens must lie between 100 and {_MOST_TOKENS:,}, got {self.tokens}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--tokens must lie between 100 and {_MOST_TOKENS:,}, got {self.tokens}")
 
 
 def measure(
@@ -322,8 +319,7 @@ class _Rows:
         changes = change_times(self._page("small", _SMALL), self._settings.repeats)
         times = [one for values in changes.values() for one in values]
         if not times:
-            msg = "expected a page with something to choose, got none"
-            raise ConfigError(msg)
+            raise ConfigError("expected a page with something to choose, got none")
         return {
             "report-change": (statistics.median(times), {"seconds": changes}),
             "report-change-most": (max(times), {"changes": len(times)}),

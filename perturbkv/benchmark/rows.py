@@ -141,11 +141,9 @@ def read(path: Path) -> Report:
 def _check_header(version: Any, names: Sequence[str]) -> None:
     """Raise ValueError unless `version` is the current format and the row names are unique."""
     if version != FORMAT:
-        msg = f"format is {str(version)[:40]}, not {FORMAT}"
-        raise ValueError(msg)
+        raise ValueError(f"format is {str(version)[:40]}, not {FORMAT}")
     if len(set(names)) < len(names):
-        msg = "a row stands there twice"
-        raise ValueError(msg)
+        raise ValueError("a row stands there twice")
 
 
 def _parse_row(entry: Mapping[str, Any]) -> Row:
@@ -166,24 +164,21 @@ def _typed_field(kind: type[_Kind], entry: Mapping[str, Any], name: str) -> _Kin
     """Return a field of a JSON object. Raises TypeError if it is not of the type `kind`."""
     value = entry[name]
     if not isinstance(value, kind):
-        msg = f"{name} is {str(value)[:40]}"
-        raise TypeError(msg)
+        raise TypeError(f"{name} is {str(value)[:40]}")
     return value
 
 
 def _finite_number(value: Any) -> float:
     """Return a number as a finite float. Raises TypeError for booleans, texts and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        msg = f"{str(value)[:40]} is no number"
-        raise TypeError(msg)
+        raise TypeError(f"{str(value)[:40]} is no number")
     return float(value)
 
 
 def _json_object(value: Any) -> dict[str, Any]:
     """Return a JSON object unchanged. Raises TypeError for any other value."""
     if not isinstance(value, dict):
-        msg = f"expected an object, got {str(value)[:40]}"
-        raise TypeError(msg)
+        raise TypeError(f"expected an object, got {str(value)[:40]}")
     return value
 
 
@@ -217,8 +212,7 @@ def compare(old: Report, new: Report, tolerance: float) -> list[Change]:
     Raises ConfigError for a negative tolerance.
     """
     if not tolerance >= 0:
-        msg = f"--tolerance must be at least 0, got {tolerance}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--tolerance must be at least 0, got {tolerance}")
     before = {row.target.name: row for row in old.rows}
     after = {row.target.name: row for row in new.rows}
     changes = []

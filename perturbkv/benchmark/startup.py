@@ -46,6 +46,5 @@ def _processor_seconds(code: str, *arguments: str) -> float:
         if process.returncode != 0:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines() or ["no message"]
-            msg = f"the benchmark's process '{' '.join(arguments) or code}' failed: {lines[-1]}"
-            raise PerturbkvError(msg)
+            raise PerturbkvError(f"the benchmark's process '{' '.join(arguments) or code}' failed: {lines[-1]}")
     return used.ru_utime + used.ru_stime

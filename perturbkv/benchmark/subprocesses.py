@@ -48,8 +48,7 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     )
     if finished.returncode != 0:
         lines = finished.stderr.strip().splitlines() or ["no message"]
-        msg = f"{name} failed: {lines[-1]}"
-        raise PerturbkvError(msg)
+        raise PerturbkvError(f"{name} failed: {lines[-1]}")
     result: Result = json.loads(finished.stdout.splitlines()[-1])
     return result
 

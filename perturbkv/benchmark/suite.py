@@ -36,8 +36,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_repeats(self.repeats)
         if self.tokens <= 1024:
-            msg = f"--tokens must exceed the largest budget, 1024, got {self.tokens}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--tokens must exceed the largest budget, 1024, got {self.tokens}")
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments common to most processes: model, tokens, dtype and device."""
@@ -47,8 +46,7 @@ class Settings:
 def check_repeats(repeats: int) -> None:
     """Raise ConfigError for a number of turns below 1 or above 1000."""
     if not 1 <= repeats <= _MOST_REPEATS:
-        msg = f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {repeats}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--repeats must lie between 1 and {_MOST_REPEATS:,}, got {repeats}")
 
 
 Values = dict[str, tuple[float, dict[str, Any]]]
@@ -84,11 +82,10 @@ def _check_length(settings: Settings, names: set[str]) -> None:
         return
     most = int(open_model(settings.model).config.max_position_embeddings)
     if longest > most:
-        msg = (
+        raise ConfigError(
             f"expected --tokens of at most {most * settings.tokens // longest:,} with model '{settings.model}', whose "
             f"context has {most:,} tokens, got {settings.tokens:,}, of which a row reads {longest:,}"
         )
-        raise ConfigError(msg)
 
 
 def run_groups(

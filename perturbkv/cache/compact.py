@@ -83,8 +83,7 @@ class CompactLayer(Tail, CacheLayerMixin):  # type: ignore[misc]
     def _freeze(self, entries: Sequence[KeptEntries]) -> None:
         """Store the kept entries of all rows in blocks. Raises ConfigError for unequal lengths if rectangular."""
         if self.layout == "rectangular" and any(len(set(row.lengths)) > 1 for row in entries):
-            msg = "a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'"
-            raise ConfigError(msg)
+            raise ConfigError("a rectangular cache cannot hold heads of different budgets; use the layout 'ragged'")
         self.borrowed_rows = {row: kept for row, kept in enumerate(entries) if kept.rectangle is not None}
         self.blocks = build(entries, self.heads, SLACK if self.layout == "ragged" else 0.0, self.passing)
         self.kept_entries = sum(sum(row.lengths) for row in entries)

@@ -203,11 +203,10 @@ def check_positions(configs: Iterable[EvictionConfig], model_config: Any, name: 
         return
     rotations = model_config.rope_parameters
     if (kind := rotations.get(FULL, rotations)["rope_type"]) not in COMPOSING_ROPE_TYPES:
-        msg = (
+        raise ModelError(
             f"positions=in-cache expects rotary frequencies of the type {', '.join(COMPOSING_ROPE_TYPES)}, got "
             f"'{kind}' of model '{name}', which change with the length of the text; use positions=kept"
         )
-        raise ModelError(msg)
 
 
 def close_gaps(

@@ -65,8 +65,7 @@ class Tail:
         Raises ConfigError outside `capture.decode_from`: a model's own attention would see only the new tokens.
         """
         if not self.attached:
-            msg = "a CompactCache decodes only inside `with decode_from(model, cache):`"
-            raise ConfigError(msg)
+            raise ConfigError("a CompactCache decodes only inside `with decode_from(model, cache):`")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]

@@ -47,20 +47,17 @@ class AlphaTable:
     def __post_init__(self) -> None:
         if escape_line(self.name) != self.name or {'"', "'"} <= set(self.name):
             name = escape_line(self.name)
-            msg = f"expected a file's name of visible characters and one kind of quote, got '{name}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a file's name of visible characters and one kind of quote, got '{name}'")
         wrong = [share for row in self.shares for share in row if not 0 <= share <= 1]
         if wrong:
-            msg = f"expected every alpha of {self.name} in [0, 1], got {wrong[0]}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected every alpha of {self.name} in [0, 1], got {wrong[0]}")
         rows = 1 if self.by == GLOBAL else len(self.layers)
         if len(self.shares) != rows or not rows or not all(self.shares) or len({*map(len, self.shares)}) != 1:
             got = ", ".join(sorted({str(len(row)) for row in self.shares}))
-            msg = (
+            raise ConfigError(
                 f"expected alpha of {self.name} to be {_SHAPES[self.by]}, for its {len(self.layers)} layers; got "
                 f"{len(self.shares)} × {got or 0}"
             )
-            raise ConfigError(msg)
 
     @property
     def digest(self) -> str:
@@ -96,11 +93,10 @@ class AlphaTable:
         if self.by == HEAD:
             expected, got = [*expected, f"{heads} heads"], [*got, f"{len(self.shares[0])} heads"]
         if expected != got and (self.layers or self.by != GLOBAL):
-            msg = (
+            raise ConfigError(
                 f"alpha={self.name}: expected shares of {' and '.join(expected)}, as the model has them, got those of "
                 f"{' and '.join(got)}; choose this model's: perturbkv question alpha"
             )
-            raise ConfigError(msg)
 
     def to_document(self) -> dict[str, Any]:
         """Return the table as a JSON object, the form stored in files and runs."""
@@ -114,15 +110,12 @@ class AlphaTable:
         """Return the table in a JSON object written by `to_document`. Raises ConfigError for any other value."""
         if not isinstance(document, dict) or document.get("by") not in BY:
             got = type(document).__name__ if not isinstance(document, dict) else repr(document.get("by"))[:40]
-            msg = f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}'
-            raise ConfigError(msg)
+            raise ConfigError(f'expected {{"by": "{"|".join(BY)}", "alpha": …, "layers": […]}} in {name}, got {got}')
         if strange := sorted(document.keys() - {"by", "alpha", "layers", "about"}):
-            msg = f"expected by, alpha, layers and about in {name}, got '{escape_line(strange[0])[:40]}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected by, alpha, layers and about in {name}, got '{escape_line(strange[0])[:40]}'")
         by, layers = document["by"], document.get("layers", [])
         if not isinstance(layers, list) or not all(_is_number(int, layer) and layer >= 0 for layer in layers):
-            msg = f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected layers of {name} to be decoder layers such as [0, 1], got {str(layers)[:40]}")
         return cls(name, by, _parse_rows(by, document.get("alpha"), name), tuple(layers))
 
     def __str__(self) -> str:
@@ -140,8 +133,7 @@ def read_table(text: str) -> AlphaTable:
     _FILE.check(path)  # no pipe, as each configuration reads it
     table = AlphaTable.from_document(_FILE.read_json(path), path.name)
     if has_digest and table.digest != digest:
-        msg = f"expected the table {digest} in {path}, got {table.digest}: the file was changed"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected the table {digest} in {path}, got {table.digest}: the file was changed")
     return table
 
 
@@ -152,8 +144,7 @@ def check_tables(shares: Iterable[float | AlphaTable], model_config: Any) -> Non
         if isinstance(table, AlphaTable):
             table.check(measured_layers(model_config), int(model_config.num_attention_heads))
             if names.setdefault(table.digest, table.name) != table.name:
-                msg = f"{names[table.digest]} and {table.name} hold one table of alpha; give one of them"
-                raise ConfigError(msg)
+                raise ConfigError(f"{names[table.digest]} and {table.name} hold one table of alpha; give one of them")
 
 
 @dataclass(frozen=True)
@@ -181,8 +172,7 @@ def _parse_rows(by: str, alpha: Any, name: str) -> tuple[tuple[float, ...], ...]
     if rows is None or not all(
         row is not None and all(_is_number(int | float, share) for share in row) for row in rows
     ):
-        msg = f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected alpha of {name} to be {_SHAPES[by]}, got {str(alpha)[:40]}")
     return tuple(tuple(map(float, row)) for row in rows)
 
 

@@ -46,8 +46,7 @@ class Choice:
     def __post_init__(self) -> None:
         for text in (self.name, *self.options, *self.options.values()):
             if isinstance(text, str) and escape_line(text) != text:
-                msg = f"expected a name or a text of visible characters, got '{escape_line(text)}'"
-                raise ConfigError(msg)
+                raise ConfigError(f"expected a name or a text of visible characters, got '{escape_line(text)}'")
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]
@@ -162,8 +161,7 @@ class _Parser:
         rest = self.text[self.position :]
         got = f"'{rest[:12]}{'…' if len(rest) > 12 else ''}'" if rest else "its end"
         where = f"'{self.text}' at character {self.position + 1}"
-        msg = f"{where}: expected {expected}, got {got}; write name(option=value, …)"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: expected {expected}, got {got}; write name(option=value, …)")
 
     def accept(self, letter: str) -> bool:
         """Skip spaces; consume `letter` if it comes next, and return whether it did."""

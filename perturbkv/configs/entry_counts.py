@@ -22,26 +22,25 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not self.value > 0:
-            msg = f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)"
-            raise BudgetError(msg)
+            raise BudgetError(f"a budget must be positive, got {self.value}; give tokens (128) or a fraction (0.05)")
         if self.value == math.inf:
-            msg = f"a budget must be finite, got {self.value}; give tokens (128) or a fraction (0.05)"
-            raise BudgetError(msg)
+            raise BudgetError(f"a budget must be finite, got {self.value}; give tokens (128) or a fraction (0.05)")
         if isinstance(self.value, float) and self.value > 1:
             tokens = f"; for tokens write {self.value:.0f}" if self.value <= LARGEST else ""
-            msg = f"a fractional budget must be at most 1, got {self.value}{tokens}"
-            raise BudgetError(msg)
+            raise BudgetError(f"a fractional budget must be at most 1, got {self.value}{tokens}")
         if self.value > LARGEST:
-            msg = f"a budget must be at most {LARGEST:,} entries, got {self.value:.3g}; 1.0 keeps everything"
-            raise BudgetError(msg)
+            raise BudgetError(
+                f"a budget must be at most {LARGEST:,} entries, got {self.value:.3g}; 1.0 keeps everything"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the budget written as text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
         several = [part.strip() for part in text.split(",")]
         if len(several) > 1 and all(re.fullmatch(r"[1-9]\d*|0?\.\d+", part) for part in several):
-            msg = f"expected one budget, got '{text}'; repeat --budget: --budget {' --budget '.join(several)}"
-            raise BudgetError(msg)
+            raise BudgetError(
+                f"expected one budget, got '{text}'; repeat --budget: --budget {' --budget '.join(several)}"
+            )
         return cls(parse_entries("a budget", text))
 
     def tokens(self, prompt_tokens: int) -> int:
@@ -67,8 +66,7 @@ def parse_entries(what: str, text: str) -> int | float:
             return kind(text)
         except ValueError:
             pass
-    msg = f"{what} is tokens (128) or a fraction (0.05), got '{text}'"
-    raise BudgetError(msg)
+    raise BudgetError(f"{what} is tokens (128) or a fraction (0.05), got '{text}'")
 
 
 def entry_count(value: int | float, total: int) -> int:

@@ -48,8 +48,7 @@ def option_from_json(value: Any, depth: int = DEEPEST) -> Any:
         document = dict(value)
         return AlphaTable.from_document(document, str(document.pop("table")))
     if not depth:
-        msg = f"expected at most {DEEPEST} choices inside each other in a configuration, got more"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected at most {DEEPEST} choices inside each other in a configuration, got more")
     choice = as_choice(value["choice"])
     return with_all_options(
         choice, {name: option_from_json(option, depth - 1) for name, option in value["options"].items()}
@@ -71,8 +70,7 @@ def check_fields(document: Mapping[str, Any]) -> None:
     for name, kind in kinds.items():
         value = document.get(name, "")
         if name in document and (isinstance(value, bool) or not isinstance(value, kind)):
-            msg = f"{name} of a configuration cannot be '{value}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} of a configuration cannot be '{value}'")
 
 
 def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Option]) -> None:
@@ -81,8 +79,7 @@ def check_options(owner: str, options: Mapping[str, Any], known: Mapping[str, Op
         if name in known:
             known[name].convert(value, name, owner)
         elif not isinstance(value, bool | int | float | str | Choice | AlphaTable | None):
-            msg = f"{name} of {owner} cannot be '{value}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} of {owner} cannot be '{value}'")
 
 
 CHOICES = ("policy", "selection", "granularity", "precision", "correction")
@@ -163,8 +160,7 @@ class EvictionConfig:
         check_whole("window (--window)", self.window)
         check_number("window (--window)", self.window)
         if self.window < (not self.is_external):
-            msg = f"the window must hold at least 1 query, got {self.window}"
-            raise ConfigError(msg)
+            raise ConfigError(f"the window must hold at least 1 query, got {self.window}")
         if self.reads_pages:
             selections.page_size(self.policy)
         if isinstance(self.budget.value, int):
@@ -434,8 +430,7 @@ def _parse_protected(name: str, protected: float | str) -> int | float:
     """Return a number of protected entries, or a share of the budget b. Raises BudgetError for an invalid value."""
     value = parse_entries(name, protected) if isinstance(protected, str) else protected
     if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
-        msg = f"{name} is a number of entries (4) or a share of b below 1, got {value}"
-        raise BudgetError(msg)
+        raise BudgetError(f"{name} is a number of entries (4) or a share of b below 1, got {value}")
     return value
 
 

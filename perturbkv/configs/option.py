@@ -25,11 +25,9 @@ LONGEST_PROMPT = 2_000_000
 def check_number(what: str, value: float, most: float = LARGEST) -> None:
     """Raise ConfigError, which names `what`, for a number that is NaN, infinite or beyond ±`most`."""
     if isinstance(value, float) and not math.isfinite(value):
-        msg = f"{what} must be a finite number, got {value}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{what} must be a finite number, got {value}")
     if not -most <= value <= most:
-        msg = f"{what} must be at most {most:,}, got {_format_number(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{what} must be at most {most:,}, got {_format_number(value)}")
 
 
 def check_whole(what: str, value: object) -> None:
@@ -38,18 +36,16 @@ def check_whole(what: str, value: object) -> None:
     NumPy's whole numbers are accepted.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        msg = f"{what} must be a whole number, got {value!r:.80}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{what} must be a whole number, got {value!r:.80}")
 
 
 def check_configurations(count: int) -> None:
     """Raise ConfigError if `count` exceeds the maximum number of configurations of a run."""
     if count > MOST_CONFIGURATIONS:
-        msg = (
+        raise ConfigError(
             f"expected at most {MOST_CONFIGURATIONS:,} configurations in a run, got {count:,}; give fewer values, or "
             "make several runs of it"
         )
-        raise ConfigError(msg)
 
 
 def _format_number(value: float) -> str:
@@ -109,8 +105,7 @@ class Option:
         value = "none" if value is None and "none" in self.known else value
         what = f"{name} of {owner}" if owner else name
         if isinstance(value, bool) != isinstance(self.default, bool) or not isinstance(value, accepted):
-            msg = f"{what} is {description}, got '{value}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"{what} is {description}, got '{value}'")
         if isinstance(value, str):
             if value not in self.known:
                 raise UnknownNameError(value, name, self.known)
@@ -122,14 +117,11 @@ class Option:
     def _check_number(self, value: Any, what: str) -> None:
         """Raise ConfigError, which names `what`, for a number outside the option's range."""
         if not (self.low <= value <= self.high and value <= LARGEST):
-            msg = f"{what} must {self._range_text()}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{what} must {self._range_text()}, got {value}")
         if self.allowed and value not in self.allowed:
-            msg = f"{what} is one of {', '.join(map(str, self.allowed))}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{what} is one of {', '.join(map(str, self.allowed))}, got {value}")
         if self.odd and value % 2 == 0:
-            msg = f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}")
 
     def _range_text(self) -> str:
         """Return the condition on the option's numbers as text, such as `lie in [0, 1]`."""
@@ -173,8 +165,7 @@ def complete_choice(choice: Choice, what: str, options: Mapping[str, Option]) ->
         return _with_new_options(choice, options)
     for name, value in choice.options.items():
         if name == UNNAMED or name not in options:
-            msg = f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{what} has no option '{name or value}'; its options: {', '.join(options) or 'none'}")
     values = {
         name: option.convert(choice.options.get(name, option.default), name, what) for name, option in options.items()
     }

@@ -45,8 +45,7 @@ class Mixture:
         codes = _LAYER.findall(text)
         layers = tuple(tuple(bit == "1" for bit in code[1:-1]) or (code == "t",) * heads for code in codes)
         if "".join(codes) != text or any(len(layer) != heads for layer in layers):
-            msg = f"expected a letter or {heads} bits for every layer, got '{text}'"
-            raise ValueError(msg)
+            raise ValueError(f"expected a letter or {heads} bits for every layer, got '{text}'")
         return cls(layers)
 
     def __str__(self) -> str:
@@ -125,15 +124,16 @@ class PatchingConfig:
         for what, number in (("permutations", self.permutations), ("greedy", self.greedy), ("step", self.step)):
             numbers.check_number(what, number or 0, 100_000)
             if (number or 0) < 0:
-                msg = f"{what} (--{what}) must be at least 0, got {number}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{what} (--{what}) must be at least 0, got {number}")
         if self.permutations and (self.permutations % 2 or self.permutations < LEAST):
             wanted = f"an even number from {LEAST} on, or 0 for none"
-            msg = f"permutations (--permutations) are orders and their reverses: {wanted}; got {self.permutations}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"permutations (--permutations) are orders and their reverses: {wanted}; got {self.permutations}"
+            )
         if self.exact and self.permutations is not None:
-            msg = "exact (--exact) measures all subsets, and permutations (--permutations) draws some; give one of them"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "exact (--exact) measures all subsets, and permutations (--permutations) draws some; give one of them"
+            )
 
 
 def parse_layers(option: str, text: str) -> tuple[int, ...]:
@@ -146,8 +146,7 @@ def parse_layers(option: str, text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(item.strip())
         ends = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if ends[1] < ends[0]:
-            msg = f"{option} takes layers, such as 0 or 0,18-23; got '{text}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"{option} takes layers, such as 0 or 0,18-23; got '{text}'")
         layers += range(ends[0], ends[1] + 1)
     return tuple(sorted(set(layers)))
 
@@ -155,22 +154,22 @@ def parse_layers(option: str, text: str) -> tuple[int, ...]:
 def check_sides(baseline: EvictionConfig, treatment: EvictionConfig) -> None:
     """Raise ConfigError unless the two configurations differ, evict, are uncorrected, and share a cache layout."""
     if baseline == treatment:
-        msg = f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected two different configurations to swap kept sets of, got '{baseline.label()}' twice")
     if full := [config.policy.name for config in (baseline, treatment) if not config.evicts]:
-        msg = f"expected configurations that evict, so that there are kept sets to swap; policy '{full[0]}' does not"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected configurations that evict, so that there are kept sets to swap; policy '{full[0]}' does not"
+        )
     if corrected := [config for config in (baseline, treatment) if config.corrected]:
-        msg = f"expected configurations with no correction, got {corrected[0].correction}; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected configurations with no correction, got {corrected[0].correction}; leave it out")
     for what, first, second in (
         ("granularity", baseline.granularity.name, treatment.granularity.name),
         ("precision", str(baseline.precision), str(treatment.precision)),
         ("position of kept keys", baseline.positions, treatment.positions),
     ):
         if first != second:
-            msg = f"expected the same {what} on both sides, whose kept sets lie in one cache; got {first} and {second}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected the same {what} on both sides, whose kept sets lie in one cache; got {first} and {second}"
+            )
 
 
 @dataclass(frozen=True)
@@ -199,20 +198,21 @@ class Game:
         for layer_numbers in (config.layers, *config.baseline_in, *config.treatment_in):
             _check_layers(layer_numbers, layers)
         if config.by == "heads" and selections.shares_heads(Choice(granularity)):
-            msg = (
+            raise ConfigError(
                 f"by heads (--by heads) expects a kept set per head, and granularity '{granularity}' keeps one for all "
                 "of them"
             )
-            raise ConfigError(msg)
         playing = config.layers or tuple(layers)
         heads: Sequence[int | None] = (None,) if config.by == "layers" else range(kept_heads)
         players = tuple(Player(layer, head) for layer in playing for head in heads)
         if len(players) < 2 and not (config.permutations == 0 and config.greedy == 0):
-            msg = f"expected at least 2 {config.by} to tell apart, got {len(players)}; give more, or --by heads"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected at least 2 {config.by} to tell apart, got {len(players)}; give more, or --by heads"
+            )
         if config.exact and len(players) > MOST_EXACT:
-            msg = f"exact (--exact) takes at most {MOST_EXACT} players, got {len(players)}; give fewer layers"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"exact (--exact) takes at most {MOST_EXACT} players, got {len(players)}; give fewer layers"
+            )
         return cls(players, _named_mixtures(config, layers, kept_heads), tuple(layers), kept_heads)
 
     @property
@@ -254,8 +254,9 @@ def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
     Raises ConfigError where it is requested and no sample is left to judge the choice.
     """
     if samples < 2 and config.greedy:
-        msg = f"greedy (--greedy) expects at least 2 samples, one to choose and one to judge, got {samples}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"greedy (--greedy) expects at least 2 samples, one to choose and one to judge, got {samples}"
+        )
     most = GREEDY if config.greedy is None else config.greedy
     return min(most, players) if samples > 1 else 0
 
@@ -263,8 +264,7 @@ def greedy_count(config: PatchingConfig, players: int, samples: int) -> int:
 def _check_layers(requested: Sequence[int], layers: Sequence[int]) -> None:
     """Raise ConfigError for requested layers that are not measured."""
     if unknown := [layer for layer in requested if layer not in layers]:
-        msg = f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected layers of {format_layers(layers)}, which are measured, got {unknown[0]}")
 
 
 def _named_mixtures(config: PatchingConfig, layers: Sequence[int], kept_heads: int) -> tuple[tuple[str, Mixture], ...]:

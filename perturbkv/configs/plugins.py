@@ -113,8 +113,7 @@ def load_class(name: str) -> object:
         classes = [
             key for key, item in vars(module).items() if inspect.isclass(item) and item.__module__ == module.__name__
         ]
-        msg = f"{path} has no class '{class_name}'; its classes: {', '.join(classes) or 'none'}"
-        raise PluginError(msg)
+        raise PluginError(f"{path} has no class '{class_name}'; its classes: {', '.join(classes) or 'none'}")
     return value
 
 
@@ -133,8 +132,7 @@ def _import_module(path: Path, stamp: tuple[int, int]) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        msg = f"{path} is no Python file"
-        raise PluginError(msg)
+        raise PluginError(f"{path} is no Python file")
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
         with external_code(f"{path} cannot be loaded:"):
@@ -162,8 +160,7 @@ def external_code(what: str, error: type[PerturbkvError] = PluginError) -> Itera
         except BaseException as raised:  # it may also exit, or raise an exception of its own kind
             if isinstance(raised, PerturbkvError) and _raised_here(raised):
                 raise
-            msg = f"{what} {format_error(raised)}"
-            raise error(msg) from raised
+            raise error(f"{what} {format_error(raised)}") from raised
 
 
 def make(kind: type[_Class], options: Mapping[str, Any], what: str) -> _Class:
@@ -310,15 +307,13 @@ class Catalogue(Generic[_Class]):
         """
         name = getattr(new, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.reserved():
-            msg = (
+            raise ConfigError(
                 f"expected a {self.kind}'s name of small letters, digits, '-' and '_' that no selection has, got "
                 f"{name!r}"
             )
-            raise ConfigError(msg)
         checked = self._check_class(new, name, ConfigError)
         if name in taken:
-            msg = f"a {self.kind} named '{name}' is registered already; choose another name"
-            raise ConfigError(msg)
+            raise ConfigError(f"a {self.kind} named '{name}' is registered already; choose another name")
         self.registered[name] = checked
         return checked
 
@@ -339,18 +334,17 @@ class Catalogue(Generic[_Class]):
         if not (
             inspect.isclass(candidate) and issubclass(candidate, base) and "__dataclass_params__" in vars(candidate)
         ):
-            msg = f"expected '{name}' to be a subclass of {base.__name__} that is a frozen dataclass, got {candidate!r}"
-            raise error(msg)
+            raise error(
+                f"expected '{name}' to be a subclass of {base.__name__} that is a frozen dataclass, got {candidate!r}"
+            )
         if bare := [
             field.name for field in dataclasses.fields(cast("Any", candidate)) if "option" not in field.metadata
         ]:
-            msg = (
+            raise error(
                 f"{self.kind} '{name}': expected {bare[0]} to be an option(default, 'what it does'), got a plain field"
             )
-            raise error(msg)
         if flaw := getattr(candidate, "flaw", str)():
-            msg = f"{self.kind} '{name}': {flaw}"
-            raise error(msg)
+            raise error(f"{self.kind} '{name}': {flaw}")
         return candidate
 
 

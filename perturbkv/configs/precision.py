@@ -75,11 +75,10 @@ def check_fill(precisions: Iterable[Choice], d_head: int, model: str) -> None:
     """Raise ConfigError for a precision whose option `fill` is neither 0 nor the model's head size."""
     for precision in precisions:
         if precision.options.get("fill", 0) not in (0, d_head):
-            msg = (
+            raise ConfigError(
                 f"fill of precision '{precision}' must be the size of a head, {d_head} in model '{model}', or 0, where "
                 f"b counts entries; got {precision['fill']}"
             )
-            raise ConfigError(msg)
 
 
 NONE, CORRECTED, ORACLE = "none", "corrected", "corrected-oracle"

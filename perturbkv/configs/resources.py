@@ -48,8 +48,7 @@ def parse_size(option: str, text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in _UNITS or not float(match[1]) > 0:
-        msg = f"{option} takes a size such as 512MiB or 2GiB, got '{text}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} takes a size such as 512MiB or 2GiB, got '{text}'")
     size = float(match[1]) * _UNITS[match[2].lower()]
     numbers.check_number(f"{option} in bytes", size)
     return int(size)
@@ -165,11 +164,10 @@ def plan_batches(
     bound = max_bytes or max((shape.weights_bytes + shape.full_cache_bytes(tokens)) // 2, max(sizes))
     if max(sizes) > bound:
         label = configs[sizes.index(max(sizes))].label()
-        msg = (
+        raise ConfigError(
             f"max_bytes (--max-memory) allows {_format_size(bound)}, less than the {_format_size(max(sizes))} that "
             f"'{label}' takes at {tokens} tokens; raise it or lower the budget"
         )
-        raise ConfigError(msg)
     count = math.ceil(sum(sizes) / bound)
     while (largest := max(sum(sizes[index] for index in batch) for batch in _distribute(sizes, count))) > bound:
         count += 1
@@ -239,8 +237,9 @@ class Workers:
         check_engine_values(self.engine, self.workers, self.cpus_per_worker, self.timeout_per_sample)
         for field in NEEDS:
             if getattr(self, field) not in (None, False) and self.engine not in NEEDS[field]:
-                msg = f"{_option_name(field)} has no effect here: it needs {engine_options(field)}; leave it out"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"{_option_name(field)} has no effect here: it needs {engine_options(field)}; leave it out"
+                )
 
 
 def check_engine_values(
@@ -254,8 +253,7 @@ def check_engine_values(
     if timeout_per_sample is not None:
         numbers.check_number(_option_name("timeout_per_sample"), timeout_per_sample)
         if not timeout_per_sample > 0:
-            msg = f"{_option_name('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{_option_name('timeout_per_sample')} takes seconds above 0, got {timeout_per_sample}")
 
 
 def engine_options(field: str) -> str:
@@ -268,8 +266,7 @@ def _check_count(field: str, value: int | None) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
-        msg = f"{_option_name(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {value}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{_option_name(field)} takes a whole number from 1 to {MOST_WORKERS:,}, got {value}")
 
 
 def _option_name(field: str) -> str:

@@ -133,8 +133,7 @@ class RunConfig:
             (self.generate, 0, "a run generates at least 0 tokens"),
         ):
             if value is not None and value < least:
-                msg = f"{expected}, got {value}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{expected}, got {value}")
         for field, known in (("dtype", DTYPES), ("scenario", SCENARIOS), ("cache", CACHES)):
             if getattr(self, field) not in known:
                 raise UnknownNameError(getattr(self, field), field, known)
@@ -142,13 +141,11 @@ class RunConfig:
             if name not in SAVES:
                 raise UnknownNameError(name, "save", SAVES)
         if not self.configs:
-            msg = "a run needs at least one eviction configuration, got none"
-            raise ConfigError(msg)
+            raise ConfigError("a run needs at least one eviction configuration, got none")
         labels = self.labels()
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
-            msg = f"the configuration '{twice}' is asked for twice; leave one out"
-            raise ConfigError(msg)
+            raise ConfigError(f"the configuration '{twice}' is asked for twice; leave one out")
 
     def labels(self) -> list[str]:
         """Return the labels of the configurations, the `config` coordinate of the trace."""
@@ -187,8 +184,7 @@ class RunConfig:
 def _parse_fields(document: Any) -> dict[str, Any]:
     """Return field -> value of a run, from its JSON. Raises KeyError, TypeError or ConfigError for another document."""
     if not isinstance(document, dict):
-        msg = "expected a run configuration as JSON, got one that is no object"
-        raise ConfigError(msg)
+        raise ConfigError("expected a run configuration as JSON, got one that is no object")
     fields = {name: value for name, value in document.items() if name != "configs"}
     _check_types(fields)
     fields["save"], fields["head_scores"] = tuple(fields["save"]), tuple(map(tuple, fields.get("head_scores", ())))
@@ -199,16 +195,13 @@ def _check_types(document: dict[str, Any]) -> None:
     """Raise ConfigError for an entry of a run's JSON with a wrong type."""
     for name, value in document.items():
         if name in _TYPES and not isinstance(value, _TYPES[name]) or (isinstance(value, bool) != (name in _BOOLEANS)):
-            msg = f"{name} of a run cannot be '{value}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} of a run cannot be '{value}'")
     numbers = [score for row in document.get("head_scores", ()) for score in row]
     if not all(isinstance(score, int | float) for score in numbers):
-        msg = "head_scores of a run are rows of numbers"
-        raise ConfigError(msg)
+        raise ConfigError("head_scores of a run are rows of numbers")
     texts = [*document.get("save", ()), *document.get("plugins", {}).values()]
     if not all(isinstance(text, str) for text in texts):
-        msg = "save and plugins of a run are texts"
-        raise ConfigError(msg)
+        raise ConfigError("save and plugins of a run are texts")
 
 
 BY = ("samples", "configs")
@@ -240,16 +233,14 @@ class Shard:
         option.check_number("the number of shards", self.count, MAX_SHARDS)
         if not 1 <= self.number <= self.count:
             most = max(self.count, 1)
-            msg = f"expected a shard from 1/{most} to {most}/{most}, got {self}; shards are counted from 1"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a shard from 1/{most} to {most}/{most}, got {self}; shards are counted from 1")
 
     @classmethod
     def parse(cls, text: str, by: str = BY[0]) -> Self:
         """Return the shard written as text, such as `3/16`. Raises ConfigError for any other text, such as 0/16."""
         match = _SHARD.fullmatch(text)
         if match is None or len(text) > 2 * _DIGITS:
-            msg = f"expected a shard such as 3/16, got '{text[:40]}'; shards are counted from 1"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a shard such as 3/16, got '{text[:40]}'; shards are counted from 1")
         return cls(int(match[1]), int(match[2]), by)
 
     def __str__(self) -> str:

@@ -211,8 +211,7 @@ def page_size(policy: Choice) -> int:
     """Return the page size of a policy, in entries. Raises ConfigError for a value that is no positive integer."""
     size = policy.options.get("page", PAGE_SIZE)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        msg = f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}"
-        raise ConfigError(msg)
+        raise ConfigError(f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}")
     return size
 
 
@@ -246,8 +245,9 @@ def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, 
         (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
     ):
         if applies:
-            msg = f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
+            )
 
 
 _RELEASED = {

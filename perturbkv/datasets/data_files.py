@@ -28,9 +28,8 @@ def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "")
         repository = hub.find(repo, revision, "dataset")
         repository.download([file])
     except HubError as error:
-        msg = (
+        raise DatasetError(
             f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({error}); bring it "
             f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
-        )
-        raise DatasetError(msg) from error
+        ) from error
     return repository.folder / file

@@ -58,19 +58,18 @@ class DatasetOptions:
         for name in ("samples", "seed"):
             numbers.check_whole(f"{name} (--{name})", getattr(self, name))
         if self.samples < 1:
-            msg = f"a run needs at least 1 sample, got {self.samples}"
-            raise ConfigError(msg)
+            raise ConfigError(f"a run needs at least 1 sample, got {self.samples}")
         numbers.check_number("samples (--samples)", self.samples, numbers.MOST_SAMPLES)
         numbers.check_number("seed (--seed)", self.seed)
         for length in self.lengths:
             numbers.check_number("length (--length) of a prompt", length, numbers.LONGEST_PROMPT)
         if not self.lengths or min(self.lengths) < SHORTEST:
-            msg = f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"prompts that are made need at least {SHORTEST} tokens, got --length {min(self.lengths)}"
+            )
         wrong = [depth for depth in self.depths if not 0 <= depth <= 1]
         if wrong:
-            msg = f"a depth must lie in [0, 1], got {wrong[0]}"
-            raise ConfigError(msg)
+            raise ConfigError(f"a depth must lie in [0, 1], got {wrong[0]}")
         if self.metric:
             metrics.check_name(self.metric)
         if self.haystack not in ("prose", "noise"):
@@ -99,11 +98,10 @@ class LoadedDataset:
         """
         without = [sample.task for sample in self.samples if sample.task in WITHOUT_CHAT]
         if without and len(without) < len(self.samples):
-            msg = (
+            raise ConfigError(
                 f"LongBench's {without[0]} goes without a chat template, other samples of this file with one; "
                 "choose for all with --chat-template or --no-chat-template"
             )
-            raise ConfigError(msg)
         return not without
 
 
@@ -125,8 +123,7 @@ _REGISTRY: dict[str, DatasetInfo] = {}
 def register(info: DatasetInfo) -> None:
     """Register a dataset. Raises ConfigError if its name is already registered."""
     if info.name in _REGISTRY:
-        msg = f"a dataset named '{info.name}' is registered already; choose another name"
-        raise ConfigError(msg)
+        raise ConfigError(f"a dataset named '{info.name}' is registered already; choose another name")
     _REGISTRY[info.name] = info
 
 
@@ -170,8 +167,9 @@ def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedData
     module = "perturbkv.datasets.jsonl" if is_file(name) else _REGISTRY[name].module
     loaded = cast("LoadedDataset", importlib.import_module(module).load(name, options, tokenizer))
     if len(loaded.samples) < options.samples and not options.at_most:
-        msg = f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"dataset '{name}' has {len(loaded.samples)} samples, fewer than --samples {options.samples}"
+        )
     if options.metric:
         return replace(loaded, samples=tuple(replace(sample, metric=options.metric) for sample in loaded.samples))
     return loaded

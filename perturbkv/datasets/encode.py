@@ -115,11 +115,11 @@ class Prompt:
         try:
             object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
         except (TypeError, OverflowError) as error:
-            msg = f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"
-            raise DatasetError(msg) from None
+            raise DatasetError(
+                f"expected token ids of sample '{self.sample_id}', got others ({error}); give whole numbers"
+            ) from None
         if not self.token_ids:
-            msg = f"sample '{self.sample_id}' has no tokens; give it a prompt"
-            raise DatasetError(msg)
+            raise DatasetError(f"sample '{self.sample_id}' has no tokens; give it a prompt")
 
     def __repr__(self) -> str:
         cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
@@ -188,10 +188,9 @@ class Prompt:
         split = len(self.token_ids) - self.question_tokens
         if split == 0 or self.question_tokens == 0:
             lacks = "context" if split == 0 else "question"
-            msg = (
+            raise DatasetError(
                 f"sample '{self.sample_id}' has no {lacks} of its own, which context-only needs; use --scenario regular"
             )
-            raise DatasetError(msg)
         return self.token_ids[:split], self.token_ids[split:]
 
 
@@ -203,8 +202,7 @@ def encode(sample: Sample, tokenizer: Tokenizer, *, chat_template: bool, max_tok
     tokenizer lacks, DatasetError where the cut would reach into the question, and for a chat that the template refuses.
     """
     if max_tokens is not None and max_tokens < 2:
-        msg = f"--max-tokens must be at least 2, got {max_tokens}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--max-tokens must be at least 2, got {max_tokens}")
     rendered = _render(sample, tokenizer, chat_template)
     more = {"add_special_tokens": False} if chat_template else {}
     ids = tuple(tokenizer(rendered.text, **more)["input_ids"])
@@ -240,15 +238,13 @@ def _render(sample: Sample, tokenizer: Tokenizer, chat_template: bool) -> Render
             template = tokenizer.chat_template
             why = "--no-chat-template leaves out" if template else "this tokenizer lacks"
             hint = "leave that option out" if template else "use a chat model"
-            msg = f"{sample.chat.where}: messages need the model's chat template, which {why}; {hint}"
-            raise DatasetError(msg)
+            raise DatasetError(f"{sample.chat.where}: messages need the model's chat template, which {why}; {hint}")
         return templates.render_chat(sample.chat, tokenizer, sample.answer_prefix)
     if not chat_template:
         text = f"{sample.prompt}{sample.delimiter}{sample.answer_prefix}" if sample.answer_prefix else sample.prompt
         return RenderedPrompt(text, _context_end(sample, text, 0), "")
     if not tokenizer.chat_template:
-        msg = "--chat-template needs a tokenizer with a chat template, and this one has none"
-        raise ConfigError(msg)
+        raise ConfigError("--chat-template needs a tokenizer with a chat template, and this one has none")
     turn = templates.render_turn(sample.prompt, tokenizer)
     around, start = templates.turn_frame(tokenizer)
     text, after = turn + sample.answer_prefix, templates.text_after_turn(tokenizer)
@@ -309,12 +305,11 @@ def _check_question_fits(sample: str, question: int, kept: int, whole: int) -> N
     """Raise DatasetError if cutting a prompt from `whole` to `kept` tokens removes a part of its question."""
     last = kept - first_half(kept)
     if question > last:
-        msg = (
+        raise DatasetError(
             f"expected --max-tokens to leave the question of sample '{sample}' whole, got {kept}, whose last half is "
             f"{last} tokens; {question} tokens come after the context: use --max-tokens {min(2 * question, whole)} or "
             "more"
         )
-        raise DatasetError(msg)
 
 
 def first_half(length: int) -> int:
@@ -338,11 +333,10 @@ def check_length(prompt: Prompt, positions: int, steps: int, length: int | None 
     tokens = len(prompt.token_ids)
     if tokens + steps > positions:
         option, extra = ("--max-tokens", 0) if length is None else ("--length", tokens - length)
-        msg = (
+        raise DatasetError(
             f"sample '{prompt.sample_id}' has {tokens} tokens, with {steps} decode steps more than the "
             f"model's {positions} positions; {_length_hint(tokens, positions, steps, option, extra)}"
         )
-        raise DatasetError(msg)
 
 
 def _length_hint(tokens: int, positions: int, steps: int, option: str, extra: int) -> str:
@@ -363,8 +357,7 @@ def check_vocabulary(prompt: Prompt, vocabulary: int, model: str) -> None:
     """Raise ModelError for a token id outside the model's vocabulary, as from another model's tokenizer."""
     token = max(prompt.token_ids)
     if not (0 <= min(prompt.token_ids) and token < vocabulary):
-        msg = (
+        raise ModelError(
             f"expected token ids below {vocabulary:,}, which model '{model}' has embeddings of, got {token:,} in "
             f"sample '{prompt.sample_id}'; bring the tokenizer that belongs to the model"
         )
-        raise ModelError(msg)

@@ -55,36 +55,33 @@ class Row:
         """Return a text field; empty if the row lacks the field."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
-            msg = f"expected `{name}` to be text, got {json_type(value)}"
-            raise self.refusal(msg)
+            raise self.refusal(f"expected `{name}` to be text, got {json_type(value)}")
         return self.encodable(f"`{name}`", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a field that is a list of texts; empty if the row lacks the field."""
         values = self.fields.get(name, [])
         if not isinstance(values, list):
-            msg = f"expected `{name}` to be a list of texts, got {json_type(values)}"
-            raise self.refusal(msg)
+            raise self.refusal(f"expected `{name}` to be a list of texts, got {json_type(values)}")
         for value in values:
             if not isinstance(value, str):
-                msg = f"expected `{name}` to be a list of texts, got {json_type(value)} in it"
-                raise self.refusal(msg)
+                raise self.refusal(f"expected `{name}` to be a list of texts, got {json_type(value)} in it")
         return tuple(self.encodable(f"`{name}`", value) for value in values)
 
     def identity(self, name: str) -> str:
         """Return a text or integer field as text; the row's index if the field is missing or empty."""
         value = self.fields.get(name, "")
         if not isinstance(value, str | int) or isinstance(value, bool):
-            msg = f"expected `{name}` to be text or a whole number, got {json_type(value)}"
-            raise self.refusal(msg)
+            raise self.refusal(f"expected `{name}` to be text or a whole number, got {json_type(value)}")
         return self.encodable(f"`{name}`", str(value)) or str(self.index)
 
     def question(self) -> str:
         """Return the question: `question`, or LongBench's `input`. Raises DatasetError for two different ones."""
         question, longbench_input = self.text("question"), self.text("input")
         if {"question", "input"} <= self.fields.keys() and question != longbench_input:
-            msg = "expected `question` or `input`, which mean the same, got both with different texts; leave one out"
-            raise self.refusal(msg)
+            raise self.refusal(
+                "expected `question` or `input`, which mean the same, got both with different texts; leave one out"
+            )
         return question or longbench_input
 
     def sample_id(self) -> str:
@@ -167,20 +164,22 @@ def _no_rows(where: str) -> DatasetError:
 def _check_fields(row: Row) -> None:
     """Raise DatasetError, with file and line, for an unknown field, and for a prompt that is given in two ways."""
     if row.index == 0 and isinstance(row.fields.get("run"), dict):
-        msg = "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
-        raise row.refusal(msg)
+        raise row.refusal(
+            "expected a prompt, got the run with which a file of results begins; `perturbkv list FILE` says of which"
+        )
     if unknown := next((name for name in row.fields if name not in FIELDS), None):
         close, shown = difflib.get_close_matches(unknown, FIELDS, n=1), escape_line(unknown)[:40]
-        msg = f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
-        raise row.refusal(f"unknown field `{shown}`; did you mean `{close[0]}`?" if close else msg)
+        raise row.refusal(
+            f"unknown field `{shown}`; did you mean `{close[0]}`?"
+            if close
+            else f"expected the fields {', '.join(FIELDS)}, got `{shown}`; take it out"
+        )
     given = [next(name for name in way if name in row.fields) for way in WAYS if row.fields.keys() & set(way)]
     if len(given) > 1:
-        msg = f"expected `{given[0]}` or `{given[1]}`, got both; leave one out"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected `{given[0]}` or `{given[1]}`, got both; leave one out")
     if not given:
         got = [*row.fields] or "none that is not null"
-        msg = f"expected the field `prompt`, `messages`, or `context` and `question`; got {got}"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected the field `prompt`, `messages`, or `context` and `question`; got {got}")
     _check_effects(row, given[0])
 
 
@@ -191,21 +190,19 @@ def _check_effects(row: Row, way: str) -> None:
     """Raise DatasetError, with file and line, for a field without effect in a row whose prompt `way` says."""
     idle = next((name for name in _OF_LONGBENCH if name in row.fields), None) if way in ("prompt", "messages") else None
     if idle:
-        msg = f"`{idle}` has no effect beside `{way}`; leave it out, or say the prompt by `context` and `question`"
-        raise row.refusal(msg)
+        raise row.refusal(
+            f"`{idle}` has no effect beside `{way}`; leave it out, or say the prompt by `context` and `question`"
+        )
     if "all_classes" in row.fields and "dataset" not in row.fields:
-        msg = "`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out"
-        raise row.refusal(msg)
+        raise row.refusal("`all_classes` has no effect without `dataset`, one of LongBench's names; leave it out")
     if "metric" in row.fields and not row.texts("answers"):
-        msg = "`metric` has no effect without `answers`; give some, or leave it out"
-        raise row.refusal(msg)
+        raise row.refusal("`metric` has no effect without `answers`; give some, or leave it out")
 
 
 def _check_new_id(sample: Sample, row: Row, seen: set[str]) -> None:
     """Add a sample's id to those seen. Raises DatasetError, with file and line, for one that an earlier sample has."""
     if sample.id in seen:
-        msg = f"expected every id once, got '{sample.id}' again"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected every id once, got '{sample.id}' again")
     seen.add(sample.id)
 
 
@@ -214,11 +211,9 @@ def _parse_row(content: str, index: int, where: str) -> Row:
     try:
         document = parse_json(content, finite=False)  # of the numbers in a row none but ids is read
     except ValueError as error:
-        msg = f"{where}: expected a JSON object, got text that is no JSON ({error})"
-        raise DatasetError(msg) from None
+        raise DatasetError(f"{where}: expected a JSON object, got text that is no JSON ({error})") from None
     if not isinstance(document, dict):
-        msg = f"{where}: expected a JSON object, got {json_type(document)}"
-        raise DatasetError(msg)
+        raise DatasetError(f"{where}: expected a JSON object, got {json_type(document)}")
     return Row({name: value for name, value in document.items() if value is not None}, index, where)
 
 
@@ -250,8 +245,7 @@ def _message_list(row: Row) -> list[Any]:
     messages = row.fields["messages"]
     if not isinstance(messages, list) or not messages:
         got = "an empty list" if messages == [] else json_type(messages)
-        msg = f"expected `messages` to be a list of messages, got {got}"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected `messages` to be a list of messages, got {got}")
     return messages
 
 
@@ -261,38 +255,35 @@ def _message(row: Row, index: int, value: Any) -> Message:
     Raises DatasetError for an unknown role, and for content other than text.
     """
     if not isinstance(value, dict):
-        msg = f"expected message {index + 1} to be an object with `role` and `content`, got {json_type(value)}"
-        raise row.refusal(msg)
+        raise row.refusal(
+            f"expected message {index + 1} to be an object with `role` and `content`, got {json_type(value)}"
+        )
     role, text = value.get("role"), value.get("content")
     if role not in ROLES:
         got = repr(role)[:40] if isinstance(role, str) else json_type(role)
-        msg = f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected message {index + 1} to have one of the roles {', '.join(ROLES)}, got {got}")
     if calls := next((name for name in _CALLS if value.get(name)), None):
-        msg = f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
-        raise row.refusal(msg)
+        raise row.refusal(
+            f"expected message {index + 1} to be text alone, got `{calls}` beside it; leave such chats out"
+        )
     if unknown := next((name for name in value if name not in _OF_MESSAGE and value[name] not in _EMPTY), None):
         got = escape_line(unknown)[:40]
-        msg = f"expected `role`, `content` and `name` in message {index + 1}, got `{got}`; take it out"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected `role`, `content` and `name` in message {index + 1}, got `{got}`; take it out")
     if not isinstance(text, str):
-        msg = f"expected the `content` of message {index + 1} to be text, got {json_type(text)}"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected the `content` of message {index + 1} to be text, got {json_type(text)}")
     return Message(role, row.encodable(f"the content of message {index + 1}", text))
 
 
 def _check_last_message(row: Row, last: Message) -> None:
     """Raise DatasetError unless a chat's last message is a non-empty user message."""
     if last.role == "assistant":
-        msg = (
+        raise row.refusal(
             "expected the last message to be a user's, got an assistant's; leave it out, or move its text to "
             "`answers`, where it is an accepted answer, or to `answer_prefix`, where the model goes on with it"
         )
-        raise row.refusal(msg)
     if last.role != "user" or not last.text.strip():
         got = "an empty one" if last.role == "user" else f"a {last.role}'s"
-        msg = f"expected the last message to be a user's, who asks something; got {got}"
-        raise row.refusal(msg)
+        raise row.refusal(f"expected the last message to be a user's, who asks something; got {got}")
 
 
 def load(name: str, options: DatasetOptions, tokenizer: Tokenizer) -> LoadedDataset:
@@ -314,12 +305,12 @@ def longbench_sample(row: Row, dataset_wording: Wording) -> Sample:
     missing = {"`context`": "context" not in row.fields}
     missing["`question` (or `input`)"] = dataset_wording.has_question and not {"question", "input"} & row.fields.keys()
     if name := next((name for name, lacks in missing.items() if lacks), None):
-        msg = f"expected the field {name}, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
-        raise row.refusal(msg)
+        raise row.refusal(
+            f"expected the field {name}, which {dataset_wording.dataset}'s prompt has; got {[*row.fields]}"
+        )
     context = row.text("context")
     if not context.strip():
-        msg = "the context is empty; give `context` some text"
-        raise row.refusal(msg)
+        raise row.refusal("the context is empty; give `context` some text")
     before, after = dataset_wording.surrounding_text(row.question())
     return row.sample(
         id=row.sample_id(),
@@ -386,8 +377,7 @@ def _context_sample(row: Row) -> Sample:
     """Return the sample of a row with `context` and `question`, separated by an empty line."""
     context, question = row.text("context"), row.question()
     if not (context + question).strip():
-        msg = "the prompt is empty; give `context` or `question` some text"
-        raise row.refusal(msg)
+        raise row.refusal("the prompt is empty; give `context` or `question` some text")
     return row.sample(
         id=row.sample_id(),
         context=context,

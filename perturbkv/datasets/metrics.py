@@ -159,8 +159,7 @@ def check(grading: Metric, answers: Sequence[str], classes: Sequence[str], sampl
         needs = "answers as LongBench writes them"
     if needs:
         got = " | ".join(answers)[:80]
-        msg = f"sample '{sample}': the metric {grading.name} needs {needs}; got the answers '{got}'"
-        raise DatasetError(msg)
+        raise DatasetError(f"sample '{sample}': the metric {grading.name} needs {needs}; got the answers '{got}'")
 
 
 def _ignoring_classes(grade: Callable[[str, Sequence[str]], float]) -> Grade:
@@ -181,8 +180,9 @@ def _longbench_grade(name: str, until: Sequence[str] = ()) -> Grade:
     """Return a `Grade` by the lm-eval function `name`; the text is cut at the first of the markers `until`."""
     function = _functions().get(name)
     if function is None:
-        msg = f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"expected {name} in LongBench's metrics, as lm-eval 0.4.13 has it, got none; {wording.INSTALL}"
+        )
 
     def grade(text: str, answers: Sequence[str], classes: Sequence[str]) -> float:
         text = wording.cut_answer(text, until)
@@ -213,14 +213,16 @@ def _functions() -> dict[str, Any]:
     """
     path = wording.lm_eval_folder("the metric comes from lm-eval") / "metrics.py"
     if not path.is_file():
-        msg = f"expected LongBench's metrics at {path}, as lm-eval 0.4.13 has them, got none; {wording.INSTALL}"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"expected LongBench's metrics at {path}, as lm-eval 0.4.13 has them, got none; {wording.INSTALL}"
+        )
     try:
         with warnings.catch_warnings():  # the old packages that it imports warn of their own syntax
             warnings.simplefilter("ignore")
             functions = run_file(path, lambda name: None)
     except ImportError:
-        msg = f"LongBench's metrics need jieba, fuzzywuzzy and rouge, which are not installed; {wording.INSTALL}"
-        raise DatasetError(msg) from None
+        raise DatasetError(
+            f"LongBench's metrics need jieba, fuzzywuzzy and rouge, which are not installed; {wording.INSTALL}"
+        ) from None
     logging.getLogger("jieba").setLevel(logging.WARNING)
     return functions

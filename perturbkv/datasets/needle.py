@@ -114,8 +114,9 @@ def _sample(index: int, length: int, depth: float, options: DatasetOptions, toke
     while _count_tokens(tokenizer, context + question) > length:
         if not hay:
             needed = -(-(_count_tokens(tokenizer, context + question) + _MARGIN) // 100) * 100
-            msg = f"a needle prompt of {length} tokens leaves no room for a haystack; use --length {needed} or more"
-            raise DatasetError(msg)
+            raise DatasetError(
+                f"a needle prompt of {length} tokens leaves no room for a haystack; use --length {needed} or more"
+            )
         hay.pop()
         context = INSTRUCTION + " ".join(_insert_needle(hay, needle, depth, tokenizer))
     return Sample(
@@ -160,8 +161,9 @@ def add_distraction(sample: Sample, seed: int) -> tuple[Sample, str]:
     answer = sample.answers[0] if sample.answers else ""
     facts = [fact for city in CITIES if (fact := NEEDLE.format(city=city, number=answer)) in sample.context]
     if not facts:
-        msg = f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"expected sample '{sample.id}' to hold needle's fact, got a context without it; use --dataset needle"
+        )
     draw = random.Random(f"distraction/{seed}/{sample.id}")
     other_cities = [city for city in CITIES if f" {city} " not in facts[0]]
     wrong = NEEDLE.format(city=draw.choice(other_cities), number=draw.randrange(1_000_000, 10_000_000))

@@ -47,12 +47,10 @@ class Prompts(Sequence[Prompt]):
     def __post_init__(self) -> None:
         ids = self.ids
         if not ids:
-            msg = "expected at least one prompt, got none"
-            raise DatasetError(msg)
+            raise DatasetError("expected at least one prompt, got none")
         if len(set(ids)) < len(ids):
             repeated = next(name for name in ids if ids.count(name) > 1)
-            msg = f"expected prompts of different ids, got '{repeated}' twice; give each an id of its own"
-            raise DatasetError(msg)
+            raise DatasetError(f"expected prompts of different ids, got '{repeated}' twice; give each an id of its own")
 
     @property
     def ids(self) -> list[str]:
@@ -161,11 +159,10 @@ def check_request(
 def _check_length(name: str, length: int, max_tokens: int | None, positions: int) -> None:
     """Raise DatasetError if prompts of a requested length, cut to `max_tokens`, exceed the model's positions."""
     if min(length, max_tokens or length) > positions:
-        msg = (
+        raise DatasetError(
             f"a {name} prompt of {length:,} tokens is longer than the model's {positions} positions; use a shorter "
             f"--length, such as {positions * 3 // 4}, or --max-tokens, which cuts its middle out"
         )
-        raise DatasetError(msg)
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
@@ -188,11 +185,10 @@ def _uses_chat_template(prompts: Prompts) -> bool:
     other = next((prompt for prompt in prompts if prompt.chat_template != first.chat_template), None)
     if other is not None:
         with_it, without = (first, other) if first.chat_template else (other, first)
-        msg = (
+        raise DatasetError(
             f"expected all prompts with the chat template or all without, got '{with_it.sample_id}' with it and "
             f"'{without.sample_id}' without; measure them apart, or give chat_template to each"
         )
-        raise DatasetError(msg)
     return first.chat_template
 
 

@@ -66,8 +66,9 @@ def render_turn(prompt: str, tokenizer: Any) -> str:
     try:
         return _render([Message("user", prompt)], tokenizer)
     except Exception as error:
-        msg = f"the tokenizer's chat template cannot be used: {_error_text(error)}; --no-chat-template does without"
-        raise ModelError(msg) from error
+        raise ModelError(
+            f"the tokenizer's chat template cannot be used: {_error_text(error)}; --no-chat-template does without"
+        ) from error
 
 
 def turn_frame(tokenizer: Any) -> tuple[str, int]:
@@ -91,11 +92,10 @@ def render_chat(chat: Chat, tokenizer: Any, answer_prefix: str = "") -> Rendered
     text = _render_chat_messages(chat, chat.messages, tokenizer)
     before, mark, after = _render_chat_messages(chat, [*earlier, Message(last.role, _MARK)], tokenizer).partition(_MARK)
     if not (mark and text.startswith(before) and text[len(before) :].endswith(after)):
-        msg = (
+        raise DatasetError(
             f"{chat.where}: expected a chat template that leaves the last message's text in its place, got one that "
             "changes what stands around it: where the question begins cannot be told; use another model"
         )
-        raise DatasetError(msg)
     marked = [Message(message.role, _MARK) for message in chat.messages]
     around = _render_chat_messages(chat, marked, tokenizer)
     context_end = len(before) if earlier else -1
@@ -108,11 +108,10 @@ def _render_chat_messages(chat: Chat, messages: Iterable[Message], tokenizer: An
         return _render(messages, tokenizer)
     except Exception as error:
         roles = ", ".join(message.role for message in chat.messages)
-        msg = (
+        raise DatasetError(
             f"{chat.where}: the tokenizer's chat template refuses messages of {roles[:200]}: {_error_text(error)}; "
             "change them, or use another model"
-        )
-        raise DatasetError(msg) from None
+        ) from None
 
 
 def _render(messages: Iterable[Message], tokenizer: Any) -> str:
@@ -170,8 +169,7 @@ class Sample:
             for text in texts:
                 check_text(f"sample '{self.id}': expected its {name}", text)
         if not self.prompt.strip():
-            msg = f"sample '{self.id}' has an empty prompt; give it a context or a question"
-            raise DatasetError(msg)
+            raise DatasetError(f"sample '{self.id}' has an empty prompt; give it a context or a question")
 
     @property
     def prompt(self) -> str:
@@ -183,11 +181,11 @@ def check_id(sample_id: str) -> None:
     """Raise DatasetError for a sample id that is too long, or that a trace cannot store."""
     check_text("expected an id", sample_id)
     if "\0" in sample_id:
-        msg = f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}"
-        raise DatasetError(msg)
+        raise DatasetError(f"expected an id without NUL characters, which no trace holds, got {sample_id[:40]!r}")
     if len(sample_id) > LONGEST_ID:
-        msg = f"expected an id of at most {LONGEST_ID:,} characters, got {len(sample_id):,}: '{sample_id[:40]}…'"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"expected an id of at most {LONGEST_ID:,} characters, got {len(sample_id):,}: '{sample_id[:40]}…'"
+        )
 
 
 def check_text(expected: str, text: str) -> None:
@@ -195,5 +193,4 @@ def check_text(expected: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        msg = f"{expected} to be text, got half of a surrogate pair in it"
-        raise DatasetError(msg) from None
+        raise DatasetError(f"{expected} to be text, got half of a surrogate pair in it") from None

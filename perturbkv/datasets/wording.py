@@ -86,11 +86,13 @@ def read(dataset: str) -> Wording:
             version,
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
-        msg = f"expected {dataset}.yaml as lm-eval 0.4.13 has it, got that of lm-eval {version} ({error}); {INSTALL}"
-        raise DatasetError(msg) from None
+        raise DatasetError(
+            f"expected {dataset}.yaml as lm-eval 0.4.13 has it, got that of lm-eval {version} ({error}); {INSTALL}"
+        ) from None
     if wording.template.count(CONTEXT) != 1:
-        msg = f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{wording.template}'; {INSTALL}"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"expected {CONTEXT} once in {dataset}.yaml of lm-eval {version}, got '{wording.template}'; {INSTALL}"
+        )
     return wording
 
 
@@ -108,8 +110,7 @@ def lm_eval_folder(who: str, benchmark: str = "longbench", install: str = INSTAL
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
-        msg = f"{who}, which is not installed; {install}"
-        raise DatasetError(msg)
+        raise DatasetError(f"{who}, which is not installed; {install}")
     return Path(spec.submodule_search_locations[0]) / "tasks" / benchmark
 
 
@@ -122,8 +123,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # a SafeLoader
     except yaml.YAMLError as error:
-        msg = f"{path} is no YAML"
-        raise ValueError(msg) from error
+        raise ValueError(f"{path} is no YAML") from error
 
 
 def _render(template: str, question: str) -> str:

@@ -133,8 +133,9 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
     workers = chosen.workers or (count if device.type == "cuda" else max(1, count // threads_per_worker(chosen, None)))
     if workers > count:
         what = "GPUs" if device.type == "cuda" else "cores"
-        msg = f"expected at most one worker for each of this machine's {count} {what}, got --workers {workers}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected at most one worker for each of this machine's {count} {what}, got --workers {workers}"
+        )
     if device.type != "cuda":
         _check_cores(chosen, workers, count)
         what = f"{workers} workers, each with model '{planned.files.name}' and its caches, need"
@@ -146,11 +147,10 @@ def worker_devices(chosen: Workers, planned: Plan) -> list[WorkerDevice]:
 def _check_cores(chosen: Workers, workers: int, available: int) -> None:
     """Raise ConfigError if the workers' --cpus-per-worker exceed the available cores."""
     if chosen.cpus_per_worker and workers * chosen.cpus_per_worker > available:
-        msg = (
+        raise ConfigError(
             f"expected workers that share this machine's {available} cores, got {workers} with --cpus-per-worker "
             f"{chosen.cpus_per_worker}; take fewer of one"
         )
-        raise ConfigError(msg)
 
 
 def check_device(planned: Plan) -> None:
@@ -158,14 +158,12 @@ def check_device(planned: Plan) -> None:
     placement, device = planned.placement, planned.placement.device
     if placement.device_map != "none":
         device_map = f"--device-map {placement.device_map}"
-        msg = f"{device_map} takes all GPUs for one model, and each worker has its own; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"{device_map} takes all GPUs for one model, and each worker has its own; leave it out")
     if device.index is not None and (planned.loaded is None or device.index > 0):
-        msg = (
+        raise ConfigError(
             f"--device {device} is one GPU, and workers take one each; say --device {device.type}, and in "
             "CUDA_VISIBLE_DEVICES which ones they may take"
         )
-        raise ConfigError(msg)
 
 
 def threads_per_worker(chosen: Workers, workers: int | None) -> int:

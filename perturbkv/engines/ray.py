@@ -85,16 +85,14 @@ def _gpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat
     """Return one seat per worker, on one GPU each. Raises as `assign_seats`."""
     free = [node for node in nodes if node.gpus]
     if not free:
-        msg = "expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu"
-        raise ConfigError(msg)
+        raise ConfigError("expected a free GPU in the Ray cluster, got none; wait for one, or say --device cpu")
     fitting = [node for node in free if not 0 < node.gpu_bytes < needed]
     if not fitting:
         largest = max(node.gpu_bytes for node in free)
-        msg = (
+        raise NoMemoryError(
             f"the model and its caches need {memory.format_size(needed)}, and the largest free GPU of the Ray cluster "
             f"has {memory.format_size(largest)}; a smaller --max-memory or --dtype takes less"
         )
-        raise NoMemoryError(msg)
     cpus = chosen.cpus_per_worker or 1
     assigned = _assign_nodes(fitting, lambda node: min(node.gpus, node.cpus // cpus), chosen.workers, "free GPUs", cpus)
     return [Seat(WorkerDevice("cuda:0", cpus, node.name), node.key, cpus, 1, 0) for node in assigned]
@@ -104,11 +102,10 @@ def _cpu_seats(chosen: Workers, nodes: Sequence[Node], needed: int) -> list[Seat
     """Return one seat per worker, on CPU cores of a node. Raises as `assign_seats`."""
     if all(node.memory < needed for node in nodes):
         most = max((node.memory for node in nodes), default=0)
-        msg = (
+        raise NoMemoryError(
             f"the model and its caches need {memory.format_size(needed)}, and no node of the Ray cluster has more than "
             f"{memory.format_size(most)} free; a smaller --max-memory or --dtype takes less"
         )
-        raise NoMemoryError(msg)
 
     def capacity(cpus: int) -> Callable[[Node], int]:
         return lambda node: min(node.cpus // cpus, node.memory // needed)
@@ -141,11 +138,10 @@ def _assign_nodes(
     shares = {node.key: capacity(node) for node in nodes}
     most = sum(shares.values())
     if most < (workers or 1):
-        msg = (
+        raise ConfigError(
             f"expected at most one worker for each of the Ray cluster's {most} {what} that hold the model, got "
             f"--workers {workers or 'none'} of {cpus} cores each; ask for fewer, or wait until others are done"
         )
-        raise ConfigError(msg)
     assigned: list[Node] = []
     for _ in range(workers or most):
         best = max(nodes, key=lambda node: shares[node.key])
@@ -288,8 +284,7 @@ _SETTINGS = 4
 def import_ray() -> Any:
     """Return the module `ray` with usage reports turned off. Raises ConfigError where it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        msg = f"--engine ray needs Ray, which is not installed: {install_extra('ray')}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--engine ray needs Ray, which is not installed: {install_extra('ray')}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
@@ -303,11 +298,10 @@ def ray_address(chosen: Workers) -> str:
     """
     address = chosen.ray_address or os.environ.get(_ADDRESS, "")
     if not address and chosen.workers is None:
-        msg = (
+        raise ConfigError(
             "--engine ray joins the cluster at --ray-address or RAY_ADDRESS, and got neither; with --workers N it "
             "starts Ray on this machine"
         )
-        raise ConfigError(msg)
     return "" if address == "local" and chosen.workers else address
 
 
@@ -347,8 +341,9 @@ def _init(ray: Any, address: str) -> None:
                      configure_logging=False)  # fmt: skip
     except (RuntimeError, ValueError, OSError, AssertionError, ray.exceptions.RayError) as error:
         message = " ".join(str(error).split())[:_LONGEST]
-        msg = f"expected to join the Ray cluster at {address or 'this machine'} from one of its nodes, got: {message}"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"expected to join the Ray cluster at {address or 'this machine'} from one of its nodes, got: {message}"
+        ) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -358,18 +353,19 @@ def check_address(address: str) -> None:
     """Raise ConfigError for an invalid cluster address, or if no server there speaks Ray's protocol."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        msg = f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{address}'"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--ray-address takes host:port of a cluster's head, such as 10.0.0.1:6379, or auto; got '{address}'"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _SECONDS) as link:
             link.sendall(_HELLO)
             answer = link.recv(9)
     except OSError as error:
-        msg = f"expected a Ray cluster at {address}, got '{error.strerror or error}'; ray status shows where it is"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"expected a Ray cluster at {address}, got '{error.strerror or error}'; ray status shows where it is"
+        ) from None
     if answer[3:4] != bytes((_SETTINGS,)):
-        msg = f"expected a Ray cluster at {address}, got something else; ray status shows where it is"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a Ray cluster at {address}, got something else; ray status shows where it is")
 
 
 def _living_nodes(ray: Any) -> list[dict[str, Any]]:

@@ -238,14 +238,14 @@ class Scheduler:
             _log.warning("%s ended (%s); what it did is done again", self._worker_name(worker), reason)
         if self._ends >= self._most_ends:
             last = f"the last by {reason}; look for what ends them"
-            msg = f"{self._ends} workers ended without a sample done between, {last}"
-            raise WorkerError(msg)
+            raise WorkerError(f"{self._ends} workers ended without a sample done between, {last}")
 
     def _check_some_left(self, reason: str) -> None:
         """Raise WorkerError if no worker runs or can be restarted; `reason` tells how the last worker ended."""
         if all(not state.running and state.failed_starts >= _MOST_STARTS for state in self._states):
-            msg = f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
-            raise WorkerError(msg)
+            raise WorkerError(
+                f"every worker ended before it could measure, the last by {reason}; fewer --workers need less memory"
+            )
 
     def _end_hanging(self, work: Work, waiting: ItemQueue) -> None:
         """End the workers whose item exceeds the timeout."""

@@ -36,11 +36,10 @@ def registered_modules(run: RunConfig) -> tuple[str, ...]:
     modules = {name: _plugin_class(name).__module__ for name in run.plugins if not refers_to_file(name)}
     for name, module in modules.items():
         if module == "__main__":
-            msg = (
+            raise ConfigError(
                 f"'{name}' is defined in the program itself, which worker processes do not run; put it into a file of "
                 f"its own and write my_file.py:{_plugin_class(name).__name__}, or measure without workers"
             )
-            raise ConfigError(msg)
     return tuple(dict.fromkeys(modules.values()))
 
 
@@ -53,15 +52,17 @@ def import_registered(modules: tuple[str, ...], run: RunConfig) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            msg = f"module '{name}', which registers a policy or score of the run, cannot be imported here: {error}"
-            raise PluginError(msg) from error
+            raise PluginError(
+                f"module '{name}', which registers a policy or score of the run, cannot be imported here: {error}"
+            ) from error
     if not run.plugins:
         return
     versions = {name: version for config in run.configs for name, version in registry.plugins(config).items()}
     for name, version in run.plugins.items():
         if versions.get(name) != version:
-            msg = f"expected '{name}' as the run was planned with it, got another version of it here; copy its file"
-            raise PluginError(msg)
+            raise PluginError(
+                f"expected '{name}' as the run was planned with it, got another version of it here; copy its file"
+            )
 
 
 def _plugin_class(name: str) -> type:

@@ -48,11 +48,10 @@ class ModelSpec:
         """Return the description of a plan's model. Raises ModelError if other processes cannot open the model."""
         files = planned.files
         if files.open_arguments is None:
-            msg = (
+            raise ModelError(
                 f"expected a model that worker processes can open by its name, got '{files.name}', which was given "
                 "loaded; name it, as in pk.load_model('folder'), or measure without workers"
             )
-            raise ModelError(msg)
         return cls(files.open_arguments, files.revision, dtype_name(planned.placement.dtype), cache_bytes)
 
     def load(self, device: torch.device) -> Adapter:
@@ -62,8 +61,9 @@ class ModelSpec:
         """
         files = open_model(self.open_arguments.name, self.open_arguments.seed, self.open_arguments.revision)
         if files.revision != self.revision:
-            msg = f"expected model '{files.name}' of {self.revision} on every machine, got {files.revision} on this one"
-            raise ModelError(msg)
+            raise ModelError(
+                f"expected model '{files.name}' of {self.revision} on every machine, got {files.revision} on this one"
+            )
         dtype = getattr(torch, self.dtype)
         check_memory(files, dtype, device, self.cache_bytes)
         return load_weights(files, dtype, device, self.open_arguments.seed)

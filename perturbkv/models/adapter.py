@@ -193,16 +193,16 @@ def check_projections(model: Adapter) -> None:
     """Raise ModelError for an output projection that is no matrix, or for sinks in a family without sinks."""
     for layer, attention in zip(model.layer_indices, model.attentions, strict=True):
         if hasattr(attention, "sinks") and not model.family.sinks:
-            msg = f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
-            raise ModelError(msg)
+            raise ModelError(
+                f"layer {layer} of model '{model.name}' has a sink in its softmax; an eviction study would misread it"
+            )
         try:
             projection.check(attention.o_proj, model.heads * model.d_head, model.dtype)
         except projection.NoMatrixError as error:
-            msg = (
+            raise ModelError(
                 f"o_proj of layer {layer} of model '{model.name}', a {projection.describe(attention.o_proj)}, {error}; "
                 "use weights that are quantised alone (weight-only), or the model unquantised"
-            )
-            raise ModelError(msg) from error
+            ) from error
 
 
 def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after: int = 1) -> None:
@@ -210,11 +210,10 @@ def check_sliding_window(config: Any, tokens: int, sample: str, name: str, after
     window = sliding_window(config)
     if window is not None and tokens > window:
         instead = f"--max-tokens {window - after} or less" if window - after >= 2 else "a model without one"
-        msg = (
+        raise ModelError(
             f"model '{name}' attends to a sliding window of {window} entries, fewer than the {tokens} of sample "
             f"'{sample}'; use {instead}"
         )
-        raise ModelError(msg)
 
 
 def check_long_rotations(config: Any, cached: int, tokens: int, sample: str, name: str, after: int) -> None:
@@ -225,9 +224,8 @@ def check_long_rotations(config: Any, cached: int, tokens: int, sample: str, nam
     rotations = getattr(config, "rope_parameters", None) or {}
     switch = rotations.get("original_max_position_embeddings")
     if rotations.get("rope_type") == "longrope" and switch is not None and cached <= switch < tokens:
-        msg = (
+        raise ModelError(
             f"sample '{sample}' is read to {cached} tokens and goes on to {tokens}, and model '{name}' rotates "
             f"otherwise above {switch} (LongRoPE); use --max-tokens {max(1, switch - after)} or less, or a longer "
             "prompt"
         )
-        raise ModelError(msg)

@@ -77,8 +77,7 @@ def check_family(config: Any, name: str) -> None:
     if kind not in FAMILIES:
         why = f", which {REFUSED[kind]}" if kind in REFUSED else ""
         known = ", ".join(family.name for family in FAMILIES.values())
-        msg = f"model '{name}' is of the family '{kind}'{why}; supported: {known}"
-        raise ModelError(msg)
+        raise ModelError(f"model '{name}' is of the family '{kind}'{why}; supported: {known}")
     _refuse_first(_softmax_deviations(config), name)
 
 
@@ -93,15 +92,15 @@ def check_plain(config: Any, name: str, feature: str) -> None:
     if FAMILIES[config.model_type].sinks:
         obstacle = "sinks in its softmax"
     if obstacle:
-        msg = f"{feature} expects layers that all see the whole prompt and nothing else; model '{name}' has {obstacle}"
-        raise ModelError(msg)
+        raise ModelError(
+            f"{feature} expects layers that all see the whole prompt and nothing else; model '{name}' has {obstacle}"
+        )
 
 
 def _refuse_first(reasons: Iterator[str], name: str) -> None:
     """Raise ModelError with the first of the reasons against model `name`; nothing without a reason."""
     if (reason := next(reasons, "")) != "":
-        msg = f"model '{name}' {reason}; an eviction study would misread it"
-        raise ModelError(msg)
+        raise ModelError(f"model '{name}' {reason}; an eviction study would misread it")
 
 
 def _softmax_deviations(config: Any) -> Iterator[str]:

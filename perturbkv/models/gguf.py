@@ -145,15 +145,15 @@ def read_header(path: Path) -> list[StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
-            msg = f"expected a GGUF file, got {path}, which does not begin with 'GGUF'"
-            raise ModelError(msg)
+            raise ModelError(f"expected a GGUF file, got {path}, which does not begin with 'GGUF'")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check_version(path, data)
             try:
                 tensors, start = _read_tensors(_Reader(data))
             except _TruncatedError:
-                msg = f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
-                raise ModelError(msg) from None
+                raise ModelError(
+                    f"{path} is cut or damaged: its header does not end within its {size:,} bytes"
+                ) from None
     _check_tensors(path, tensors, start, size)
     return tensors
 
@@ -172,8 +172,9 @@ def _check_version(path: Path, data: mmap.mmap) -> None:
     """Raise ModelError for an unsupported version or byte order of a GGUF header."""
     version = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
     if version not in _VERSIONS:
-        msg = f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
-        raise ModelError(msg)
+        raise ModelError(
+            f"expected a GGUF file of version {' or '.join(map(str, _VERSIONS))}, got {path} of version {version}"
+        )
 
 
 def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
@@ -183,11 +184,11 @@ def _check_tensors(path: Path, tensors: Sequence[StoredTensor], start: int, size
     known = {int(kind) for kind in GGMLQuantizationType}
     for tensor in tensors:
         if tensor.kind not in known:
-            msg = f"{path} is damaged, or too new: tensor '{tensor.name}' is of type {tensor.kind}, which is not known"
-            raise ModelError(msg)
+            raise ModelError(
+                f"{path} is damaged, or too new: tensor '{tensor.name}' is of type {tensor.kind}, which is not known"
+            )
         if start + tensor.end > size:
-            msg = f"{path} is cut: tensor '{tensor.name}' ends at byte {start + tensor.end:,} of {size:,}"
-            raise ModelError(msg)
+            raise ModelError(f"{path} is cut: tensor '{tensor.name}' ends at byte {start + tensor.end:,} of {size:,}")
 
 
 def check_all_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> None:
@@ -199,11 +200,10 @@ def check_all_used(tensors: Sequence[StoredTensor], model: Any, name: str) -> No
     unknown = [tensor for tensor, match in matches.items() if match is None or int(match[2] or 0) >= layers]
     if unknown or len(tensors) != expected:
         which = f", not '{unknown[0]}'" if unknown else ""
-        msg = (
+        raise ModelError(
             f"model '{name}' is not whole: of the {len(tensors)} tensors in its GGUF file transformers would use "
             f"{expected}{which}; use the model's safetensors"
         )
-        raise ModelError(msg)
 
 
 CONVERTER = 1
@@ -277,8 +277,7 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     (folder / _TOKENIZER).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     (folder / _SETTINGS).write_text(json.dumps(_tokenizer_settings(tokenizer)), encoding="utf-8")
     if _tokenizer_state(read_tokenizer(folder)) != _tokenizer_state(tokenizer):
-        msg = f"a {type(tokenizer).__name__} does not come back as it was"
-        raise user_cache.NotCachedError(msg)
+        raise user_cache.NotCachedError(f"a {type(tokenizer).__name__} does not come back as it was")
 
 
 def _tokenizer_state(tokenizer: Any) -> tuple[Any, ...]:

@@ -130,11 +130,10 @@ def explain_write_errors(path: Path, file: RemoteFile, partial: Path | None = No
         yield
     except OSError as error:
         progress = f" at {_progress(file, partial)}, which are kept" if partial else ""
-        msg = (
+        raise HubError(
             f"{file.name} cannot be written to {path.parent} ({error.strerror or error}){progress}; make room there, "
             "or set HF_HOME to another place"
-        )
-        raise HubError(msg) from error
+        ) from error
 
 
 def _download(file: RemoteFile, url: str, partial: Path) -> None:
@@ -147,11 +146,10 @@ def _download(file: RemoteFile, url: str, partial: Path) -> None:
         except connection_errors(_CutError) as error:
             failures = failures + 1 if _partial_size(partial) - before < _MIN_PROGRESS else 0
             if failures > RETRIES:
-                msg = (
+                raise HubError(
                     f"the download of {file.name} was cut at {_progress(file, partial)} "
                     f"({str(error) or type(error).__name__}); what came is kept, the same command goes on there"
-                )
-                raise HubError(msg) from error
+                ) from error
             time.sleep(PAUSE)
         else:
             return
@@ -171,16 +169,14 @@ def _append_missing(file: RemoteFile, url: str, partial: Path) -> None:
     timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
         if response.status_code >= 500:
-            msg = f"HTTP {response.status_code}"
-            raise _CutError(msg)
+            raise _CutError(f"HTTP {response.status_code}")
         if response.status_code >= 400:
             raise HubError(refusal_reason(response, file.name))
         with partial.open("ab" if response.status_code == 206 else "wb") as stream:
             for chunk in response.iter_bytes():
                 stream.write(chunk)
     if _partial_size(partial) < file.size:
-        msg = "the connection was closed"
-        raise _CutError(msg)
+        raise _CutError("the connection was closed")
 
 
 def _check_download(file: RemoteFile, partial: Path) -> None:
@@ -188,8 +184,9 @@ def _check_download(file: RemoteFile, partial: Path) -> None:
     if partial.stat().st_size == file.size and _digest(file, partial) == file.etag:
         return
     partial.unlink()
-    msg = f"what came of {file.name} is not what the hub says it is (size or checksum), and was thrown away; try again"
-    raise HubError(msg)
+    raise HubError(
+        f"what came of {file.name} is not what the hub says it is (size or checksum), and was thrown away; try again"
+    )
 
 
 def _digest(file: RemoteFile, path: Path) -> str:
@@ -253,8 +250,7 @@ class Repository:
         for name in missing:
             if name not in self.files:
                 why = f": {self.offline_reason}" if self.offline_reason else ""
-                msg = f"{name} is not in {'the cache of it on disk' if why else 'the repository'}{why}"
-                raise HubError(msg)
+                raise HubError(f"{name} is not in {'the cache of it on disk' if why else 'the repository'}{why}")
         files = [self.files[name] for name in missing]
         self._check_disk_space(files)
         for file in files:
@@ -277,11 +273,10 @@ class Repository:
         folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
         needed, free = sum(file.size for file in files), shutil.disk_usage(folder).free
         if needed > free:
-            msg = (
+            raise HubError(
                 f"it takes {format_size(needed)} and {format_size(free)} are free in {folder}; make room there, or "
                 "set HF_HOME to another place"
             )
-            raise HubError(msg)
 
 
 def find(name: str, revision: str = "", kind: str = "model") -> Repository:
@@ -314,14 +309,14 @@ def _request_repository(name: str, revision: str, kind: str) -> Repository:
         info = _request_info(name, revision, kind)
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
-            msg = f"HTTP {error.response.status_code}"
-            raise _SilentError(msg) from error
+            raise _SilentError(f"HTTP {error.response.status_code}") from error
         raise HubError(refusal_reason(error.response, what)) from error
     except HFValidationError as error:
         raise HubError(" ".join(str(error).split())) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
-        raise HubError(msg) from error
+        raise HubError(
+            f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
+        ) from error
     listing = [entry for entry in info.siblings or () if _is_inside(entry.rfilename)]
     files = {entry.rfilename: _remote_file(entry) for entry in listing}
     repository = Repository(name, kind, str(info.sha), files)

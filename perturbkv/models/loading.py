@@ -65,8 +65,7 @@ def _indexed_files(source: Source) -> set[str]:
     """
     index = source.path / f"{_WEIGHTS}.index.json"
     if not index.is_file():
-        msg = f"it holds neither {_WEIGHTS} nor {index.name}"
-        raise HubError(msg)
+        raise HubError(f"it holds neither {_WEIGHTS} nor {index.name}")
     return stored_weights.index_files(index)
 
 
@@ -83,11 +82,10 @@ def _explain_hub_errors(source: Source) -> Iterator[None]:
     except HubError as error:
         instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
         other = "; bring it with --model PATH (a folder of safetensors or a .gguf file), or with a filled HF_HOME"
-        msg = (
+        raise ModelError(
             f"model '{source.name}' needs {source.hub_id} and the hub did not give it: "
             f"{error}{'' if ';' in str(error) else other}{instead}"
-        )
-        raise ModelError(msg) from error
+        ) from error
 
 
 _lock = threading.Lock()
@@ -182,12 +180,12 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")  # which holds no numbers
     if device.type not in _DEVICES:
-        msg = f"expected a device such as cpu, cuda or cuda:1, got '{name}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a device such as cpu, cuda or cuda:1, got '{name}'")
     if not device_exists(device):
         count = _DEVICES[device.type]()
-        msg = f"device '{name}' is not there: this machine has {count} {device.type.upper()} devices; use --device cpu"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"device '{name}' is not there: this machine has {count} {device.type.upper()} devices; use --device cpu"
+        )
     return device
 
 
@@ -262,8 +260,9 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
     """
     if name.startswith(RANDOM):
         if revision:
-            msg = f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
-            raise ModelError(msg)
+            raise ModelError(
+                f"a revision pins a model of the hub, and the weights of '{name}' are drawn; leave out --revision"
+            )
         return ModelFiles(
             name, None, _random_config(name), ByteTokenizer(), f"random weights, seed {seed}", WeightStorage("random"),
             True, OpenArguments(name, seed, ""),
@@ -420,11 +419,10 @@ def _check_devices(device_map: Mapping[str, Any], name: str) -> None:
     """Raise ModelError if a device map puts a part of the model on disk, or on the CPU while others are on GPUs."""
     outside = {*map(str, device_map.values())} & ({"disk", "cpu"} if torch.cuda.is_available() else {"disk"})
     if outside:
-        msg = (
+        raise ModelError(
             f"model '{name}' does not fit: accelerate would put parts of it on {' and '.join(sorted(outside))}; "
             "use a smaller --dtype, more GPUs, or --device cpu"
         )
-        raise ModelError(msg)
 
 
 def _random_config(name: str) -> Any:

@@ -59,14 +59,14 @@ def check(projection: Any, width: int, dtype: torch.dtype) -> None:
         with torch.inference_mode():
             deviation, loss = _deviations(projection, width, dtype)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError) as error:
-        msg = f"cannot be read as a matrix ({' '.join(str(error).split())[:200] or type(error).__name__})"
-        raise NoMatrixError(msg) from error
+        raise NoMatrixError(
+            f"cannot be read as a matrix ({' '.join(str(error).split())[:200] or type(error).__name__})"
+        ) from error
     if not (deviation <= _MAX_ERROR and loss <= _MAX_LOSS):
-        msg = (
+        raise NoMatrixError(
             "is no fixed matrix: what it does depends on its input's size, as where activations are quantised beside "
             "the weights"
         )
-        raise NoMatrixError(msg)
 
 
 def describe(projection: Any) -> str:

@@ -52,8 +52,9 @@ def check_installed(config: Any, name: str) -> None:
     package = PACKAGES.get(quant_method(quantisation)) if quantisation else None
     if package is not None and not _is_installed(_MODULES.get(package, package.replace("-", "_"))):
         by = quant_method(quantisation)
-        msg = f"model '{name}' is quantised by {by}, which needs a package that is not here: pip install {package}"
-        raise ModelError(msg)
+        raise ModelError(
+            f"model '{name}' is quantised by {by}, which needs a package that is not here: pip install {package}"
+        )
 
 
 def _as_dict(quantisation: Any) -> dict[str, Any]:

@@ -117,11 +117,10 @@ def _is_number(value: Any) -> bool:
 def _refuse(name: str, key: str, expected: str, value: Any) -> None:
     """Raise ModelError for a value in the configuration of model `name`; it names the key and the expected value."""
     shown = repr(value)
-    msg = (
+    raise ModelError(
         f"expected {key} of model '{name}' to be {expected}, got {shown[:40]}{'…' if len(shown) > 40 else ''}; get its "
         "config.json anew"
     )
-    raise ModelError(msg)
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -185,8 +184,9 @@ def _check_loading_info(info: Mapping[str, Any], name: str) -> None:
 def _refuse_incomplete(name: str, what: str, count: int) -> None:
     """Raise ModelError for an incomplete model: `what` describes the first of `count` problems."""
     more = f" and {count - 1} more" if count > 1 else ""
-    msg = f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
-    raise ModelError(msg)
+    raise ModelError(
+        f"model '{name}' is not whole: {what}{more}; get its files anew, or a configuration that fits them"
+    )
 
 
 def check_finite(model: Any, name: str) -> None:
@@ -198,8 +198,7 @@ def check_finite(model: Any, name: str) -> None:
     suspects = [key for key, fine in zip(weights, torch.isfinite(sums).tolist(), strict=True) if not fine]
     for key in suspects:
         if not_finite := int((~torch.isfinite(weights[key])).sum()):
-            msg = (
+            raise ModelError(
                 f"model '{name}' is not whole: '{key}' holds {not_finite} values that are NaN or Inf of "
                 f"{weights[key].numel():,}; get its files anew"
             )
-            raise ModelError(msg)

@@ -97,8 +97,7 @@ def resolve(name: str, revision: str = "") -> Source:
     source = _resolve(name)
     if revision and not source.hub_id:
         kind = "a file" if source.gguf_file else "a folder"
-        msg = f"a revision pins a model of the hub, and '{name}' is {kind} here; leave out --revision"
-        raise ModelError(msg)
+        raise ModelError(f"a revision pins a model of the hub, and '{name}' is {kind} here; leave out --revision")
     return replace(source, revision=revision)
 
 
@@ -125,11 +124,10 @@ def _resolve(name: str) -> Source:
     """Return the location of a model's files, without a revision. Raises as `resolve`."""
     path = _as_path(name)
     if (part := _PART.search(path.name)) and (path.is_file() or _HUB_FILE.fullmatch(name)):
-        msg = (
+        raise ModelError(
             f"'{name}' is one of {int(part[1])} parts of a GGUF file, which transformers does not read; merge them "
             "(llama-gguf-split --merge FIRST-PART WHOLE.gguf) and name the whole"
         )
-        raise ModelError(msg)
     if path.is_file() and path.suffix == ".gguf":
         return Source(name, str(path.parent), path.name)
     if path.is_dir():
@@ -145,8 +143,7 @@ def _resolve(name: str) -> Source:
     if (inside := _HUB_FILE.fullmatch(name)) and not name.startswith((".", "/", "~")):
         return Source(name, inside[1], inside[2], inside[1])
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or path.is_file():
-        msg = f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither"
-        raise ModelError(msg)
+        raise ModelError(f"expected a folder of safetensors or a .gguf file, got '{name}', which is neither")
     if _HUB_ID.fullmatch(name):
         return Source(name, name, hub_id=name)
     raise UnknownNameError(
@@ -165,29 +162,29 @@ def _as_path(name: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, RuntimeError, ValueError) as error:
-        msg = f"expected a model's name, folder or .gguf file, got '{name[:80]}', which cannot be looked for: {error}"
-        raise ModelError(msg[:300]) from None
+        raise ModelError(
+            f"expected a model's name, folder or .gguf file, got '{name[:80]}', which cannot be looked for: {error}"[
+                :300
+            ]
+        ) from None
     return path
 
 
 def _check_files(folder: Path, name: str) -> None:
     """Raise ModelError if a model's folder has no configuration, or a file of it is a pipe, device or socket."""
     if not os.path.lexists(folder / "config.json"):
-        msg = f"model '{name}' cannot be loaded: expected config.json in its folder, got none"
-        raise ModelError(msg)
+        raise ModelError(f"model '{name}' cannot be loaded: expected config.json in its folder, got none")
     for path in sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES):
         kind = _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
         if kind:
-            msg = f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}"
-            raise ModelError(msg)
+            raise ModelError(f"model '{name}' cannot be loaded: expected files in its folder, got {kind}: {path.name}")
 
 
 def _wheel_source(name: str, wheel: Wheel) -> Source:
     """Return the location of a wheel's GGUF file. Raises ModelError where the wheel is not installed."""
     path = _package_gguf(wheel.name)
     if path is None:
-        msg = f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}"
-        raise ModelError(msg)
+        raise ModelError(f"model '{name}' comes in the wheel {wheel.name}, which is not installed: {wheel.install}")
     return Source(name, str(path.parent), path.name)
 
 
@@ -205,8 +202,9 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = _OWN_CODE if "trust_remote_code" in str(error) else _reason(error)
-        msg = f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
-        raise ModelError(msg) from error
+        raise ModelError(
+            f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
+        ) from error
 
 
 def _reason(error: Exception) -> str:

@@ -93,11 +93,10 @@ def _kinds(source: Source) -> Counter[str]:
         with explain_errors(source, "the weights"), safe_open(file, framework="numpy") as tensors:
             types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
         if wrong := next((name for name, kind in types.items() if not _FLOAT.match(kind)), ""):
-            msg = (
+            raise ModelError(
                 f"model '{source.name}' is not whole: '{wrong}' in {file.name} is of {types[wrong]}, no floating-point "
                 "type; get its files anew, or a configuration that says how they are quantised"
             )
-            raise ModelError(msg)
         kinds.update(types.values())
     return Counter({_NAMES.get(kind, kind): count for kind, count in kinds.items()})
 

@@ -74,8 +74,7 @@ def explain_write_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = f"the cache {cache_folder()} cannot be written ({error.strerror or error})"
-        raise NotCachedError(msg) from error
+        raise NotCachedError(f"the cache {cache_folder()} cannot be written ({error.strerror or error})") from error
 
 
 def is_whole(entry: Path) -> bool:

@@ -29,17 +29,16 @@ def adapt(model: Any, tokenizer: Any) -> Adapter:
     has an output projection that is no matrix.
     """
     if not hasattr(getattr(model, "config", None), "model_type"):
-        msg = f"expected a model's name or a transformers model, got {type(model).__name__}"
-        raise ModelError(msg)
+        raise ModelError(f"expected a model's name or a transformers model, got {type(model).__name__}")
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if tokenizer is None:
-        msg = f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)"
-        raise ModelError(msg)
+        raise ModelError(f"model '{name}' is given without its tokenizer; give it as load_model(model, tokenizer=…)")
     check_family(model.config, name)
     _check_layers(model, name)
     if any(weight.is_meta for weight in model.parameters()):
-        msg = f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
-        raise ModelError(msg)
+        raise ModelError(
+            f"expected model '{name}' with all its weights in memory, got some on the meta device; load it whole"
+        )
     adapter = Adapter(model, tokenizer, name, GIVEN, stored=_stored_weights(model))
     with eval_mode(adapter):
         check_projections(adapter)
@@ -59,14 +58,14 @@ def _check_layers(model: Any, name: str) -> None:
     """Raise ModelError unless a model predicts tokens and has the number of layers in its configuration."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None or not hasattr(model, "lm_head"):
-        msg = f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
-        raise ModelError(msg)
+        raise ModelError(
+            f"expected a causal language model (AutoModelForCausalLM), got '{name}', a {type(model).__name__}"
+        )
     if len(layers) != (expected := getattr(model.config, "num_hidden_layers", len(layers))):
-        msg = (
+        raise ModelError(
             f"model '{name}' has {len(layers)} layers "
             f"and its configuration says {expected}; change num_hidden_layers too"
         )
-        raise ModelError(msg)
 
 
 def fingerprint(model: Adapter) -> str:

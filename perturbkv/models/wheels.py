@@ -52,11 +52,10 @@ def weights_file(model: str, parts: WeightParts) -> Path:
                 user_cache.cached_folder(entry.name, lambda made: _join(model, parts, folder, made / _FILE))
                 shutil.rmtree(folder, ignore_errors=True)
     except user_cache.NotCachedError as error:
-        msg = (
+        raise ModelError(
             f"model '{model}' comes in {len(parts.part_sha256)} parts, which are joined in the cache: {error}; set "
             f"{user_cache.VARIABLE}"
-        )
-        raise ModelError(msg) from None
+        ) from None
     return entry / _FILE
 
 
@@ -106,8 +105,7 @@ def _join(model: str, parts: WeightParts, folder: Path, joined: Path) -> None:
                 with path.open("rb") as part:
                     shutil.copyfileobj(part, stream, _CHUNK)
     if _sha256(joined) != parts.sha256:
-        msg = f"the parts of model '{model}' do not make the file of checksum {parts.sha256}"
-        raise ModelError(msg)
+        raise ModelError(f"the parts of model '{model}' do not make the file of checksum {parts.sha256}")
 
 
 def _check_disk_space(model: str, parts: WeightParts, folder: Path) -> None:
@@ -115,11 +113,10 @@ def _check_disk_space(model: str, parts: WeightParts, folder: Path) -> None:
     here = sum(path.stat().st_size for path in folder.glob("part*"))
     needed, free = 2 * parts.size - here, shutil.disk_usage(folder).free
     if needed > free:
-        msg = (
+        raise ModelError(
             f"fetching model '{model}' takes {format_size(needed)} and {format_size(free)} are free in "
             f"{folder.parent}; make room there, or set {user_cache.VARIABLE} to another place"
         )
-        raise ModelError(msg)
 
 
 def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:
@@ -137,11 +134,10 @@ def _part(model: str, parts: WeightParts, place: int, folder: Path) -> Path:
     shutil.rmtree(wheels)
     if _sha256(path) != wanted:
         path.unlink()
-        msg = (
+        raise ModelError(
             f"what came of {requirement} is not part {place + 1} of model '{model}' (its checksum is another), and was "
             "thrown away; the same command asks again, and pip's index serves another file if this stays"
         )
-        raise ModelError(msg)
     return path
 
 
@@ -156,11 +152,10 @@ def _download(model: str, requirement: str, wheels: Path) -> None:
     )  # fmt: skip
     if ran.returncode:
         said = [line for line in ran.stderr.splitlines() if line.strip()] or [f"exit code {ran.returncode}"]
-        msg = (
+        raise ModelError(
             f"model '{model}' comes in wheels, and pip did not bring {requirement}: {said[-1].strip()}; what came "
             "before is kept, the same command goes on there"
         )
-        raise ModelError(msg)
 
 
 def _unzip(model: str, requirement: str, wheels: Path, path: Path, most: int) -> None:
@@ -180,8 +175,7 @@ def _unzip(model: str, requirement: str, wheels: Path, path: Path, most: int) ->
     except (StopIteration, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
         reason = str(error) or type(error).__name__
     if reason:
-        msg = f"the wheel {requirement} of model '{model}' holds no part of it: {reason}"
-        raise ModelError(msg)
+        raise ModelError(f"the wheel {requirement} of model '{model}' holds no part of it: {reason}")
     temporary.replace(path)
 
 

@@ -115,8 +115,7 @@ def best_set(entries: HeadEntries, start: Kept, seconds: float) -> Proof:
     Raises ValueError where `start` lacks an entry that always stays.
     """
     if not start[entries.always].all():
-        msg = "expected a set that holds all that always stays"
-        raise ValueError(msg)
+        raise ValueError("expected a set that holds all that always stays")
     begin, kept, value, lower = time.monotonic(), start, entries.perturbation(start), 0.0
     smallest = _smallest_mass(entries, int(start.sum()))
     while value > 0 and (left := seconds - (time.monotonic() - begin)) > 0:

@@ -127,8 +127,7 @@ def _check_equal_sizes(sets: Sequence[Kept]) -> Sequence[Kept]:
     """Return the kept sets unchanged. Raises ValueError if their sizes differ."""
     sizes = sorted({int(kept.sum()) for kept in sets})
     if len(sizes) != 1:
-        msg = f"expected kept sets of one size, got {sizes}"
-        raise ValueError(msg)
+        raise ValueError(f"expected kept sets of one size, got {sizes}")
     return sets
 
 

@@ -123,8 +123,9 @@ def is_card(path: Path) -> bool:
 def check_file_name(path: Path) -> None:
     """Raise ConfigError for a file name that hubs would take for a pattern, or that holds invisible characters."""
     if _PATTERN_SIGNS.search(str(path)) or escape_line(str(path)) != str(path):
-        msg = f"expected a file name without * ? [ ] {{ }}, which hubs take for patterns, got {escape_line(str(path))}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected a file name without * ? [ ] {{ }}, which hubs take for patterns, got {escape_line(str(path))}"
+        )
 
 
 def data_card(tables: Sequence[Table], licence: str = UNKNOWN) -> str:

@@ -66,19 +66,18 @@ def bundle(read: Read, entry: str = "main.js") -> str:
 def check_inline(name: str, source: str) -> str:
     """Return the source unchanged. Raises ModuleError for text that ends a script in HTML, or that browsers change."""
     if ends := _ENDS_A_SCRIPT.search(source):
-        msg = f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces"
-        raise ModuleError(msg)
+        raise ModuleError(f"{name} holds '{ends[0]}', which an inline script cannot; write it in pieces")
     if "\r" in source or "\0" in source:
-        msg = f"{name} holds a carriage return or NUL, which a browser changes before it compares the script's hash"
-        raise ModuleError(msg)
+        raise ModuleError(
+            f"{name} holds a carriage return or NUL, which a browser changes before it compares the script's hash"
+        )
     return source
 
 
 def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict[str, _Module]) -> None:
     """Append a module to `modules` after all its imports; `path` is the import chain from the entry module."""
     if name in path:
-        msg = f"modules import each other: {' → '.join((*path[path.index(name) :], name))}"
-        raise ModuleError(msg)
+        raise ModuleError(f"modules import each other: {' → '.join((*path[path.index(name) :], name))}")
     if name in modules:
         return
     module = _parse_module(name, _read_source(read, name, path))
@@ -87,8 +86,9 @@ def _collect_modules(read: Read, name: str, path: tuple[str, ...], modules: dict
         exports = modules[other].exports
         for exported, _ in names:
             if exported not in exports:
-                msg = f"{name} imports {exported} of {other}, which exports {', '.join(exports) or 'nothing'}"
-                raise ModuleError(msg)
+                raise ModuleError(
+                    f"{name} imports {exported} of {other}, which exports {', '.join(exports) or 'nothing'}"
+                )
     modules[name] = module
 
 
@@ -97,8 +97,7 @@ def _read_source(read: Read, name: str, path: tuple[str, ...]) -> str:
     try:
         return check_inline(name, read(name))
     except FileNotFoundError:
-        msg = f"{path[-1] if path else 'the page'} imports {name}, which is not there"
-        raise ModuleError(msg) from None
+        raise ModuleError(f"{path[-1] if path else 'the page'} imports {name}, which is not there") from None
 
 
 def _parse_module(name: str, source: str) -> _Module:
@@ -107,8 +106,9 @@ def _parse_module(name: str, source: str) -> _Module:
     imports = tuple((match[2], _parse_names(name, match[1])) for match in _IMPORT.finditer(code))
     exports = tuple(match[2] for match in _EXPORT.finditer(code))
     if other := _OTHER.search(_EXPORT.sub("", _IMPORT.sub("", code))):
-        msg = f"{name} has '{other[0].strip()}'; only import {{ … }} from \"./x.js\"; and export function, const, class"
-        raise ModuleError(msg)
+        raise ModuleError(
+            f"{name} has '{other[0].strip()}'; only import {{ … }} from \"./x.js\"; and export function, const, class"
+        )
     return _Module(imports, exports, _EXPORT.sub(r"\1 \2", _IMPORT.sub("", source)).strip())
 
 
@@ -117,8 +117,7 @@ def _parse_names(name: str, text: str) -> tuple[tuple[str, str], ...]:
     pairs = []
     for one in filter(None, (part.strip() for part in text.split(","))):
         if not (match := _NAME.fullmatch(one)):
-            msg = f"{name} imports '{one}', which is no name"
-            raise ModuleError(msg)
+            raise ModuleError(f"{name} imports '{one}', which is no name")
         pairs.append((match[1], match[2] or match[1]))
     return tuple(pairs)
 
@@ -311,14 +310,14 @@ def _page_style() -> str:
     """Return the page's CSS. Raises ValueError for text that an inline style cannot hold."""
     style = (_PAGE / "page.css").read_text(encoding="utf-8")
     if "</style" in style.lower() or "\r" in style:
-        msg = "page.css holds '</style' or a carriage return, which an inline style cannot"
-        raise ValueError(msg)
+        raise ValueError("page.css holds '</style' or a carriage return, which an inline style cannot")
     return style
 
 
 def _check_id(name: str) -> str:
     """Return a block's name unchanged. Raises ValueError for a name that needs escaping, or is an element's id."""
     if not _BLOCK_ID.fullmatch(name) or name in _ELEMENT_IDS:
-        msg = f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
-        raise ValueError(msg)
+        raise ValueError(
+            f"expected a block's name of letters, digits, '-', '_' and '.' that no part of the page has, got '{name}'"
+        )
     return name

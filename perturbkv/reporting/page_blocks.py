@@ -215,5 +215,4 @@ class Payload:
 
     def __post_init__(self) -> None:
         if self.title != escape_line(self.title):
-            msg = f"expected a title of one line without characters that nobody sees, got {self.title!r}"
-            raise ValueError(msg)
+            raise ValueError(f"expected a title of one line without characters that nobody sees, got {self.title!r}")

@@ -234,8 +234,7 @@ def payload(traces: Sequence[Trace], *, full: bool = False) -> Payload:
     from perturbkv import __version__
 
     if not traces:
-        msg = "report needs at least one trace, got none"
-        raise TraceError(msg)
+        raise TraceError("report needs at least one trace, got none")
     names = make_distinct([trace_name(trace) for trace in traces])
     prepared = [without_folders(Measurements(trace, ANALYSIS).trace) for trace in traces]
     parts: list[dict[str, Any]] = []

@@ -100,8 +100,9 @@ def report(
     checked = (traces,) if isinstance(traces, Trace) else _as_tuple(traces)
     check_traces(checked)
     if isinstance(path, Trace):
-        msg = "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
+        )
     if path is not None:
         _check_no_trace(checked, Path(path))
         check_path(page_path(Path(path)), overwrite)
@@ -116,24 +117,24 @@ def _as_tuple(traces: Any) -> tuple[Trace, ...]:
     items = tuple(traces) if isinstance(traces, Iterable) and not isinstance(traces, str | Path) else (traces,)
     for one in items:
         if not isinstance(one, Trace):
-            msg = f"expected a trace or a list of traces, got {type(one).__name__}; pk.read_trace(path) gives one"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected a trace or a list of traces, got {type(one).__name__}; pk.read_trace(path) gives one"
+            )
     return items
 
 
 def check_traces(traces: Sequence[Trace]) -> None:
     """Raise ConfigError for no trace or a repeated trace, TraceError for a trace without a complete sample."""
     if not traces:
-        msg = "expected a trace or several for a report, got none"
-        raise ConfigError(msg)
+        raise ConfigError("expected a trace or several for a report, got none")
     for index, one in enumerate(traces):
         name = one.source or "the trace in memory"
         if any(one is other or (one.digest and one.digest == other.digest) for other in traces[:index]):
-            msg = f"expected every trace once, got {name} twice; leave one out"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected every trace once, got {name} twice; leave one out")
         if not one.ok.any():
-            msg = f"expected a trace with a complete sample, got {name}, whose samples all failed; measure it again"
-            raise TraceError(msg)
+            raise TraceError(
+                f"expected a trace with a complete sample, got {name}, whose samples all failed; measure it again"
+            )
 
 
 def page_path(path: Path) -> Path:
@@ -142,8 +143,9 @@ def page_path(path: Path) -> Path:
         return path
     named = path if path.suffix or not path.name else path.with_name(f"{path.name}.html")
     if named.suffix.lower() not in (".html", ".htm"):
-        msg = f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected a page's name to end in .html, got {path}; name it {path.with_suffix('.html').name}"
+        )
     return named
 
 
@@ -151,16 +153,14 @@ def check_path(path: Path, overwrite: bool) -> Path:
     """Return the path unchanged. Raises OutputError if it cannot be written, or an existing file would be replaced."""
     check_writable(path)
     if path.exists() and not overwrite:
-        msg = f"expected no file at {path}, got one; overwrite=True replaces it"
-        raise OutputError(msg)
+        raise OutputError(f"expected no file at {path}, got one; overwrite=True replaces it")
     return path
 
 
 def _check_no_trace(traces: Sequence[Trace], path: Path) -> None:
     """Raise OutputError if the page's path is the file of a trace that it is made from."""
     if any(one.source and real_path(Path(one.source)) == real_path(path) for one in traces):
-        msg = f"expected another file than the trace itself, got {path}; name another"
-        raise OutputError(msg)
+        raise OutputError(f"expected another file than the trace itself, got {path}; name another")
 
 
 def _build_report(traces: Sequence[Trace], full: bool) -> Report:

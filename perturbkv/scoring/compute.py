@@ -57,14 +57,14 @@ class VisibleLayer:
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS and name not in self._score.needs:
-            msg = f"score '{self._score.display_name}' looks at {name}, which its needs {self._score.needs} do not name"
-            raise PluginError(msg)
+            raise PluginError(
+                f"score '{self._score.display_name}' looks at {name}, which its needs {self._score.needs} do not name"
+            )
         if not hasattr(type(self._view), name) and name not in type(self._view).__dataclass_fields__:
-            msg = (
+            raise PluginError(
                 f"score '{self._score.display_name}' asks for '{name}', which no layer shows: what comes after the "
                 f"prompt is not known when a cache is evicted; there are {', '.join(NEEDS)}"
             )
-            raise PluginError(msg)
         value = getattr(self._view, name)
         return value.clone() if self._copies and isinstance(value, Tensor) else value
 

@@ -26,16 +26,14 @@ def read_required(path: Path | None, model_config: Any, policy: str | None, work
     if policy is None:
         return ()
     if path is None:
-        msg = (
+        raise ConfigError(
             f"policy '{policy}' needs scores of the model's heads; give --head-scores FILE "
             f"(perturbkv trace --head-scores measures them), or choose another policy; {works}"
         )
-        raise ConfigError(msg)
     try:
         return read(path, layer_types.measured_layers(model_config), int(model_config.num_attention_heads))
     except ConfigError as error:
-        msg = f"{error}; {works}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"{error}; {works}") from None
 
 
 def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
@@ -51,14 +49,12 @@ def read(path: Path, layers: Sequence[int], heads: int) -> HeadScores:
     if set(scores) != names:
         strange = sorted(set(scores) ^ names)[0]
         what = f"'{strange}', which the model lacks" if strange in scores else f"none for '{strange}'"
-        msg = (
+        raise ConfigError(
             f"expected scores of {len(layers)} layers × {heads} heads in {path}, got {len(scores)} and {what}; "
             "measure this model's: perturbkv trace --head-scores"
         )
-        raise ConfigError(msg)
     if not any(scores.values()):
-        msg = f"expected a score above 0 in {path}, got none"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a score above 0 in {path}, got none")
     return tuple(tuple(scores[name] for name in row) for row in expected)
 
 
@@ -67,14 +63,12 @@ def from_rows(scores: Sequence[Sequence[float]], layers: int, heads: int) -> Hea
     rows = tuple(tuple(_score(value, "head scores") for value in row) for row in scores)
     if len(rows) != layers or any(len(row) != heads for row in rows):
         got = f"{len(rows)} × {', '.join(sorted({str(len(row)) for row in rows})) or 0}"
-        msg = (
+        raise ConfigError(
             f"expected head scores of {layers} layers × {heads} heads, got {got}; perturbkv trace --head-scores "
             "measures them"
         )
-        raise ConfigError(msg)
     if not any(map(any, rows)):
-        msg = "expected a head score above 0, got none"
-        raise ConfigError(msg)
+        raise ConfigError("expected a head score above 0, got none")
     return rows
 
 
@@ -89,8 +83,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ConfigError for any other content."""
     document = _FILE.read_json(path)
     if not isinstance(document, dict):
-        msg = f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}'
-        raise ConfigError(msg)
+        raise ConfigError(f'expected {{"layer-head": score}} in {path}, got {type(document).__name__}')
     return document
 
 
@@ -98,11 +91,10 @@ def _score(value: Any, where: str) -> float:
     """Return a score, or the mean of a list of scores. Raises ConfigError with its place `where` for other values."""
     numbers = value if isinstance(value, list) and value else [value]
     if not all(map(_is_score, numbers)) or not _is_score(sum(numbers)):
-        msg = (
+        raise ConfigError(
             f"{where}: expected a number of at least 0 or a list of them, got {str(value)[:40]}; add one number to "
             "all, or measure this model's: perturbkv trace --head-scores FILE --model NAME"
         )
-        raise ConfigError(msg)
     return float(sum(numbers)) / len(numbers)
 
 

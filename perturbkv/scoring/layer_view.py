@@ -339,6 +339,5 @@ class LayerView:
 def _require(data: _Captured | None, name: str) -> _Captured:
     """Return the captured data. Raises PluginError, with the data's `name`, for None."""
     if data is None:
-        msg = f"{name} of the layer were not captured: no score of the run needs them"
-        raise PluginError(msg)
+        raise PluginError(f"{name} of the layer were not captured: no score of the run needs them")
     return data

@@ -52,6 +52,7 @@ def complete(choice: Choice) -> Choice:
     if completed.options.get("pool") != "none":
         return completed
     if "kernel" in completed.shown_options:
-        msg = f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"kernel of score '{choice.name}' has no effect here: it needs a pool other than none; leave it out"
+        )
     return completed.without(["kernel"])

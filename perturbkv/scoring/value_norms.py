@@ -74,8 +74,7 @@ def check_kernel(kernel: str, device: torch.device) -> None:
     if kernel not in NORM_KERNELS:
         raise UnknownNameError(kernel, "norm kernel", NORM_KERNELS)
     if kernel == "triton" and (why := triton_unavailable_reason(device)):
-        msg = f"expected a device that runs the norm kernel 'triton', got '{device}': {why}; {_INSTEAD}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a device that runs the norm kernel 'triton', got '{device}': {why}; {_INSTEAD}")
 
 
 def triton_unavailable_reason(device: torch.device) -> str:
@@ -99,8 +98,7 @@ def _use_triton(kernel: str, value: Tensor, w_o: Tensor) -> bool:
 
     unsuited = projected_norms.unsuited(value, w_o)
     if kernel == "triton" and unsuited:
-        msg = f"norm kernel 'triton' expected {unsuited}; {_INSTEAD}"
-        raise ConfigError(msg)
+        raise ConfigError(f"norm kernel 'triton' expected {unsuited}; {_INSTEAD}")
     return not unsuited
 
 

@@ -49,36 +49,31 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
     """Raise ConfigError for incompatible choices of policy, selection, granularity, correction and cache layout."""
     policy = info(config.policy.name)
     if config.selection.name not in policy.selections:
-        msg = (
+        raise ConfigError(
             f"policy '{policy.name}' does not combine with selection '{config.selection.name}'; "
             f"{describe_compatible_choices()}"
         )
-        raise ConfigError(msg)
     if not can_share(policy, config.granularity):
         suitable = ", ".join(name for name in GRANULARITIES if can_share(policy, Choice(name)))
-        msg = (
+        raise ConfigError(
             f"policy '{policy.name}' shares budgets out {policy.budgets}, and granularity '{config.granularity.name}' "
             f"is {GRANULARITIES[config.granularity.name].partition(',')[0]}; choose {suitable}, or another policy"
         )
-        raise ConfigError(msg)
     resolved = resolve(config)
     if resolved.system.competes and reduction(config.granularity) == UNION:
-        msg = (
+        raise ConfigError(
             f"policy '{policy.name}' compares the scores of kept sets, and reduce=union has ranks alone; choose "
             "reduce=mean or reduce=max, or another policy"
         )
-        raise ConfigError(msg)
     if resolved.system.first_stage is not None and config.block > 1:
-        msg = (
+        raise ConfigError(
             f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
         )
-        raise ConfigError(msg)
     if cache not in policy.caches():
-        msg = (
+        raise ConfigError(
             f"policy '{policy.name}' shares budgets out {policy.budgets}, which a {cache} cache cannot hold; "
             f"{describe_compatible_choices()}"
         )
-        raise ConfigError(msg)
     _check_sign(resolved)
     _check_correction(resolved)
 
@@ -94,17 +89,15 @@ def _check_correction(config: ResolvedConfig) -> None:
     if not config.corrected:
         return
     if config.quantised:
-        msg = (
+        raise ConfigError(
             f"correction '{config.correction}' stands in for entries of full precision; leave precision "
             f"'{config.precision}' or the correction out"
         )
-        raise ConfigError(msg)
     if config.in_cache:
-        msg = (
+        raise ConfigError(
             f"correction '{config.correction}' predicts by queries at the prompt's positions, and positions=in-cache "
             "moves them; use positions=kept, or leave the correction out"
         )
-        raise ConfigError(msg)
 
 
 def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
@@ -119,11 +112,10 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
     first = checked.count(policy, "first_entries", config, kept)
     recent = max(config.window, checked.count(policy, "recent_entries", config, kept))
     if kept <= first + recent:
-        msg = (
+        raise BudgetError(
             f"budget {config.budget} keeps {kept} entries of {prompt_tokens}, no more than policy '{policy.name}' "
             f"always keeps: the first {first} and the last {recent}; raise the budget, or lower its own options"
         )
-        raise BudgetError(msg)
 
 
 def only_text_votes(config: EvictionConfig) -> bool:
@@ -167,52 +159,48 @@ def _check_sign(config: ResolvedConfig) -> None:
     multiplier = f"policy '{policy.name}'" if policy.mixes else selection
     if policy.score.signed and multiplier:
         advice = commands_for_signed(type(policy.score))
-        msg = f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; {advice}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; {advice}"
+        )
 
 
 def check_compressible(config: EvictionConfig) -> None:
     """Raise ConfigError for a configuration that cannot recompress a cache during decoding."""
     if config.is_external:
-        msg = (
+        raise ConfigError(
             f"policy '{config.policy.name}' is asked once, for the prompt; --compress-every works with policies of ours"
         )
-        raise ConfigError(msg)
     if not config.evicts:
-        msg = f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"policy '{config.policy.name}' evicts nothing, so that nothing is compressed: leave --compress-every out"
+        )
     resolved = resolve(config)
     if config.quantised and resolved.in_cache:
-        msg = (
+        raise ConfigError(
             "positions=in-cache turns keys at each compression, and those in few bits would be rounded again; "
             "--compress-every works with precision full or positions=kept"
         )
-        raise ConfigError(msg)
     if config.corrected:
-        msg = (
+        raise ConfigError(
             f"correction '{config.correction}' is stored once, for the prompt; --compress-every works with "
             "correction none"
         )
-        raise ConfigError(msg)
     if only_text_votes(config):
-        msg = (
+        raise ConfigError(
             "window_queries=text leaves out tokens of the prompt's end, and --compress-every goes on from there; leave "
             "one of them out"
         )
-        raise ConfigError(msg)
     if not _can_recompress(resolved.system):
         suitable = ", ".join(name for name in names() if _can_recompress(build(Choice(name))))
-        msg = (
+        raise ConfigError(
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
             f"works with {suitable}"
         )
-        raise ConfigError(msg)
     if resolved.system.score.whole_layer and resolved.system.budgets == "by head":
-        msg = (
+        raise ConfigError(
             f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
             "head; --compress-every works with it where budgets are alike, such as of snapkv"
         )
-        raise ConfigError(msg)
 
 
 def _can_recompress(policy: Policy) -> bool:
@@ -232,11 +220,10 @@ def check_generation(config: EvictionConfig) -> None:
     Pages are selected once the query is known, so that configurations that read pages pass.
     """
     if config.selection.name in ("hindsight", "hindsight-attention") and not config.reads_pages:
-        msg = (
+        raise ConfigError(
             f"selection '{config.selection.name}' looks at the next query, which generation does not have; choose "
             "another selection"
         )
-        raise ConfigError(msg)
 
 
 def describe_compatible_choices() -> str:

@@ -194,8 +194,7 @@ def grid(
     configs = expand_grid(wanted, cache)
     for name, value in choices.items():
         if name not in FIELDS and value is not None and (needs := why_without_effect(name, configs)):
-            msg = f"{name} has no effect here: it needs {needs}; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} has no effect here: it needs {needs}; leave it out")
     return configs
 
 
@@ -219,8 +218,7 @@ def combinations(choices: Mapping[str, Any]) -> list[dict[str, Any]]:
         if name not in ORDER and name not in known_options():
             raise UnknownNameError(name, "choice", [*FIELDS, *known_options()])
         if not values:
-            msg = f"expected a value for {name} or a list of them, got an empty list"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a value for {name} or a list of them, got an empty list")
     check_configurations(math.prod(map(len, series.values())))
     names = sorted(series, key=_sort_key)
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(series[name] for name in names))]
@@ -266,8 +264,7 @@ def check_written_options(parsed: Iterable[ParsedConfig]) -> None:
             all_needs.setdefault(key, []).append(need)
     for (owner, choice, option), needs in all_needs.items():
         if all(needs):
-            msg = f"{option} of {owner} '{choice}' has no effect here: it needs {needs[0]}; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"{option} of {owner} '{choice}' has no effect here: it needs {needs[0]}; leave it out")
 
 
 def parse_configuration(
@@ -303,8 +300,7 @@ def _external_selection(policy: Choice, selection: Choice, alone: bool) -> Choic
     `alone`: the policy was named without a selection.
     """
     if not alone and selection.name != GIVEN:
-        msg = f"policy '{policy}' keeps what it keeps, by no selection of ours: leave ':{selection}' out"
-        raise ConfigError(msg)
+        raise ConfigError(f"policy '{policy}' keeps what it keeps, by no selection of ours: leave ':{selection}' out")
     return Choice(GIVEN)
 
 
@@ -312,8 +308,7 @@ def _check_no_duplicate_options(owners: Mapping[str, Choice], separate: Mapping[
     """Raise ConfigError for an option that is both written in a choice and passed separately."""
     for (owner, choice), name in itertools.product(owners.items(), separate):
         if name in choice.options and takes_option(choice, owner, name):
-            msg = f"'{name}' is given beside {choice} and in it; give it once"
-            raise ConfigError(msg)
+            raise ConfigError(f"'{name}' is given beside {choice} and in it; give it once")
 
 
 def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:

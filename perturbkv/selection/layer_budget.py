@@ -90,8 +90,7 @@ class LayerBudget:
         Raises ConfigError where these scores are not available.
         """
         if self.model_wide is None:
-            msg = "budgets that look at all layers need a whole prompt; choose another policy"
-            raise ConfigError(msg)
+            raise ConfigError("budgets that look at all layers need a whole prompt; choose another policy")
         result: _Result = self.model_wide(key, make)
         return result
 

@@ -62,8 +62,9 @@ class LayerStatistics:
     def hindsight(self) -> Float[Tensor, "head prefix"]:
         """Attention weights A of the first decoding query on the prefix. Raises ConfigError where unknown."""
         if self.realised is None:
-            msg = "a selection by hindsight looks at the next query, which is not known here; choose another selection"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "a selection by hindsight looks at the next query, which is not known here; choose another selection"
+            )
         return self.realised
 
     def selected_norms(self, config: EvictionConfig) -> Float[Tensor, "head prefix"]:
@@ -71,8 +72,7 @@ class LayerStatistics:
         if not config.euclidean:
             return self.norms.to(WORK)
         if self.euclidean is None:
-            msg = f"selection '{config.selection}' looks at L2 norms, which are not known here"
-            raise ConfigError(msg)
+            raise ConfigError(f"selection '{config.selection}' looks at L2 norms, which are not known here")
         return self.euclidean.to(WORK)
 
     @property

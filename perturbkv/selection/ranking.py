@@ -178,8 +178,9 @@ class Scores:
         """Return the scores of the policy's own stage 1, per kept set. Raises ConfigError where missing."""
         score = self.statistics.first_stage
         if score is None:
-            msg = f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"policy '{config.policy.name}' has a stage 1 of its own, whose scores are not known here"
+            )
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduce(config, score))
 
     def first_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:

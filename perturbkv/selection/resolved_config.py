@@ -35,8 +35,7 @@ class Selector:
 
 def _refuse_ranking(scores: object, config: EvictionConfig) -> NoReturn:
     """Raise ConfigError for a configuration with external kept sets, which have no ranking."""
-    msg = f"policy '{config.policy}' keeps what it was given; nothing ranks its entries"
-    raise ConfigError(msg)
+    raise ConfigError(f"policy '{config.policy}' keeps what it was given; nothing ranks its entries")
 
 
 _SELECTORS = {

@@ -86,8 +86,9 @@ def read_answers(path: str | Path) -> WrittenAnswers:
 def check_answers(answers: Any) -> None:
     """Raise ConfigError for a value that is not a `WrittenAnswers`, such as a path."""
     if not isinstance(answers, WrittenAnswers):
-        msg = f"expected answers, as pk.read_answers or a generate's .written give them; got {type(answers).__name__}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected answers, as pk.read_answers or a generate's .written give them; got {type(answers).__name__}"
+        )
 
 
 def is_row(document: Mapping[str, Any]) -> bool:

@@ -54,8 +54,9 @@ def check_writable(path: Path) -> None:
     try:
         str(target).encode()
     except UnicodeEncodeError:
-        msg = f"expected a path in UTF-8, which results can name, got {os.fsencode(target)!r}; choose another place"
-        raise OutputError(msg) from None
+        raise OutputError(
+            f"expected a path in UTF-8, which results can name, got {os.fsencode(target)!r}; choose another place"
+        ) from None
     with translate_os_errors(path):
         check_file_path(path)
         retry_missing_folder(lambda: _write_probe(path, target))
@@ -87,11 +88,11 @@ def check_file_path(path: Path) -> None:
     """Raise OutputError if `path` is a folder, device or pipe, where no file can be written or replaced."""
     target = real_path(path)
     if target.is_dir():
-        msg = f"expected a file's path, got the folder {path}; name a file in it"
-        raise OutputError(msg)
+        raise OutputError(f"expected a file's path, got the folder {path}; name a file in it")
     if target.is_symlink() or (target.exists() and not target.is_file()):
-        msg = f"expected a file's path, got {path}, which is a device, a pipe or a loop of links; choose another place"
-        raise OutputError(msg)
+        raise OutputError(
+            f"expected a file's path, got {path}, which is a device, a pipe or a loop of links; choose another place"
+        )
 
 
 def make_folders(folder: Path) -> list[Path]:
@@ -277,8 +278,9 @@ class Lock:
         new = self._new_folders
         folder = min(new, key=lambda path: len(path.parts)).parent if new else self._file.parent
         if not folder.is_dir():
-            msg = f"expected the folder {folder} to stay while {self.path} is written, got none; bring it back"
-            raise OutputError(msg)
+            raise OutputError(
+                f"expected the folder {folder} to stay while {self.path} is written, got none; bring it back"
+            )
 
     def _acquire(self) -> None:
         """Take the lock, if `wait` after its holder releases it. Raises LockedOutputError if held and not `wait`."""
@@ -379,8 +381,7 @@ class OutputFile:
         """Raise ConfigError if a file of another kind exists at the path."""
         if self.path.exists() and not self.is_ours(self.path):
             expected, got = (self.kind, "another file") if self.kind else ("no file", "one")
-            msg = f"expected {expected} at {self.path}, got {got}; --overwrite replaces it"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected {expected} at {self.path}, got {got}; --overwrite replaces it")
 
 
 def resumable(path: Path) -> OutputFile:
@@ -440,8 +441,7 @@ class Claim:
     def __enter__(self) -> Lock:
         """Take the lock and return it. Raises ValueError for a claim without a writer."""
         if self.writer is None:
-            msg = "expected a claim with a writer"
-            raise ValueError(msg)
+            raise ValueError("expected a claim with a writer")
         self._lock = Lock(self.writer, bool(self.folder.wait), self._advice)
         lock = self._lock.__enter__()
         try:
@@ -507,8 +507,7 @@ def _parse_holder(descriptor: int, file: Path) -> Holder | None:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(ValueError):
             return Holder.parse(os.pread(descriptor, 2**16, 0).decode())
-    msg = f"expected a lock of ours at {file}, got another file; move it away, or choose another place"
-    raise OutputError(msg)
+    raise OutputError(f"expected a lock of ours at {file}, got another file; move it away, or choose another place")
 
 
 def _seconds_since_heartbeat(file: Path) -> float:

@@ -93,8 +93,7 @@ class RayCluster:
         for line in self._server.stdout:
             if line.startswith("node "):
                 return line.removeprefix("node ").strip()
-        msg = "the Ray cluster did not start"
-        raise RuntimeError(msg)
+        raise RuntimeError("the Ray cluster did not start")
 
 
 def enter_cluster(pid: int, environment: dict[str, str]) -> None:

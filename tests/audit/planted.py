@@ -333,22 +333,19 @@ def uneven(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
 def alone_only(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Right, and says what it does not do."""
     if len(input_ids) > 1:
-        msg = "one prompt at a time"
-        raise NotImplementedError(msg)
+        raise NotImplementedError("one prompt at a time")
     return right(model, input_ids, attention_mask)
 
 
 def breaks(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Cannot read any prompt."""
-    msg = "no such thing\nand more lines"
-    raise ValueError(msg)
+    raise ValueError("no such thing\nand more lines")
 
 
 def breaks_in_a_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
     """Right alone; a batch breaks it."""
     if len(input_ids) > 1:
-        msg = "shapes do not fit"
-        raise ValueError(msg)
+        raise ValueError("shapes do not fit")
     return right(model, input_ids, attention_mask)
 
 

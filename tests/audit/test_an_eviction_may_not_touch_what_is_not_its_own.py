@@ -383,8 +383,7 @@ def test_damage_and_what_is_raised_after_it_are_both_told() -> None:
 
     def raises(loaded: Any) -> None:
         scale_weights(loaded)
-        msg = "boom"
-        raise ValueError(msg)
+        raise ValueError("boom")
 
     result = audited("llama", after(raises))
     assert "it changed the model (weights of lm_head.weight), and reading the prompt raises ValueError: boom" in (
@@ -406,8 +405,7 @@ def unknown_model(loaded: Any) -> None:
 
 
 def own_class(loaded: Any) -> None:
-    msg = "not today"
-    raise ConfigError(msg)
+    raise ConfigError("not today")
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ def test_a_browser_that_fails_makes_the_command_fail(
     little: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(path: Path, repeats: int) -> dict[str, Any]:
-        msg = "the browser failed: gone"
-        raise PerturbkvError(msg)
+        raise PerturbkvError("the browser failed: gone")
 
     monkeypatch.setattr(browsing, "change_times", fails)
     ran = CliRunner().invoke(app, ["doctor", "bench", "report", "--tokens", "200", "-o", str(tmp_path / "r.json")])

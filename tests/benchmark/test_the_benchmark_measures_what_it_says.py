@@ -246,8 +246,7 @@ def test_a_prompt_longer_than_the_models_context_is_refused_before_anything_is_m
 @pytest.mark.usefixtures("answered")
 def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(**more: Any) -> dict[str, Any]:
-        msg = "out of memory"
-        raise PerturbkvError(msg)
+        raise PerturbkvError("out of memory")
 
     monkeypatch.setitem(ANSWERS, "peaks", fail)
     path = tmp_path / "bench.json"

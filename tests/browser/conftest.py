@@ -42,8 +42,7 @@ class Opened:
             if shown.evaluate("performance.getEntriesByName('ready').length > 0"):
                 return shown
             self.page.wait_for_timeout(20)
-        msg = f"expected the page within ten seconds, got {self.errors}"
-        raise AssertionError(msg)
+        raise AssertionError(f"expected the page within ten seconds, got {self.errors}")
 
     def quiet(self) -> bool:
         """Whether nothing at all was complained of or asked for."""

@@ -25,8 +25,7 @@ def loading(interrupted: bool) -> None:
             empty = "trying to pop from empty mode stack"
             raise RuntimeError(empty)
     except RuntimeError as error:
-        msg = f"the model cannot be loaded: {error}"
-        raise ModelError(msg) from None
+        raise ModelError(f"the model cannot be loaded: {error}") from None
 
 
 @pytest.mark.parametrize(("terminated", "code"), [(False, 130), (True, 143)])

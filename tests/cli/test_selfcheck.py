@@ -104,8 +104,7 @@ def test_a_failure_of_the_ties_leaves_the_rows_of_the_benchmark(
     perturbkv: Run, small: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*asked: object) -> None:
-        msg = "no gguf"
-        raise ImportError(msg)
+        raise ImportError("no gguf")
 
     monkeypatch.setattr(checks, "run_check", lambda *asked: [])
     monkeypatch.setattr("perturbkv.analyses.heads.half_precision.compare", fails)

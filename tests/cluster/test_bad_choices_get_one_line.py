@@ -106,8 +106,7 @@ def _answer(server: socket.socket, reply: bytes) -> None:
 
 def test_what_ray_says_of_another_version_is_one_line() -> None:
     def init(**asked: Any) -> None:
-        msg = "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.9.1"
-        raise RuntimeError(msg)
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.9.1")
 
     ray = SimpleNamespace(init=init, __name__="ray", exceptions=SimpleNamespace(RayError=ValueError))
     with pytest.raises(

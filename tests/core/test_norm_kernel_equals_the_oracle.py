@@ -223,8 +223,7 @@ def test_what_keeps_the_kernel_from_running_is_told_in_one_line(monkeypatch: pyt
     assert tried(DEVICE) == ""
 
     def fail(value: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
-        msg = "no C compiler\n" + "and more " * 100
-        raise RuntimeError(msg)
+        raise RuntimeError("no C compiler\n" + "and more " * 100)
 
     monkeypatch.setattr(projected_norms, "projected_value_norms", fail)
     monkeypatch.setattr(projected_norms, "triton_unavailable_reason", lambda device: tried(DEVICE))

@@ -116,8 +116,7 @@ class Broken(nn.Module):
         self.held = nn.Parameter(torch.ones(1))
 
     def forward(self, rows: Tensor) -> Tensor:
-        msg = "no kernel for this"
-        raise RuntimeError(msg)
+        raise RuntimeError("no kernel for this")
 
 
 @pytest.mark.parametrize(

@@ -341,8 +341,9 @@ def _command(*arguments: object) -> None:
             main()
     except SystemExit as left:
         if left.code:
-            message = f"perturbkv {' '.join(sys.argv[1:])} ended with {left.code}: {said.getvalue()}"
-            raise RuntimeError(message) from left
+            raise RuntimeError(
+                f"perturbkv {' '.join(sys.argv[1:])} ended with {left.code}: {said.getvalue()}"
+            ) from left
     finally:
         sys.argv = before
 

@@ -15,8 +15,7 @@ def main() -> None:
     name, tree, folder, out = sys.argv[1:]
     found = Path(perturbkv.__file__).resolve()
     if not found.is_relative_to(Path(tree).resolve()):
-        msg = f"expected perturbkv from {tree}, got {found}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"expected perturbkv from {tree}, got {found}")
     module, _, part = name.partition("-")
     record = importlib.import_module(f"tests.pins.{module}").record
     recorded = record(Path(folder), *filter(None, [part]))

@@ -66,14 +66,12 @@ def test_hooks_and_attention_are_gone_after_an_exception() -> None:
     adapter, before = tiny_adapter(), registered()
 
     def explode(layer: int, hidden: torch.Tensor) -> None:
-        msg = "planted"
-        raise RuntimeError(msg)
+        raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"), capture(adapter, Observer(hidden=explode)):
         prefill_and_decode(adapter.model)
     with pytest.raises(RuntimeError, match="planted"), capture(adapter, watcher([])):
-        msg = "planted"
-        raise RuntimeError(msg)
+        raise RuntimeError("planted")
     assert hook_count(adapter.model) == 0
     assert registered() == before
 

@@ -56,8 +56,7 @@ def test_nothing_measured_is_lost_where_the_run_ends_early(raised: type[BaseExce
 @pytest.mark.parametrize("others", [0, 1, 3])
 def test_what_the_work_raises_is_raised(others: int) -> None:
     def fails() -> None:
-        msg = "disk full"
-        raise OSError(msg)
+        raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"), Finisher() as finisher:
         finisher.add(fails)
@@ -91,8 +90,7 @@ def test_a_gpu_that_fails_is_one_line_and_what_was_measured_stays(words: str, mo
 
     def fails(adapter: Any, prompt: Any, *more: Any) -> Any:
         if prompt.sample_id == "p2":
-            msg = f"{words}\nCUDA kernel errors might be asynchronously reported"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{words}\nCUDA kernel errors might be asynchronously reported")
         return plain(adapter, prompt, *more)
 
     monkeypatch.setattr(one_sample, "trace_sample", fails)

@@ -38,8 +38,9 @@ def test_what_torch_numpy_and_python_say_is_told_with_the_size() -> None:
 
 def test_what_a_gpu_says_is_told_with_the_size() -> None:
     def full() -> None:
-        msg = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"
-        raise torch.OutOfMemoryError(msg)
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"
+        )
 
     assert raised_by(full) == "there is not enough memory on the GPU: 20.00 GiB wanted; take less"
 

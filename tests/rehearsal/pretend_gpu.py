@@ -79,13 +79,13 @@ class PretendTensor(Tensor):
         return self.cpu().tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        msg = f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor first"
-        raise TypeError(msg)
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor first"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        msg = f"{function} of a tensor on a GPU that is not there any more"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{function} of a tensor on a GPU that is not there any more")
 
 
 class Rehearsal(TorchDispatchMode):
@@ -129,8 +129,9 @@ class Rehearsal(TorchDispatchMode):
             place = devices[0] if function is _aten.copy_.default else torch.device(kwargs.get("device") or devices[0])
             asynchronous = place.type == "cuda" and (kwargs.get("non_blocking") or args[2:3] == (True,))
             if place.type == "cpu" and devices[-1].type == "cuda" and kwargs.get("non_blocking"):
-                msg = f"{function}: a copy to the host that nobody waits for, and that may be read before it is there"
-                raise RuntimeError(msg)
+                raise RuntimeError(
+                    f"{function}: a copy to the host that nobody waits for, and that may be read before it is there"
+                )
             waits = devices[-1].type != place.type and tensors[-1].numel() > 0 and not asynchronous
         else:
             place = torch.device(kwargs.get("device") or (gpus or [_CPU])[0])
@@ -149,8 +150,9 @@ class Rehearsal(TorchDispatchMode):
         mixed = any(tensor.ndim for tensor in strangers) or (strangers and not takes_numbers)
         drawn = generator is not None and generator.device.type != place.type
         if len(gpus) > 1 or mixed or drawn:
-            msg = f"{function}: expected all tensors on one device, got {[tensor.device for tensor in tensors]}"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                f"{function}: expected all tensors on one device, got {[tensor.device for tensor in tensors]}"
+            )
 
 
 def _waits(function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
@@ -193,8 +195,7 @@ def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         devices = {one.device for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         if len(devices) != 1:
-            msg = f"{function.__name__}: expected all tensors on one device, got {devices}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{function.__name__}: expected all tensors on one device, got {devices}")
         (device,) = devices
         with _disable_current_modes():
             args, kwargs = tree_map_only(PretendTensor, lambda one: one.held, (args, kwargs))

@@ -108,8 +108,7 @@ def test_layers_that_accelerate_lays_out_measure_the_same(monkeypatch: pytest.Mo
 
 def test_a_check_that_fails_lets_the_others_go_on() -> None:
     def fail() -> list[Check]:
-        msg = "expected a GPU,\n got none"
-        raise ConfigError(msg)
+        raise ConfigError("expected a GPU,\n got none")
 
     (check,) = run_check("it", "rule", fail)
     assert (check.name, check.equal, check.reason) == ("it", False, "expected a GPU, got none")
@@ -159,8 +158,7 @@ def test_answers_of_other_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_whatever_a_check_raises_costs_it_alone() -> None:
     def fails() -> list[Check]:
-        msg = "illegal memory\naccess"
-        raise OSError(msg)
+        raise OSError("illegal memory\naccess")
 
     (check,) = run_check("packed", "rule", fails)
     assert (check.name, check.reason, check.equal, check.needed) == ("packed", "illegal memory access", False, True)

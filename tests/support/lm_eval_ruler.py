@@ -35,8 +35,7 @@ def words(text: str, add_special_tokens: bool = True) -> list[str]:
 
 
 def unreachable(*address: Any, **more: Any) -> Any:
-    msg = "no network"
-    raise OSError(msg)
+    raise OSError("no network")
 
 
 def made(folder: Path, task: str, length: int, seed: int) -> list[dict[str, Any]]:

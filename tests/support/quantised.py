@@ -108,8 +108,7 @@ class Int8Tensor(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return cls(args[0].values, args[0].scale)
-        msg = f"{function} of quantised weights"
-        raise NotImplementedError(msg)
+        raise NotImplementedError(f"{function} of quantised weights")
 
 
 def assert_within_noise(found: Trace, expected: Trace) -> None:

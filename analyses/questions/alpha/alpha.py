@@ -214,8 +214,7 @@ def alpha(trace: Trace, folds: int | None = None, of_folds: Iterable[Trace] = ()
     swept = sweep(trace)
     split, traces = split_folds(swept, folds), list(of_folds)
     if any(not isinstance(one, Trace) for one in traces):
-        msg = "expected traces of folds, as pk.read_trace or pk.measure give them"
-        raise TraceError(msg)
+        raise TraceError("expected traces of folds, as pk.read_trace or pk.measure give them")
     whole = choose(swept, np.ones(len(swept.samples), dtype=bool))
     return Alpha(
         identity=swept.identity,

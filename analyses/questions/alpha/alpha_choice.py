@@ -81,10 +81,9 @@ def sweep(trace: Trace) -> Sweep:
     indices = [measured.index(config) for config in configs]
     loss, floor = perturbation_and_floor(measured, "isolated", "l1")
     if measured.samples < LEAST_SAMPLES:
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 complete ones, got {measured.samples}"
         )
-        raise TraceError(msg)
     _check_budgets(measured["kept_count"][:, indices], configs[0])
     named = identity(run, [baseline, *configs])
     return Sweep(
@@ -109,22 +108,19 @@ def _swept_configs(trace: Trace) -> tuple[EvictionConfig, list[EvictionConfig]]:
     chosen = pairs(trace.run, BASELINE, f"{SELECTION}(alpha={PAPER})")
     if len(chosen) > 1:
         labels = "; ".join(paper.label() for _, paper in chosen)
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} looks at one policy, budget, granularity and correction, got {labels}; "
             f"make a trace with perturbkv question {ANALYSIS}, or take one of them with trace.sel in Python"
         )
-        raise TraceError(msg)
     ((baseline, paper),) = chosen
     if shares_layers(baseline.granularity):
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} chooses per layer, and granularity '{baseline.granularity.name}' has one set for all layers; "
             "choose query, kv or layer"
         )
-        raise TraceError(msg)
     same = sorted((one for one in trace.run.configs if _differs_in_alpha(one, paper)), key=budget_order)
     if len(same) < 2:
-        msg = f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone"
-        raise TraceError(msg)
+        raise TraceError(f"{ANALYSIS} needs {SELECTION} at several alpha, got {same[0].label()} alone")
     return baseline, same
 
 
@@ -139,11 +135,10 @@ def _differs_in_alpha(config: EvictionConfig, paper: EvictionConfig) -> bool:
 def _check_budgets(kept: Floats, config: EvictionConfig) -> None:
     """Raise TraceError where (sample, α, layer, head) counts change with α."""
     if (kept != kept[:, :1]).any():
-        msg = (
+        raise TraceError(
             f"policy '{config.policy.name}' gives heads other budgets at another alpha, so that what a head keeps "
             f"depends on all heads' alpha; {ANALYSIS} needs budgets that do not, such as snapkv's"
         )
-        raise TraceError(msg)
 
 
 def _heads_per_set(trace: Trace, config: EvictionConfig, heads: int) -> int:
@@ -228,19 +223,16 @@ def folds(sweep: Sweep, count: int | None = None) -> tuple[Fold, ...]:
     samples = len(sweep.samples)
     number = count if count is not None else (samples if samples < _LEAVE_ONE_OUT_BELOW else USUAL_FOLDS)
     if not 2 <= number <= samples:
-        msg = f"expected 2 to {samples} folds of {samples} samples, got {number}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected 2 to {samples} folds of {samples} samples, got {number}")
     return tuple(_fold(sweep, index, np.arange(samples) % number == index) for index in range(number))
 
 
 def check_folds(count: int | None, samples: int) -> None:
     """Raise ConfigError for fewer than four samples, or for a number of folds outside 2 to `samples`."""
     if samples < LEAST_SAMPLES:
-        msg = f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 of them, got {samples}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{ANALYSIS} chooses on some samples and judges on others: it needs 4 of them, got {samples}")
     if count is not None and not 2 <= count <= samples:
-        msg = f"expected 2 to {samples} folds of {samples} samples, got --folds {count}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected 2 to {samples} folds of {samples} samples, got --folds {count}")
 
 
 def choose(sweep: Sweep, trained: NDArray[np.bool_]) -> Chosen:

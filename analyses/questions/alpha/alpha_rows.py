@@ -234,11 +234,10 @@ def _measurements(fold: Fold, traces: Sequence[Trace]) -> Measurements:
     """Return the measurements of the trace that fits a fold. Raises TraceError for none, or for several."""
     fitting = [trace for trace in traces if fold.fits(trace)]
     if len(fitting) != 1:
-        msg = (
+        raise TraceError(
             f"expected one trace of fold {fold.number}: the samples {', '.join(fold.samples)} at what was chosen on "
             f"the others; got {len(fitting)} among {len(traces)}"
         )
-        raise TraceError(msg)
     return Measurements(fitting[0], ANALYSIS)
 
 

@@ -159,8 +159,9 @@ def _treatment_pairs(trace: Trace, baseline: str, treatments: Sides | None) -> l
     sides = check_sides(trace, baseline, TREATMENTS if treatments is None else treatments)
     known = [side for side in sides if treatments is not None or any(matches(one, side) for one in trace.run.configs)]
     if not known:
-        msg = f"{ANALYSIS} compares {', '.join(TREATMENTS)} with {baseline}; got a trace of none of them: name its own"
-        raise TraceError(msg)
+        raise TraceError(
+            f"{ANALYSIS} compares {', '.join(TREATMENTS)} with {baseline}; got a trace of none of them: name its own"
+        )
     return list(dict.fromkeys(pair for side in known for pair in pairs(trace.run, baseline, side)))
 
 
@@ -181,12 +182,11 @@ def _check_distances(trace: Trace) -> None:
     """Raise TraceError for a trace without L2 and cosine distances."""
     missing = [name for name in _NEEDED if VARIABLES[name].optional and name not in trace.arrays]
     if missing:
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs L2 and cosine distances, and {trace.source or 'this trace'} lacks {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; record them: perturbkv question "
             f"{ANALYSIS} --model {trace.run.model} --dataset {trace.run.dataset}"
         )
-        raise TraceError(msg)
 
 
 SHORT = {"l1": "L1", "l2": "L2", "cosine": "cosine"}

@@ -54,10 +54,9 @@ class MixtureOutcomes:
         ]
         self.ended: int = len(complete) - len(self.samples)
         if not self.samples:
-            msg = (
+            raise ConfigError(
                 f"expected a step that some sample has, got {step}; --steps {step + 1} asks for it, as far as texts go"
             )
-            raise ConfigError(msg)
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> MixtureOutcomes:
         """Return the outcomes restricted to the samples at `indices`."""

@@ -304,11 +304,10 @@ def _uncorrected(run: RunConfig) -> list[EvictionConfig]:
     """Return a run's uncorrected configurations. Raises TraceError for none."""
     alone = [config for config in run.configs if config.only_evicts]
     if not alone:
-        msg = (
+        raise TraceError(
             f"{ANALYSIS} needs an uncorrected configuration in full precision, as L = (1 − S) ‖μ_gone − μ_kept‖₁ is "
             f"of eviction alone; got {', '.join(run.labels())}"
         )
-        raise TraceError(msg)
     return alone
 
 
@@ -334,8 +333,7 @@ def _configs_of_sides(run: RunConfig, sides: Sequence[str]) -> list[EvictionConf
     for side in sides:
         if not any(matches(config, side) for config in alone):
             names = ", ".join(dict.fromkeys(f"{one.policy.name}:{one.selection.name}" for one in alone))
-            msg = f"expected uncorrected configurations of '{side}', got a trace of {names}"
-            raise TraceError(msg)
+            raise TraceError(f"expected uncorrected configurations of '{side}', got a trace of {names}")
     return [config for config in alone if any(matches(config, side) for side in sides)]
 
 

@@ -120,13 +120,11 @@ class RelativePerturbation:
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError for no trace, and for a trace that is given twice: it would agree with itself."""
     if not traces:
-        msg = f"{ANALYSIS} needs at least one trace, got none"
-        raise TraceError(msg)
+        raise TraceError(f"{ANALYSIS} needs at least one trace, got none")
     digests = [trace.digest for trace in traces if trace.digest]
     for trace in traces:
         if digests.count(trace.digest) > 1:
-            msg = f"expected different traces, got {trace.source or trace.digest} twice; leave one out"
-            raise TraceError(msg)
+            raise TraceError(f"expected different traces, got {trace.source or trace.digest} twice; leave one out")
 
 
 def choose_configs(traces: Sequence[Trace], side: str, budget: str | None) -> list[EvictionConfig]:
@@ -153,8 +151,9 @@ def _shared_budget(matching: Sequence[Sequence[EvictionConfig]], budget: str | N
     shared = [value for value in budgets[0] if all(value in values for values in budgets)]
     if len(shared) > 1 or (not shared and any(len(values) > 1 for values in budgets)):
         every = dict.fromkeys(str(value) for values in budgets for value in values)
-        msg = f"{ANALYSIS} looks at one budget at a time, got traces of {', '.join(every)}; choose one with --budget"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{ANALYSIS} looks at one budget at a time, got traces of {', '.join(every)}; choose one with --budget"
+        )
     return shared[0] if shared else None
 
 
@@ -163,8 +162,9 @@ def _resolve_at_budget(matching: Sequence[EvictionConfig], side: str, budget: Bu
     fitting = [config for config in matching if budget is None or config.budget == budget]
     if not fitting:
         got = ", ".join(dict.fromkeys(str(config.budget) for config in matching))
-        msg = f"expected the same budget of '{side}' in every trace, got one of {got}; choose one that all hold"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected the same budget of '{side}' in every trace, got one of {got}; choose one that all hold"
+        )
     return resolve_one(fitting, side)
 
 
@@ -174,11 +174,10 @@ def _check_alike(chosen: Sequence[EvictionConfig]) -> None:
     for config in chosen[1:]:
         if (other := _without_budget(config)) != first:
             wrong = next(name for name in {**first, **other} if first.get(name) != other.get(name))
-            msg = (
+            raise TraceError(
                 f"expected configurations that differ in budget at most, got {wrong} {first.get(wrong)} and "
                 f"{other.get(wrong)}: '{chosen[0].label()}' and '{config.label()}'"
             )
-            raise TraceError(msg)
 
 
 def _without_budget(config: EvictionConfig) -> dict[str, object]:

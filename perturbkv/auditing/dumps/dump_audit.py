@@ -65,8 +65,7 @@ def audit_dump(
     reference.check(adapter)
     _check_shape(adapter, dump)
     if all(request.finished for request in dump.requests):
-        msg = f"{dump.path}: nothing was compared: every request has ended"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(f"{dump.path}: nothing was compared: every request has ended")
     for request in dump.requests:
         check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
         check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
@@ -97,8 +96,9 @@ def _check_shape(adapter: Adapter, dump: Dump) -> None:
         ("components a head", dump.head_size, d_head),
     ):  # fmt: skip
         if found != expected:
-            msg = f"{dump.path} is of a model with {found} {name}, and {adapter.name} has {expected}"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(
+                f"{dump.path} is of a model with {found} {name}, and {adapter.name} has {expected}"
+            )
 
 
 def _largest(each: Sequence[Tensor], chosen: Tensor) -> tuple[float, float]:

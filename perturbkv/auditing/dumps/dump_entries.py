@@ -96,11 +96,10 @@ class DumpReader:
             if named and not self._are_finite(layer, named, known):
                 return []
             tried = f"'{named}' or any other layout" if named else "any layout"
-            msg = (
+            raise UnreadableCacheError(
                 f"{self.dump.path}: nothing was compared: read as {tried}, its blocks hold none of the model's "
                 "entries of these tokens; is it this model's cache?"
             )
-            raise UnreadableCacheError(msg)
         if named and shares[named] >= _RECOGNISED and shares[named] >= shares[best] - 0.05:
             return []
         self.layout = best

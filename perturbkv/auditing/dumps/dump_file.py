@@ -145,47 +145,38 @@ def read_dump(path: Path) -> Dump:
         dump = _parse_header(folder, header)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         reason = f"no '{error.args[0]}'" if isinstance(error, KeyError) else str(error)
-        msg = f"{folder / HEADER}: {reason}"
-        raise UnreadableCacheError(msg) from None
+        raise UnreadableCacheError(f"{folder / HEADER}: {reason}") from None
     for index in range(dump.layers):
         if not (folder / layer_file(index)).is_file():
-            msg = f"{folder} has no {layer_file(index)}, of {dump.layers} layers"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(f"{folder} has no {layer_file(index)}, of {dump.layers} layers")
     return dump
 
 
 def _parse_header(folder: Path, header: Any) -> Dump:
     """Return the dump of a header. Raises KeyError, TypeError, ValueError or ConfigError for an invalid one."""
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        msg = f"expected an object whose format is '{FORMAT}'"
-        raise ValueError(msg)
+        raise ValueError(f"expected an object whose format is '{FORMAT}'")
     if header.get("version") != VERSION:
-        msg = f"expected version {VERSION}, got {str(header.get('version'))[:40]}"
-        raise ValueError(msg)
+        raise ValueError(f"expected version {VERSION}, got {str(header.get('version'))[:40]}")
     known = {"format", "version", "layers", "kv_heads", "head_size", "requests", "block_size", "layout", "dtype",
              "compute", "engine"}  # fmt: skip
     if unknown := sorted(header.keys() - known):
-        msg = f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}"
-        raise ValueError(msg)
+        raise ValueError(f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
     layers, kv_heads, head_size = (_whole(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
     block_size = _whole(header, "block_size", 1) if "block_size" in header else 0
     layout = header.get("layout")
     if layout is not None and not isinstance(layout, str):
-        msg = f"expected a text as layout, got {str(layout)[:40]}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a text as layout, got {str(layout)[:40]}")
     requests = header["requests"]
     if not isinstance(requests, list) or not requests:
-        msg = "expected at least one request"
-        raise ValueError(msg)
+        raise ValueError("expected at least one request")
     parsed = tuple(_parse_request(request, index, block_size) for index, request in enumerate(requests))
     name, count = Counter(request.id for request in parsed).most_common(1)[0]
     if count > 1:
-        msg = f"{count} requests have the id '{name}'; give each its own"
-        raise ValueError(msg)
+        raise ValueError(f"{count} requests have the id '{name}'; give each its own")
     texts = {name: header.get(name, "") for name in ("dtype", "compute", "engine")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        msg = f"expected a text as {wrong[0]}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a text as {wrong[0]}")
     named = None if layout is None else Layout.parse(layout)
     return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
 
@@ -194,54 +185,45 @@ def _whole(fields: Mapping[str, Any], name: str, least: int) -> int:
     """Return a whole number of at least `least`. Raises KeyError or ValueError for anything else."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        msg = f"expected a whole number from {least} on as {name}, got {str(value)[:40]}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a whole number from {least} on as {name}, got {str(value)[:40]}")
     return value
 
 
 def _parse_request(fields: Any, index: int, block_size: int) -> Request:
     """Return a request of the header. Raises KeyError, TypeError or ValueError for an invalid one."""
     if not isinstance(fields, dict) or not isinstance(fields.get("id"), str) or not fields["id"]:
-        msg = f"expected an object with a text as id in request {index}"
-        raise ValueError(msg)
+        raise ValueError(f"expected an object with a text as id in request {index}")
     name = fields["id"]
     known = {"id", "token_ids", "blocks", "finished", "logprobs"}
     if unknown := sorted(fields.keys() - known):
-        msg = f"request '{name}' has the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}"
-        raise ValueError(msg)
+        raise ValueError(f"request '{name}' has the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
     tokens = _whole_numbers(fields["token_ids"], f"token_ids of request '{name}'", 0)
     if not tokens:
-        msg = f"request '{name}' has no tokens"
-        raise ValueError(msg)
+        raise ValueError(f"request '{name}' has no tokens")
     blocks = fields.get("blocks")
     table = None if blocks is None else _whole_numbers(blocks, f"blocks of request '{name}'", REMOVED)
     if table is not None and not block_size:
-        msg = f"request '{name}' has blocks, and the dump no block_size"
-        raise ValueError(msg)
+        raise ValueError(f"request '{name}' has blocks, and the dump no block_size")
     finished = fields.get("finished", False)
     if not isinstance(finished, bool):
-        msg = f"expected true or false as finished of request '{name}'"
-        raise ValueError(msg)
+        raise ValueError(f"expected true or false as finished of request '{name}'")
     logprobs = fields.get("logprobs", [])
     numbers = isinstance(logprobs, list) and all(
         value is None or (isinstance(value, float) or (type(value) is int and abs(value) < 2**31)) for value in logprobs
     )
     if not numbers or len(logprobs) not in (0, len(tokens)):
         found = f"{len(logprobs)} of {len(tokens)} tokens" if numbers else "others"
-        msg = f"expected a list of a number or null per token as logprobs of request '{name}', got {found}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a list of a number or null per token as logprobs of request '{name}', got {found}")
     return Request(name, tokens, table, finished, tuple(logprobs))
 
 
 def _whole_numbers(values: Any, what: str, least: int) -> tuple[int, ...]:
     """Return a list of whole numbers of at least `least` as a tuple. Raises ValueError for anything else."""
     if not isinstance(values, list):
-        msg = f"expected a list as {what}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a list as {what}")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            msg = f"expected whole numbers from {least} on as {what}, got {str(value)[:40]}"
-            raise ValueError(msg)
+            raise ValueError(f"expected whole numbers from {least} on as {what}, got {str(value)[:40]}")
     return tuple(values)
 
 
@@ -255,8 +237,7 @@ def _is_readable(dtype: torch.dtype) -> bool:
 
 def _refuse(path: Path, found: str) -> NoReturn:
     """Raise UnreadableCacheError for a layer's file."""
-    msg = f"{path}: {found}"
-    raise UnreadableCacheError(msg)
+    raise UnreadableCacheError(f"{path}: {found}")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -410,8 +391,7 @@ def write_dump(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
-        msg = f"expected a new or empty folder for a dump, got {path}"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a new or empty folder for a dump, got {path}")
     count = 0
     for count, tensors in enumerate(layers, start=1):  # noqa: B007 - counted
         save_file(

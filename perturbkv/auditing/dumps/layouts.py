@@ -70,8 +70,7 @@ class Layout:
         """Return the layout of a text: axes, or a name of `NAMED`. Raises ConfigError for any other text."""
         parts = [_parse_groups(part, text) for part in NAMED.get(text, text).split("|")]
         if len(parts) > 2 or (len(parts) == 2 and any(KV in sum(part, ()) for part in parts)):
-            msg = f"expected a layout of keys and, after |, of values without {KV}, got '{text}'"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a layout of keys and, after |, of values without {KV}, got '{text}'")
         return cls(parts[0], parts[-1])
 
     @property
@@ -107,8 +106,7 @@ def _parse_groups(text: str, whole: str) -> Groups:
     if unknown or missing or len(set(axes)) < len(axes) or not all(groups):
         what = f"unknown: {unknown[0]}" if unknown else f"no {missing[0]}" if missing else "an axis twice, or none"
         axes_text = f"the axes {', '.join(_AXES)}, with spaces between them"
-        msg = f"expected a layout of {axes_text}, or one of {', '.join(NAMED)}, got '{whole}' ({what})"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a layout of {axes_text}, or one of {', '.join(NAMED)}, got '{whole}' ({what})")
     return groups
 
 
@@ -124,8 +122,9 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
         tensor = tensor.flatten()
     if not _fits(tuple(tensor.shape), groups, sizes):
         known = ", ".join(f"{axis} {sizes.of(axis)}" for axis in axes if axis != BLOCK)
-        msg = f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
+        )
     blocks = tensor.numel() // math.prod(sizes.of(axis) for axis in axes if axis != BLOCK)
     whole = tensor.reshape([blocks if axis == BLOCK else sizes.of(axis) for axis in axes])
     if TOKEN not in axes:

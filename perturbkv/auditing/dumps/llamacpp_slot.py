@@ -120,8 +120,7 @@ def read_slot(path: Path, config: Any) -> Slot:
 
 def _refuse(path: Path, found: str) -> NoReturn:
     """Raise UnreadableCacheError for a slot file."""
-    msg = f"{path}: cannot read this slot file of llama.cpp: {found}"
-    raise UnreadableCacheError(msg)
+    raise UnreadableCacheError(f"{path}: cannot read this slot file of llama.cpp: {found}")
 
 
 @dataclass

@@ -200,8 +200,7 @@ def _run_engine(weights: Path, dumps: Path, names: Sequence[str], text: Sequence
     how = f"status {done.returncode}"
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-    msg = f"vLLM ended with {how} while it ran {', '.join(names)}: {last}"
-    raise EngineError(msg)
+    raise EngineError(f"vLLM ended with {how} while it ran {', '.join(names)}: {last}")
 
 
 def main() -> None:
@@ -248,5 +247,6 @@ def run_situations(llm: Any, plan: Mapping[str, Any]) -> None:
         requests = [request.of_text(plan["text"]) for request in situation.requests]
         dump = dump_vllm(llm, Path(plan["dumps"]) / name, requests, situation.dump_at_end_of)
         if situation.evidence and not getattr(dump, situation.evidence):
-            msg = f"nothing was compared: the situation {name} did not occur in vLLM ({ENGINE_SITUATIONS[name]})"
-            raise EngineError(msg)
+            raise EngineError(
+                f"nothing was compared: the situation {name} did not occur in vLLM ({ENGINE_SITUATIONS[name]})"
+            )

@@ -198,17 +198,16 @@ class _Run:
         engine = self.llm.llm_engine
         core = getattr(engine.engine_core, "engine_core", None)
         if core is None:
-            msg = (
+            raise ConfigError(
                 "expected a vLLM engine in this process, got one in another; set VLLM_ENABLE_V1_MULTIPROCESSING=0 "
                 "before vllm is imported"
             )
-            raise ConfigError(msg)
         if engine.vllm_config.scheduler_config.async_scheduling:
-            msg = "expected a vLLM engine that waits for each step, got async_scheduling=True; set it to False"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "expected a vLLM engine that waits for each step, got async_scheduling=True; set it to False"
+            )
         if engine.has_unfinished_requests():
-            msg = "expected an idle vLLM engine, got one with unfinished requests; wait for them"
-            raise ConfigError(msg)
+            raise ConfigError("expected an idle vLLM engine, got one with unfinished requests; wait for them")
         self.engine, self.scheduler = engine, core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         groups = self.manager.kv_cache_config.kv_cache_groups
@@ -220,8 +219,9 @@ class _Run:
         """Return what a function returns in vLLM's worker. Raises UnreadableCacheError where there are several."""
         answers = self.llm.collective_rpc(function, args=arguments)
         if len(answers) != 1:
-            msg = f"{len(answers)} vLLM workers have a part of the cache each; one is read: tensor_parallel_size=1"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(
+                f"{len(answers)} vLLM workers have a part of the cache each; one is read: tensor_parallel_size=1"
+            )
         return answers[0]
 
     def dump(self) -> EngineDump:
@@ -240,8 +240,7 @@ class _Run:
         finally:
             self.engine.abort_request(list(self.names), internal=True)
         if self.path is None:
-            msg = "the vLLM engine ended no request, so that there is no cache to dump"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError("the vLLM engine ended no request, so that there is no cache to dump")
         return EngineDump(
             self.path, self.partial_prefills, sum(output.num_cached_tokens or 0 for output in self.outputs.values()),
             sum(self.preemptions.values()), self.shared_steps,
@@ -321,17 +320,15 @@ class _Run:
 def _check(cache: Mapping[str, Any], names: Sequence[str], groups: int) -> None:
     """Raise UnreadableCacheError for a cache that is stored in a way that is not read."""
     if groups != 1:
-        msg = f"vLLM has {groups} groups of layers with block tables of their own; one is read"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(f"vLLM has {groups} groups of layers with block tables of their own; one is read")
     if other := sorted({*names} ^ {*cache["names"]}):
-        msg = f"vLLM's layer {other[0]} has another kind of cache than keys and values"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(f"vLLM's layer {other[0]} has another kind of cache than keys and values")
     for what, known, found in (
         ("attention backend", BACKENDS, cache["backends"]), ("type of cache", _CACHE_TYPES, cache["types"]),
     ):  # fmt: skip
         if unknown := [name for name in found if name not in known]:
-            msg = f"vLLM's {what} {unknown[0]} is not read; those read: {', '.join(known)}"
-            raise UnreadableCacheError(msg)
+            raise UnreadableCacheError(f"vLLM's {what} {unknown[0]} is not read; those read: {', '.join(known)}")
     if _ON_CPU in cache["backends"] and cache["instructions"] in _UNKNOWN_ON_CPU:
-        msg = f"vLLM's attention backend {_ON_CPU} stores blocks for {cache['instructions']}, which are not read"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(
+            f"vLLM's attention backend {_ON_CPU} stores blocks for {cache['instructions']}, which are not read"
+        )

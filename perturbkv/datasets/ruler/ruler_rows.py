@@ -96,11 +96,10 @@ class TaskData:
         on_hub = _ON_HUB.fullmatch(address)
         if on_hub:
             return hub_file(self.task, local, on_hub["repo"], on_hub["file"], on_hub["revision"])
-        msg = (
+        raise DatasetError(
             f"dataset '{self.task}' needs {local}, which no hub holds; bring it from {address} with --data-dir DIR "
             f"(or {DATA_DIR_VARIABLE}) holding {local}"
         )
-        raise DatasetError(msg)
 
     def _record_source(self, path: Path, source: str) -> Path:
         """Record a file's path, source and checksum as the file last read, and return its path."""
@@ -157,11 +156,10 @@ def split_sentences(text: str) -> list[str]:
     try:
         return cast("list[str]", nltk.sent_tokenize(text))
     except LookupError:
-        msg = (
+        raise DatasetError(
             "RULER's essays are split into sentences by nltk, which lacks its punkt_tab; bring it with "
             "`python -m nltk.downloader punkt_tab`, or name the folder that holds `tokenizers/punkt_tab` in NLTK_DATA"
-        )
-        raise DatasetError(msg) from None
+        ) from None
 
 
 NUMPY_SEED = 1234

@@ -56,8 +56,9 @@ def _rows(row_maker: RowMaker, task: Task, length: int, count: int) -> Rows:
         return rows
     enough = next((other for other in _LENGTHS if other > length and _try_rows(row_maker, task, other, 1)), None)
     do = f"use --length {enough} or more" if enough else "take another task, or a model of another tokenizer"
-    msg = f"no prompt of '{task.name}' fits {length:,} tokens of this model's tokenizer, answer included; {do}"
-    raise DatasetError(msg)
+    raise DatasetError(
+        f"no prompt of '{task.name}' fits {length:,} tokens of this model's tokenizer, answer included; {do}"
+    )
 
 
 def _try_rows(row_maker: RowMaker, task: Task, length: int, tried: int) -> Rows:

@@ -113,23 +113,22 @@ def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) 
     try:
         yield
     except ModuleNotFoundError as error:
-        msg = f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}"
-        raise DatasetError(msg) from None
+        raise DatasetError(
+            f"RULER's tasks need {error.name or 'packages'}, which is not installed; {INSTALL}"
+        ) from None
     except _FILE_ERRORS as error:
         version, message = importlib.metadata.version("lm_eval"), " ".join(str(error).split())[:120]
         path = source()
         origin, do = (f" from {path}", f"bring the whole file, or {INSTALL}") if path else ("", INSTALL)
         got = f"lm-eval {version} ({type(error).__name__}: {message})"
-        msg = f"expected '{name}' as lm-eval 0.4.13 makes it{origin}, got {got}; {do}"
-        raise DatasetError(msg) from None
+        raise DatasetError(f"expected '{name}' as lm-eval 0.4.13 makes it{origin}, got {got}; {do}") from None
 
 
 def _check_task(task: Task) -> None:
     """Raise KeyError for an unknown grader, ValueError for a template without a question after the context."""
     _ = task.metric
     if not task.question_start:
-        msg = f"no question behind {CONTEXT} in its template"
-        raise ValueError(msg)
+        raise ValueError(f"no question behind {CONTEXT} in its template")
 
 
 def _template(path: Path) -> str:

@@ -69,11 +69,10 @@ def head_scores(
             scored.append(scores)
         finished()
     if not scored:
-        msg = (
+        raise DatasetError(
             f"expected a right answer to one of {total} prompts at least, got none, and head scores count right "
             "answers alone; use shorter prompts (--length), more of them (--samples) or a model that finds the needle"
         )
-        raise DatasetError(msg)
     return HeadScores(torch.stack(scored).mean(dim=0), len(scored))
 
 
@@ -147,11 +146,10 @@ def locate_sentence(evidence: Evidence, tokenizer: Callable[..., dict[str, Seque
         for start in range(len(prompt.token_ids) - len(ids) + 1):
             if prompt.answers and list(prompt.token_ids[start : start + len(ids)]) == ids:
                 return range(start, start + len(ids))
-    msg = (
+    raise DatasetError(
         f"expected sample '{prompt.sample_id}' to have an answer ({', '.join(prompt.answers) or 'it has none'}) and to "
         f"hold '{evidence.sentence}', got a prompt without; head scores need prompts that hold their answer's sentence"
     )
-    raise DatasetError(msg)
 
 
 def _tokenize(text: str, tokenizer: Callable[..., dict[str, Sequence[int]]]) -> list[int]:

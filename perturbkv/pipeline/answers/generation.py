@@ -142,8 +142,7 @@ def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, co
     `most` is the largest number of tokens of an answer, None for the data's own.
     """
     if most is not None and most < 1:
-        msg = f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}"
-        raise ConfigError(msg)
+        raise ConfigError(f"max_new_tokens (--max-new-tokens) must be at least 1, got {most}")
     for config in configs:
         compatibility.check_generation(config)
         if compress_every is not None:
@@ -155,11 +154,10 @@ def _check_compressing(config: EvictionConfig, compress_every: int) -> None:
     compatibility.check_compressible(config)
     budget = config.budget.value
     if not isinstance(budget, int) or budget >= compress_every:
-        msg = (
+        raise ConfigError(
             f"compress_every (--compress-every) {compress_every} needs a budget in tokens below it, got "
             f"budget {config.budget}"
         )
-        raise ConfigError(msg)
 
 
 @torch.inference_mode()

@@ -32,12 +32,11 @@ def check_answers(prompts: Prompts) -> None:
     """Raise DatasetError for a prompt without accepted answers, as its generated answer cannot be graded."""
     without = [prompt.sample_id for prompt in prompts if not prompt.grading]
     if without:
-        msg = (
+        raise DatasetError(
             f"expected accepted answers in every sample of {prompts.dataset}, to grade generated ones by, got none in "
             f"{len(without)} of {len(prompts)}, such as '{without[0]}'; give `answers`, or use generate, which shows "
             "answers without grading them"
         )
-        raise DatasetError(msg)
 
 
 def decode_answer(tokens: Sequence[int], decode: Decode) -> str:

@@ -47,15 +47,14 @@ def split_command(command: str) -> list[str]:
     try:
         arguments = shlex.split(command)
     except ValueError as error:
-        msg = f"expected a command such as 'python my_judge.py', got {command[:_SHOWN]!r}: {error}"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"expected a command such as 'python my_judge.py', got {command[:_SHOWN]!r}: {error}"
+        ) from None
     if not arguments:
-        msg = "expected a command such as 'python my_judge.py', got an empty one"
-        raise ConfigError(msg)
+        raise ConfigError("expected a command such as 'python my_judge.py', got an empty one")
     if shutil.which(arguments[0]) is None:
         program = escape_line(arguments[0])[:_SHOWN]
-        msg = f"expected a judge that can be started, got '{program}', which is no program here"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a judge that can be started, got '{program}', which is no program here")
     return arguments
 
 
@@ -71,8 +70,7 @@ def read_answers(command: Sequence[str], questions: Sequence[str], limit: float)
             threading.Thread(target=work, daemon=True).start()
         while answer := _next_line(lines, limit):
             if len(answer) > _LONGEST:
-                msg = f"expected lines of at most {_LONGEST:,} bytes from the judge, got a longer one"
-                raise PluginError(msg)
+                raise PluginError(f"expected lines of at most {_LONGEST:,} bytes from the judge, got a longer one")
             yield answer
         _check_end(process, limit, stderr)
 
@@ -85,8 +83,9 @@ def _start_process(command: Sequence[str], stderr: IO[bytes]) -> Iterator[subpro
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        msg = f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --judge"
-        raise PluginError(msg) from None
+        raise PluginError(
+            f"expected a judge that can be started, got '{escape_line(command[0])}': {why}; check --judge"
+        ) from None
     try:
         yield process
     finally:
@@ -115,8 +114,9 @@ def _next_line(lines: queue.Queue[bytes], limit: float) -> bytes:
     try:
         return lines.get(timeout=limit)
     except queue.Empty:
-        msg = f"the judge said nothing for {limit:g} seconds; raise --time-limit, or look why it waits"
-        raise PluginError(msg) from None
+        raise PluginError(
+            f"the judge said nothing for {limit:g} seconds; raise --time-limit, or look why it waits"
+        ) from None
 
 
 def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]) -> None:
@@ -124,14 +124,14 @@ def _check_end(process: subprocess.Popen[bytes], limit: float, stderr: IO[bytes]
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        msg = f"the judge closed its output and did not end within {limit:g} seconds; let it end after its last answer"
-        raise PluginError(msg) from None
+        raise PluginError(
+            f"the judge closed its output and did not end within {limit:g} seconds; let it end after its last answer"
+        ) from None
     if code:
         stderr.seek(0)
         error_lines = stderr.read().decode(errors="replace").strip().splitlines()
         detail = f": {escape_line(error_lines[-1])[:_SHOWN]}" if error_lines else ""
-        msg = f"expected a judge that ends with exit code 0, got {code}{detail}"
-        raise PluginError(msg)
+        raise PluginError(f"expected a judge that ends with exit code 0, got {code}{detail}")
 
 
 FILE = "judgements.jsonl"
@@ -146,13 +146,11 @@ def check(judge: Judge, limit: float) -> None:
     option.check_number("seed (--seed)", judge.seed)
     option.check_number("time_limit (--time-limit)", limit, _LARGEST_LIMIT)
     if limit <= 0:
-        msg = f"time_limit (--time-limit) must be a number of seconds above 0, got {limit:g}"
-        raise ConfigError(msg)
+        raise ConfigError(f"time_limit (--time-limit) must be a number of seconds above 0, got {limit:g}")
     for end in judge.scale or ():
         option.check_number("scale (--scale)", end)
     if judge.scale is not None and not judge.scale[0] < judge.scale[1]:
-        msg = f"scale (--scale) must be the least and the largest score, such as 1,10; got {judge.scale}"
-        raise ConfigError(msg)
+        raise ConfigError(f"scale (--scale) must be the least and the largest score, such as 1,10; got {judge.scale}")
 
 
 def ask_judge(
@@ -204,17 +202,15 @@ def _ask_missing(
                 question = missing.get(name) if isinstance(name, str) else None
                 reason = f"given already, of {question.description}" if question else "unknown"
                 got = escape_line(repr(name))[:60]
-                msg = f"expected from the judge an `id` it was given, each once, got {got} ({reason})"
-                raise PluginError(msg)
+                raise PluginError(f"expected from the judge an `id` it was given, each once, got {got} ({reason})")
             file.add(parse_judgement(left.pop(name), answer_object, judge))
             progress(len(file.judgements), len(questions))
     if left:
         first = next(iter(left.values())).description
-        msg = (
+        raise PluginError(
             f"expected from the judge an answer to each of {len(missing)} questions, got none to {len(left)}, "
             f"such as {first}"
         )
-        raise PluginError(msg)
 
 
 def _parse_answer(answer: bytes) -> dict[str, object]:
@@ -225,6 +221,5 @@ def _parse_answer(answer: bytes) -> dict[str, object]:
         parsed = None
     if not isinstance(parsed, dict):
         line = answer.decode(errors="replace").strip()
-        msg = f"expected lines from the judge that are JSON objects, got '{escape_line(line)[:60]}'"
-        raise PluginError(msg)
+        raise PluginError(f"expected lines from the judge that are JSON objects, got '{escape_line(line)[:60]}'")
     return parsed

@@ -219,8 +219,9 @@ def measure_missing(
         raise InterruptedRunError(len(writer.done()), total, path) from None
     except OutputError as error:
         writer.abandon()
-        msg = f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
-        raise OutputError(msg) from error
+        raise OutputError(
+            f"{error}; {len(writer.done())} of {total} samples are kept, and the same command goes on with them"
+        ) from error
 
 
 def run_in_memory(planned: Plan, engine: Engine, progress: Progress = lambda done, total: None) -> Trace:

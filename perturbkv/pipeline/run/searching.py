@@ -111,17 +111,16 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         if min(self.heads, self.proven) < 0 or not (self.heads or self.proven):
-            msg = f"expected heads to search, got {self.heads} of the prompt and {self.proven} of the prefix"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"expected heads to search, got {self.heads} of the prompt and {self.proven} of the prefix"
+            )
         if not 0 < self.seconds < np.inf:
-            msg = f"seconds for a head must be above 0 and finite, got {self.seconds}"
-            raise ConfigError(msg)
+            raise ConfigError(f"seconds for a head must be above 0 and finite, got {self.seconds}")
         if not 1 <= self.window < self.budget < self.prefix:
-            msg = (
+            raise BudgetError(
                 f"a prefix needs window < budget < tokens, got a window of {self.window}, a budget of {self.budget} "
                 f"and {self.prefix} tokens"
             )
-            raise BudgetError(msg)
 
 
 def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
@@ -131,11 +130,13 @@ def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
     """
     for config in configs:
         if wrong := _unsupported_property(config):
-            msg = f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
+            )
     if len({config.window for config in configs}) > 1:
-        msg = f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
+        )
     if settings.proven:
         probe_configs(configs, settings)
 
@@ -164,8 +165,9 @@ def probe_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[
     try:
         return [replace(config, budget=Budget(settings.budget), window=settings.window) for config in first]
     except BudgetError as error:
-        msg = f"the prefix of {settings.prefix} tokens cannot be searched: {error}; --proven 0 (proven=0) leaves it out"
-        raise BudgetError(msg) from None
+        raise BudgetError(
+            f"the prefix of {settings.prefix} tokens cannot be searched: {error}; --proven 0 (proven=0) leaves it out"
+        ) from None
 
 
 def search_samples(

@@ -72,8 +72,7 @@ def intercept_attention(
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
     stock = registered or _eager_attention(adapter.every_layer[0].self_attn, name)
     if stock is None:
-        msg = f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'"
-        raise ModelError(msg)
+        raise ModelError(f"capture needs an attention registered with transformers, got '{name}'; load with 'sdpa'")
     replaced = {id(layer.self_attn) for layer in (adapter.every_layer if all_layers else adapter.layers)}
     ALL_ATTENTION_FUNCTIONS[name] = lambda module, *args, **kwargs: (
         replacement(stock, module, args, kwargs)

@@ -93,11 +93,10 @@ def _tokenize(tokenizer: object, text: str) -> list[int]:
 def check_positions_left(adapter: Adapter, context: int, pass_tokens: int, sample: str) -> None:
     """Raise DatasetError or ModelError if a context and a replay pass exceed the model's positions."""
     if context + pass_tokens > adapter.positions:
-        msg = (
+        raise DatasetError(
             f"sample '{sample}' has {context} tokens, with the {pass_tokens} of a replay's pass more than the model's "
             f"{adapter.positions} positions; use --max-tokens or a smaller chunk of the score that replays"
         )
-        raise DatasetError(msg)
     check_sliding_window(adapter.config, context + pass_tokens, sample, adapter.name, pass_tokens)
     check_long_rotations(adapter.config, context, context + pass_tokens, sample, adapter.name, pass_tokens)
 

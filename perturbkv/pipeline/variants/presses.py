@@ -49,8 +49,7 @@ def press_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedCon
     name = config.policy.name.partition(":")[2]
     press = kvpress.build(config.policy)
     if any(getattr(press, later, None) for later in _DECODING):
-        msg = f"press '{name}' compresses again while it decodes; leave its {' and '.join(_DECODING)} out"
-        raise ConfigError(msg)
+        raise ConfigError(f"press '{name}' compresses again while it decodes; leave its {' and '.join(_DECODING)} out")
     if not set_ratio(press, len(token_ids), config.kept_entries(len(token_ids))):
         _log_ignored_budget(name)
     with phase("press"):
@@ -74,8 +73,7 @@ def _recover_layer(
     try:
         (recovered,) = recover([press_entries], [(key.unsqueeze(0), value.unsqueeze(0))], first=layer)
     except UnreadableCacheError as error:
-        msg = f"press '{name}': {error.reason}"
-        raise UnreadableCacheError(msg) from None
+        raise UnreadableCacheError(f"press '{name}': {error.reason}") from None
     return recovered
 
 
@@ -158,8 +156,7 @@ def _check_intact(recovered: LayerKept, name: str, layer: int, dtype: torch.dtyp
           (("keys", recovered.key_distance), ("values", recovered.value_distance))),
     ]  # fmt: skip
     if reasons := [finding for finding in findings if finding]:
-        msg = f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}"
-        raise UnreadableCacheError(msg)
+        raise UnreadableCacheError(f"press '{name}' does not only evict: in layer {layer} {', '.join(reasons)}")
 
 
 def _describe_change(what: str, distances: Sequence[Tensor], dtype: torch.dtype) -> str:
@@ -214,15 +211,15 @@ def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, 
 def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
     """Return a source of the user's masks for a configuration. Raises ConfigError for missing or misshapen masks."""
     if config not in masks:
-        msg = f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
+        )
     layer_masks, expected = masks[config], (adapter.kv_heads, tokens)
     shapes = [tuple(mask.shape) for mask in layer_masks]
     if len(layer_masks) != len(adapter.layers) or set(shapes) != {expected}:
         wrong = next((shape for shape in shapes if shape != expected), expected)
-        msg = (
+        raise ConfigError(
             f"expected kept sets (kv_head, key) {expected} of {len(adapter.layers)} layers for '{config.policy}', got "
             f"{wrong} of {len(layer_masks)}"
         )
-        raise ConfigError(msg)
     return lambda layer, key, value: layer_masks[layer].to(key.device)

@@ -47,8 +47,7 @@ class ExpectedAttention(Score):
 
     def __post_init__(self) -> None:
         if self.epsilon and not self.use_vnorm:
-            msg = "epsilon of expected-attention has no effect with use_vnorm=false; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError("epsilon of expected-attention has no effect with use_vnorm=false; leave it out")
 
     @property
     def first_entries(self) -> int:

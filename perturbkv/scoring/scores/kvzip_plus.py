@@ -33,8 +33,7 @@ class KVzipPlus(KVzip):
     def score_replay(self, view: ReplayView) -> Float[Tensor, "head chunk"]:
         """Return the largest weight over the query's input norm, times the projected value norm, per query head."""
         if view.hidden is None:
-            msg = "hidden of the layer was not captured: no score of the run needs it"
-            raise PluginError(msg)
+            raise PluginError("hidden of the layer was not captured: no score of the run needs it")
         size = view.hidden.to(WORK).norm(dim=-1)
         largest = torch.zeros(len(view.queries), view.chunk, dtype=WORK, device=view.keys.device)
         for heads, queries, weights in view.rows():

@@ -231,14 +231,14 @@ class NonEvicting(Policy):
     def check(cls, config: EvictionConfig) -> None:
         """Raise ConfigError for unsupported options: shared sets, `union`, protection, quantisation, correction."""
         if shares_heads(config.granularity) or shares_layers(config.granularity):
-            msg = (
+            raise ConfigError(
                 f"policy '{cls.name}' chooses {cls.chooses} by head; granularity '{config.granularity.name}' has one "
                 "set for several heads: choose query or kv"
             )
-            raise ConfigError(msg)
         if reduction(config.granularity) == UNION:
-            msg = f"policy '{cls.name}' chooses {cls.chooses} by score: expected reduce mean or max, got {UNION}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"policy '{cls.name}' chooses {cls.chooses} by score: expected reduce mean or max, got {UNION}"
+            )
         for what, got, usual in (
             ("protect_first", config.protect_first, 0),
             ("protect_recent", config.protect_recent, 0),
@@ -246,11 +246,10 @@ class NonEvicting(Policy):
             ("correction", str(config.correction), NONE),
         ):
             if got != usual:
-                msg = (
+                raise ConfigError(
                     f"policy '{cls.name}' evicts nothing and {cls.instead}: expected {what} {usual}, got {got}; leave "
                     "it out"
                 )
-                raise ConfigError(msg)
 
 
 def apportion(shares: Float[Tensor, " item"], total: int, most: int | None = None) -> Int[Tensor, " item"]:

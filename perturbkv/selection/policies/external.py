@@ -36,18 +36,18 @@ class ExternalPolicy(Policy):
                  "correction": (str(config.correction), NONE)}  # fmt: skip
         for what, (got, required) in fields.items():
             if got != required:
-                msg = (
+                raise ConfigError(
                     f"policy '{config.policy}' keeps what it keeps, per key/value head: expected {what} "
                     f"{required}, got {got}; leave it out, pk.grid and --policy then choose it"
                 )
-                raise ConfigError(msg)
 
     @classmethod
     def complete(cls, choice: Choice) -> Choice:
         """Return the choice unchanged. Raises ConfigError for a choice with options."""
         if choice.options:
-            msg = f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"policy '{choice.name}' is kept sets that are handed over; it takes no options, got {choice}"
+            )
         return Choice(choice.name, {}, frozenset())
 
 

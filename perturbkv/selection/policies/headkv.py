@@ -38,8 +38,9 @@ class HeadKV(Pooled):
     def allocate(self, config: EvictionConfig, available: LayerBudget) -> Int[Tensor, " kept_head"]:
         """Return each kept set's share of the model's budget by head scores. Raises ConfigError without head scores."""
         if available.head_scores is None:
-            msg = "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "headkv needs head scores; give --head-scores FILE, which `perturbkv trace --head-scores` writes"
+            )
         budgets = head_budgets(available.head_scores, available.free, available.prefix, self.beta)
         return budgets[available.layer]
 

@@ -82,11 +82,13 @@ def library() -> Any:
     installed = importlib.metadata.version("transformers")
     needs = f"kvpress 0.5.5, which runs with transformers below 5.3 ({install_extra('kvpress')}, best apart)"
     if not version():
-        msg = f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {installed}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"policy 'kvpress:…' needs {needs}; kvpress is not installed, and transformers here is {installed}"
+        )
     if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) >= _BELOW:
-        msg = f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {installed}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"policy 'kvpress:…' needs {needs}; here are kvpress {version()} and transformers {installed}"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("kvpress")
@@ -108,8 +110,7 @@ def exported_names() -> list[str]:
 def _press_class(name: str) -> Any:
     """Return the kvpress class of a press. Raises UnknownNameError, ConfigError for a press that cannot be measured."""
     if name in REFUSED:
-        msg = f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/how-to/kvpress.md)"
-        raise ConfigError(msg)
+        raise ConfigError(f"press '{name}' cannot be measured: it {REFUSED[name]} (docs/how-to/kvpress.md)")
     if name not in exported_names():
         raise UnknownNameError(name, "press", [known for known in exported_names() if known not in REFUSED])
     return getattr(library(), name)
@@ -129,14 +130,12 @@ def _complete(choice: Choice, name: str) -> Choice:
     known = _parameters(name)
     written = dict(_complete_parameter(name, key, value, known) for key, value in choice.options.items())
     if len(written) < len(choice.options):
-        msg = f"press '{name}' gets one parameter twice: {choice}"
-        raise ConfigError(msg)
+        raise ConfigError(f"press '{name}' gets one parameter twice: {choice}")
     plain = {key: default for key, default in known.items() if isinstance(default, _SIMPLE)}
     complete = {key: {**plain, **written}[key] for key in known if key in written or key in plain}
     if missing := [key for key, default in known.items() if default is inspect.Parameter.empty and key not in written]:
         missing_options = ", ".join(f"{key}=…" for key in missing)
-        msg = f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({missing_options})"
-        raise ConfigError(msg)
+        raise ConfigError(f"press '{name}' needs {' and '.join(missing)}: write kvpress:{name}({missing_options})")
     usual = {
         key for key, default in plain.items() if complete[key] == default and not isinstance(complete[key], Choice)
     }
@@ -151,11 +150,9 @@ def _complete_parameter(name: str, key: str, value: Any, known: Mapping[str, Any
     first = next(iter(inspect.signature(_press_class(name)).parameters), UNNAMED)
     key = first if key == UNNAMED else key
     if key == RATIO:
-        msg = f"{RATIO} of press '{name}' is what --budget says; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"{RATIO} of press '{name}' is what --budget says; leave it out")
     if key not in known:
-        msg = f"press '{name}' takes no '{key}'; its parameters: {', '.join(known) or 'none'}"
-        raise ConfigError(msg)
+        raise ConfigError(f"press '{name}' takes no '{key}'; its parameters: {', '.join(known) or 'none'}")
     if isinstance(value, str) and value in exported_names():
         value = Choice(value)
     return key, _complete(value, value.name) if isinstance(value, Choice) else value

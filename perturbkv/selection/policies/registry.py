@@ -117,8 +117,7 @@ def _is_score(name: str) -> bool:
     """Return whether the class in a user's file is a score. Raises PluginError for neither score nor policy."""
     kind = load_class(name)
     if isinstance(kind, type) and not issubclass(kind, (SCORES.base(), _POLICIES.base())):
-        msg = f"expected '{name}' to be a subclass of Score or Policy, got {kind.__name__}"
-        raise PluginError(msg)
+        raise PluginError(f"expected '{name}' to be a subclass of Score or Policy, got {kind.__name__}")
     return isinstance(kind, type) and issubclass(kind, SCORES.base())
 
 
@@ -187,8 +186,7 @@ def _complete(choice: Choice) -> Choice:
 def _resolve_other_score(by: Choice, own: str) -> Choice:
     """Return the choice of the score `by` with all its options. Raises ConfigError if it is the policy's own score."""
     if by.name == own:
-        msg = f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy"
-        raise ConfigError(msg)
+        raise ConfigError(f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy")
     return scores.complete(by)
 
 
@@ -203,8 +201,7 @@ def normalise(config: EvictionConfig) -> EvictionConfig:
     for (owner, name), needs in without_effect.items():
         choice: Choice = getattr(complete, owner)
         if name in choice.shown_options:
-            msg = f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} of {owner} '{choice.name}' has no effect here: it needs {needs}; leave it out")
     effective = {
         owner: getattr(complete, owner).without(name for other, name in without_effect if other == owner)
         for owner in CHOICES

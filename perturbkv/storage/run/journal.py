@@ -80,11 +80,10 @@ class Entry:
                 yield archive
         except (FileNotFoundError, *_DAMAGE_ERRORS):
             self.path.unlink(missing_ok=True)
-            msg = (
+            raise TraceError(
                 f"expected a whole file of the sample '{self.sample_id}' in {self.folder}, got a damaged one, "
                 "now removed; run the same command again to measure it anew"
-            )
-            raise TraceError(msg) from None
+            ) from None
 
 
 def write_entry(entry: Entry, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -194,8 +193,9 @@ class Journal:
         if self.folder.is_dir():
             other = next((file for file in self.folder.iterdir() if not _is_journal_file(file)), None)
         if other is not None:
-            msg = f"expected a run's journal at {self.folder}, got {other}; move it away, or choose another place"
-            raise OutputError(msg)
+            raise OutputError(
+                f"expected a run's journal at {self.folder}, got {other}; move it away, or choose another place"
+            )
 
     def run(self) -> RunConfig | None:
         """Return the run that the journal belongs to; None if missing or unreadable."""

@@ -70,8 +70,9 @@ def join_parts(parts: Sequence[tuple[SampleTrace, Sequence[str]]], labels: Seque
     stored = [label for _, part_labels in parts for label in part_labels]
     lengths = [(sample.sizes()["config"], len(part_labels)) for sample, part_labels in parts]
     if sorted(stored) != sorted(labels) or any(length != count for length, count in lengths):
-        msg = f"expected every one of {len(labels)} configurations once in the parts of a sample, got {len(stored)}"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected every one of {len(labels)} configurations once in the parts of a sample, got {len(stored)}"
+        )
     check_same_run(samples[0].sample_id, [sample.arrays for sample in samples])
     order = np.array([stored.index(label) for label in labels])
     names = [name for name in samples[0].arrays if all(name in sample.arrays for sample in samples)]
@@ -126,11 +127,10 @@ def check_same_run(sample_id: str, parts: Sequence[Arrays]) -> None:
     for name in FULL_RUN:
         values = [part[name] for part in parts if name in part]
         if any(not np.array_equal(value, values[0], equal_nan=True) for value in values):
-            msg = (
+            raise TraceError(
                 f"expected the full-cache run of '{sample_id}' to be the one measured before, got another {name}, as "
                 "from another machine, library or version of perturbkv; use another --output to measure all anew"
             )
-            raise TraceError(msg)
 
 
 def merged_shapes(parts: Sequence[Shapes]) -> Shapes:

@@ -139,11 +139,10 @@ def _read_records(path: Path, shards: Sequence[ShardJournal]) -> list[ShardRecor
     if records:
         check_consistent(path, records)
     elif not path.exists() or any(shard.journal.sample_ids() for shard in shards):
-        msg = (
+        raise TraceError(
             f"expected shards of a run beside {path}, got {shards[0].journal.folder}, which does not say of which; "
             "run the command that measures it again"
         )
-        raise TraceError(msg)
     return records
 
 
@@ -193,11 +192,10 @@ def _texts_to_store(path: Path, records: Sequence[ShardRecord], overwrite: bool)
     old = existing_trace(path, records[0].run, overwrite)
     without_text = old and set(old.sample_ids) - old.failures.keys() - old.with_text
     if not all(record.text for record in records) or without_text or Journal(journal_path(path)).sample_ids():
-        msg = (
+        raise TraceError(
             f"expected the prompts' text in all shards of {path} or in none, got samples without; this adds it: "
             f"{records[0].command.without_shard()}"
         )
-        raise TraceError(msg)
     return None
 
 
@@ -248,11 +246,10 @@ class ShardWriter:
     def finish(self) -> Path:
         """Mark the shard as done, and return the path of its journal. Raises TraceError if the journal was removed."""
         if self._missing or not self.shard.journal.folder.is_dir():
-            msg = (
+            raise TraceError(
                 f"expected every sample of shard {self._record.shard} in {self.shard.journal.folder}, got fewer, as "
                 "it was removed meanwhile; run the same command again to measure what is missing"
             )
-            raise TraceError(msg)
         self.shard.finish()
         return self.shard.journal.folder
 

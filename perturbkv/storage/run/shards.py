@@ -27,12 +27,11 @@ from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_
 def check_extends(run: RunConfig, old: RunConfig, path: Path) -> None:
     """Raise TraceError if the output at `path`, of the run `old`, cannot be extended to `run`."""
     if fields := differing_fields(run, old):
-        msg = (
+        raise TraceError(
             f"expected a trace of this run at {path}, got one that differs in {', '.join(fields)}"
             f"{_changed_plugins(run, old) if 'plugins' in fields else ''}; use another "
             "--output, or --overwrite to replace it (only samples and configurations may be added)"
         )
-        raise TraceError(msg)
 
 
 def differing_fields(run: RunConfig, old: RunConfig) -> list[str]:
@@ -218,16 +217,16 @@ def check_consistent(trace: Path, records: Iterable[ShardRecord]) -> None:
         both = f"expected shards of one run beside {trace}, got {first.shard} and {other.shard}"
         fields = first.run.differences(other.run) or ["samples"] * (first.sample_ids != other.sample_ids)
         if differing_fields(first.run, other.run) and differing_fields(other.run, first.run):
-            msg = f"{both}, which differ in {', '.join(fields)}; use another --output, or --overwrite to replace them"
-            raise OutputError(msg)
+            raise OutputError(
+                f"{both}, which differ in {', '.join(fields)}; use another --output, or --overwrite to replace them"
+            )
         divisions = [f"{record.shard.count} by {record.shard.by}" for record in (first, other)]
         if fields or divisions[0] != divisions[1]:
             difference = f"which differ in {', '.join(fields)}" if fields else f"of {' and of '.join(divisions)}"
-            msg = (
+            raise OutputError(
                 f"{both}, {difference}; go on as the run was begun, {other.command.for_shard(other.shard)}, or without "
                 "--shard, which takes what all of them hold"
             )
-            raise OutputError(msg)
 
 
 def format_shards(shards: Sequence[Shard]) -> str:

@@ -203,8 +203,7 @@ class TraceWriter:
         before. A complete sample replaces its parts.
         """
         if sample.sample_id not in self._entries:
-            msg = f"expected a sample of this run, got '{sample.sample_id}'"
-            raise TraceError(msg)
+            raise TraceError(f"expected a sample of this run, got '{sample.sample_id}'")
         labels = self._known_labels(self.run.configs if configs is None else configs)
         if self._begun and not self._journal.exists_on_disk():
             self._forget_vanished()
@@ -243,11 +242,10 @@ class TraceWriter:
         A file that holds everything is left as it is, its configurations in the order in which it has them.
         """
         if missing := self.unmeasured():
-            msg = (
+            raise TraceError(
                 f"expected every sample to be measured, {len(missing)} are not, such as '{missing[0]}'; "
                 "run the same command again to measure what is missing"
             )
-            raise TraceError(msg)
         if not self._is_finished():
             with atomic_path(self.path, folders=False) as temporary:
                 write_trace(temporary, self.run, self.sample_ids, self.attrs, self._shapes, self._sample)
@@ -258,19 +256,16 @@ class TraceWriter:
     def _check_ids(self) -> None:
         """Raise TraceError for an empty list of samples, and for a duplicate sample id."""
         if not self.sample_ids:
-            msg = "expected at least one sample in a run, got none"
-            raise TraceError(msg)
+            raise TraceError("expected at least one sample in a run, got none")
         if len(set(self.sample_ids)) < len(self.sample_ids):
-            msg = "expected every sample id once, got one of them twice"
-            raise TraceError(msg)
+            raise TraceError("expected every sample id once, got one of them twice")
 
     def _known_labels(self, configs: Iterable[EvictionConfig]) -> list[str]:
         """Return the labels of configurations. Raises TraceError for a duplicate or one foreign to this run."""
         labels = [config.label() for config in configs]
         invalid = [label for label in labels if label not in self._configs or labels.count(label) > 1]
         if invalid:
-            msg = f"expected configurations of this run, each once, got '{invalid[0]}'"
-            raise TraceError(msg)
+            raise TraceError(f"expected configurations of this run, each once, got '{invalid[0]}'")
         return labels
 
     def _forget_vanished(self) -> None:
@@ -289,15 +284,15 @@ class TraceWriter:
         """Raise TraceError for a part that cannot be joined with the stored parts."""
         length = sample.sizes()["config"]
         if length != len(labels):
-            msg = f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}"
-            raise TraceError(msg)
+            raise TraceError(f"expected {len(labels)} configurations in sample '{sample.sample_id}', got {length}")
         if len(labels) == len(self._configs):
             return
         parts = self._parts(sample.sample_id)
         stored = [label for part in parts for label in part.labels if label in labels]
         if stored:
-            msg = f"expected what is missing of sample '{sample.sample_id}', got '{stored[0]}', which is there"
-            raise TraceError(msg)
+            raise TraceError(
+                f"expected what is missing of sample '{sample.sample_id}', got '{stored[0]}', which is there"
+            )
         check_same_run(sample.sample_id, [*(part.arrays(FULL_RUN) for part in parts), sample.arrays])
 
     def _journal_entries(self) -> dict[str, list[Entry]]:

@@ -167,15 +167,13 @@ def _token_rows(sample: SampleTrace | FailedSample) -> pa.RecordBatch:
 def check_suffix(path: Path) -> None:
     """Raise ConfigError for a path that ends in neither .csv nor .parquet."""
     if path.suffix not in SUFFIXES:
-        msg = f"expected a file ending in {' or '.join(SUFFIXES)}, got '{path}'"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected a file ending in {' or '.join(SUFFIXES)}, got '{path}'")
 
 
 def check_not_source(trace: Path, path: Path) -> None:
     """Raise ConfigError if the output `path` is the trace file itself, links resolved."""
     if real_path(trace) == real_path(path):
-        msg = f"expected another file than the trace itself, got {path}; name another"
-        raise ConfigError(msg)
+        raise ConfigError(f"expected another file than the trace itself, got {path}; name another")
 
 
 def _config_columns(configs: Sequence[EvictionConfig]) -> dict[str, tuple[pa.DataType, list[Any]]]:

@@ -47,8 +47,9 @@ def open_file(path: Path) -> Iterator[StoredFile]:
     except _HDF5_ERRORS as error:
         if isinstance(error, OSError) and (error.errno is not None or _OPEN_MESSAGE in str(error)):
             raise TraceUnavailableError(path, error) from error
-        msg = f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
-        raise TraceError(msg) from error
+        raise TraceError(
+            f"expected a trace file (HDF5) at {path}, got one that is no HDF5, truncated or damaged; make it again"
+        ) from error
     with file:
         yield StoredFile(file, path)
 
@@ -159,8 +160,7 @@ class StoredFile:
     def refuse(self, expected: str, got: str) -> NoReturn:
         """Raise TraceError for a damaged file, with a message of the expected and the actual content."""
         advice = "the file is damaged or was changed since it was made; make it again"
-        msg = f"expected {expected} in {self.path}, got {got[:200]}; {advice}"
-        raise TraceError(msg)
+        raise TraceError(f"expected {expected} in {self.path}, got {got[:200]}; {advice}")
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
@@ -258,11 +258,10 @@ def _check_heaps_once(path: Path, stamp: tuple[int, ...]) -> None:
     with path.open("rb") as stream:
         for offset in list(_heap_offsets(stream)):
             if not _is_filled(stream, offset):
-                msg = (
+                raise TraceError(
                     f"expected texts and lists that HDF5 can read in {path}, got a damaged heap at byte {offset}; the "
                     "file is damaged or was changed since it was made; make it again"
                 )
-                raise TraceError(msg)
 
 
 def _heap_offsets(stream: BinaryIO) -> Iterator[int]:

@@ -98,8 +98,7 @@ def first_difference(document: str, attributes: Mapping[str, str], texts: Mappin
     """
     checksums = json.loads(document)
     if not isinstance(checksums, dict) or checksums.keys() != {"attributes", "variables"}:
-        msg = "no checksums"
-        raise ValueError(msg)
+        raise ValueError("no checksums")
     for kind, values in (("attributes", attributes), ("variables", texts)):
         sums = _text_checksums(values)
         for name, expected in checksums[kind].items():

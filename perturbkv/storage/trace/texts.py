@@ -73,11 +73,10 @@ def token_texts(sample: SampleTrace) -> list[str]:
     text, starts = str(sample.arrays["prompt_text"]), np.asarray(sample.arrays["prompt_start"]).tolist()
     ends = [*starts[1:], len(text)]
     if starts[:1] != [0] or any(first > last for first, last in zip(starts, ends, strict=True)):
-        msg = (
+        raise TraceError(
             f"expected prompt_start to ascend from 0 within the text of '{sample.sample_id}', got other places; the "
             "trace was changed since it was made; make it again"
         )
-        raise TraceError(msg)
     return [text[first:last] for first, last in zip(starts, ends, strict=True)]
 
 

@@ -232,8 +232,9 @@ def describe_whole(path: Path) -> Description:
     missing = [name for name, variable in VARIABLES.items() if not variable.optional and name not in stored]
     if missing:
         names = ", ".join(missing)
-        msg = f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
-        raise TraceError(msg)
+        raise TraceError(
+            f"expected a whole trace at {path}, got one without {names}; use another --output, or --overwrite"
+        )
     return description
 
 
@@ -250,8 +251,7 @@ def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
         if stamp is None:  # with a stamp it was checked before
             check_heaps(path)
         elif path.stat().st_mtime_ns != stamp:
-            msg = f"expected the trace at {path} as it was, got one written since; open it again"
-            raise TraceError(msg)
+            raise TraceError(f"expected the trace at {path} as it was, got one written since; open it again")
         yield file
 
 

@@ -131,8 +131,7 @@ def _broadcast(per_sample: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
 
 def _refuse(path: Path, expected: str, got: object) -> NoReturn:
     """Raise TraceError for a changed file, with a message of the expected and the actual content."""
-    msg = f"expected {expected} in {path}, got {got}; the file was changed since it was made; make it again"
-    raise TraceError(msg)
+    raise TraceError(f"expected {expected} in {path}, got {got}; the file was changed since it was made; make it again")
 
 
 _REQUIRED = ("sample", "config", "step", *FLAGS)
@@ -176,8 +175,7 @@ def check_version(file: StoredFile) -> None:
     if version != FORMAT_VERSION:
         measure_again = "measure it again: the perturbkv trace that made it, with --overwrite"
         advice = "update perturbkv" if version > FORMAT_VERSION else measure_again
-        msg = f"expected a trace of format {FORMAT_VERSION} at {file.path}, got format {version}; {advice}"
-        raise TraceError(msg)
+        raise TraceError(f"expected a trace of format {FORMAT_VERSION} at {file.path}, got format {version}; {advice}")
 
 
 def parse_run(file: StoredFile) -> RunConfig:
