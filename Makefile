@@ -44,7 +44,7 @@ LLAMACPP = .venv-llamacpp
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model bench gpu install develop clean
+.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -182,6 +182,7 @@ check: develop check-js
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p perturbkv
+	$(VENV)/bin/mypy studies
 
 # Every public name has a declared type that all type checkers read alike: anything below 100 % fails, with the names.
 # Pyright asks the first `python` on the path where torch and transformers are.
@@ -316,6 +317,10 @@ endef
 # once into the user's cache; killed, it goes on where it was. Memory and time are told, nothing is measured.
 models: install
 	$(foreach model,$(LADDER),$(BIN) heads --model $(model) --dataset needle --dry-run &&) true
+
+# Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say.
+studies: install
+	for study in $(filter-out studies/common.py,$(wildcard studies/*.py)); do $(PY) $$study --short -o runs/studies/short/$$(basename $$study .py) || exit 1; done
 
 bench: install
 	$(BIN) doctor bench --output docs/bench/cpu.json --overwrite

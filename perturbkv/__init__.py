@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perturbkv.analyses import stats as stats
     from perturbkv.analyses.ablation.ablation import ablation as ablation
     from perturbkv.analyses.ablation.methods import methods as methods
     from perturbkv.analyses.ablation.restriction import restriction as restriction
@@ -126,6 +127,7 @@ _PUBLIC = {
     "savings": "perturbkv.analyses.budget.savings",
     "split": "perturbkv.analyses.questions.split.split",
     "stability": "perturbkv.analyses.questions.stability.stability",
+    "stats": "perturbkv.analyses.stats",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -142,7 +144,8 @@ def __getattr__(name: str) -> Any:
     with warnings.catch_warnings():  # tqdm, which the hub imports, complains in a notebook that has no ipywidgets
         warnings.filterwarnings("ignore", message="IProgress not found")
         try:
-            return getattr(importlib.import_module(_PUBLIC[name]), name)
+            module = importlib.import_module(_PUBLIC[name])
+            return module if name == "stats" else getattr(module, name)
         except ModuleNotFoundError as error:
             from perturbkv.errors import MissingPackageError
 
