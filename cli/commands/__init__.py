@@ -44,15 +44,7 @@ LISTS = (
     Command("policies", "List policies and selections, or the options of one", "listings:policies"),
     Command(FILE, "Show what a trace, or a file of prompts or answers, holds", "described_files:describe_file"),
 )
-BENCHES = (
-    Command("scale", "Measure runs of thousands of samples", "bench:scale"),
-    Command("report", "Measure the pages of `perturbkv report`", "bench:report"),
-    Command("compare", "Compare two files of the benchmark", "bench:compare"),
-)
-CHECKS = (
-    Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),
-    Command("bench", "Measure what measuring costs", "bench:bench", BENCHES),
-)
+CHECKS = (Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),)
 GROUPS: dict[str, tuple[Command, ...]] = {
     "What eviction does": (
         Command("heads", "Compare selections head by head, isolated and propagated", "eviction:heads"),
@@ -84,7 +76,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "This machine, and what there is to choose from": (
         Command("list", "List models, datasets, policies; or describe a file", "", LISTS),
-        Command("doctor", "Report versions, devices, folders; selfcheck; bench", "doctor:doctor", CHECKS),
+        Command("doctor", "Report versions, devices, folders; selfcheck", "doctor:doctor", CHECKS),
     ),
 }  # fmt: skip
 COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)

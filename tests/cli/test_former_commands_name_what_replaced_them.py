@@ -11,7 +11,7 @@ from perturbkv.cli.commands import FORMER
 from tests.support.asked import refused
 
 Run = Callable[..., Any]
-GONE = ("judge",)
+GONE = ("doctor bench", "judge")
 """Rows of the table whose command or option is gone."""
 
 
