@@ -181,7 +181,7 @@ docs: install
 check: develop check-js
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy -p perturbkv
+	$(VENV)/bin/mypy -p perturbkv -p benchmarks
 	$(VENV)/bin/mypy studies
 
 # Every public name has a declared type that all type checkers read alike: anything below 100 % fails, with the names.
@@ -323,9 +323,9 @@ studies: install
 	for study in $(filter-out studies/common.py,$(wildcard studies/*.py)); do $(PY) $$study --short -o runs/studies/short/$$(basename $$study .py) || exit 1; done
 
 bench: install
-	$(BIN) doctor bench --output docs/bench/cpu.json --overwrite
-	$(BIN) doctor bench scale --output docs/bench/scale.json --overwrite
-	$(BIN) doctor bench report --output docs/bench/report.json --overwrite
+	$(PY) -m benchmarks --output docs/bench/cpu.json --overwrite
+	$(PY) -m benchmarks scale --output docs/bench/scale.json --overwrite
+	$(PY) -m benchmarks report --output docs/bench/report.json --overwrite
 
 # Everything that waits for a GPU. `make gpu GPU_PY=python3` takes an environment that is there and installs nothing,
 # nor the embedded model: MODEL=folder brings another for the table of ties.

@@ -27,7 +27,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from perturbkv.cli import console
-from perturbkv.cli.commands import FILE, PANELS, Command
+from perturbkv.cli.commands import FILE, PANELS, Command, former_message
+from perturbkv.errors import ConfigError
 
 Sections = dict[str, list[tuple[str, str]]]
 _MOST_COLUMNS = 100
@@ -314,10 +315,15 @@ class CheckedGroup(CompactHelp, _CheckedParser, TyperGroup):
         return build(self.rows[cmd_name]) if cmd_name in self.rows else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command and its arguments; a path selects the command on files."""
+        """Return the command's name, the command and its arguments; a path selects the command on files.
+
+        Raises ConfigError for a former command.
+        """
         name = args[0]
         if name not in self.rows and FILE in self.rows and _is_path(name):
             return FILE, self.get_command(ctx, FILE), args
+        if name not in self.rows and (message := former_message(ctx.command_path.split()[1:], args)):
+            raise ConfigError(message)
         return super().resolve_command(ctx, args)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perturbkv.cli.choices import check_distinct
+from perturbkv.cli.commands import former_message
 from perturbkv.cli.data_options import DataOptions
 from perturbkv.configs import option as numbers
 from perturbkv.configs.eviction import EvictionConfig
@@ -273,13 +274,16 @@ _EXTRA_ARGUMENTS = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((.*)
 """Click's message for more arguments than a command takes."""
 
 
-def usage_message(message: str, error: Any) -> str:
+def usage_message(said: str, error: Any) -> str:
     """Return a one-line message on a command line that Click cannot parse, with advice on how to type it.
 
-    `message` is Click's, `error` its usage error.
+    `said` is Click's message, `error` its usage error.
     """
-    line, context = " ".join(message.split()).rstrip("."), error.ctx
+    line, context = " ".join(said.split()).rstrip("."), error.ctx
     option = getattr(error, "option_name", "")
+    is_unknown = hasattr(error, "possibilities")
+    if is_unknown and context and (message := former_message(context.command_path.split()[1:], [option])):
+        return message
     if extra := _EXTRA_ARGUMENTS.fullmatch(line):
         line = _extra_message(extra[1], context.command)
     is_misspelt = bool(getattr(error, "possibilities", None)) and option.lstrip("-").replace("-", "_") not in grid.ORDER

@@ -88,19 +88,17 @@ def shard_document(shard: Shard, samples: Sequence[str], configs: int) -> dict[s
 
 
 def run_folder(options: DataOptions, output: Path | None, datasets: Sequence[str] = ()) -> Path:
-    """Return --output, or runs/<time>-<model>-<dataset>; more than three data sets are named by their number."""
+    """Return --output, or runs/<time>-<model>-<dataset>; more than three data sets are named by their number.
+
+    A number follows where a run of the same second has that folder.
+    """
     if output is not None:
         return output
     names = datasets or [options.dataset]
     dataset = "-".join(map(slug, names)) if len(names) <= _MOST_NAMED_DATASETS else f"{len(names)}-datasets"
-    return default_output(f"{slug(options.model)}-{slug(dataset)}")
-
-
-def default_output(name: str, ending: str = "") -> Path:
-    """Return runs/<time>-<name><ending>; a number follows the name where a run of the same second has that path."""
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(options.model)}-{slug(dataset)}"
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    paths = (Path("runs") / f"{name}{number}{ending}" for number in numbers)
+    paths = (Path("runs") / f"{name}{number}" for number in numbers)
     return next(path for path in paths if not path.exists())
 
 

@@ -1,4 +1,4 @@
-"""The table of commands: their groups in `perturbkv -h`, and each command's summary and function.
+"""The table of commands: their groups in `perturbkv -h`, each command's summary and function; and former commands.
 
 A command is imported when it runs. Those of the shape "open a trace or measure one, analyse, show, save" are functions
 in `eviction`, `answers` and `questions` that return an `Analysis`; the others have a module of their own.
@@ -6,6 +6,7 @@ in `eviction`, `answers` and `questions` that return an `Analysis`; the others h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FILE = "FILE"
@@ -43,15 +44,7 @@ LISTS = (
     Command("policies", "List policies and selections, or the options of one", "listings:policies"),
     Command(FILE, "Show what a trace, or a file of prompts or answers, holds", "described_files:describe_file"),
 )
-BENCHES = (
-    Command("scale", "Measure runs of thousands of samples", "bench:scale"),
-    Command("report", "Measure the pages of `perturbkv report`", "bench:report"),
-    Command("compare", "Compare two files of the benchmark", "bench:compare"),
-)
-CHECKS = (
-    Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),
-    Command("bench", "Measure what measuring costs", "bench:bench", BENCHES),
-)
+CHECKS = (Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),)
 GROUPS: dict[str, tuple[Command, ...]] = {
     "What eviction does": (
         Command("heads", "Compare selections head by head, isolated and propagated", "eviction:heads"),
@@ -83,8 +76,41 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "This machine, and what there is to choose from": (
         Command("list", "List models, datasets, policies; or describe a file", "", LISTS),
-        Command("doctor", "Report versions, devices, folders; selfcheck; bench", "doctor:doctor", CHECKS),
+        Command("doctor", "Report versions, devices, folders; selfcheck", "doctor:doctor", CHECKS),
     ),
 }  # fmt: skip
 COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
 PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
+
+_CHECKOUT = "(in a checkout)"
+FORMER: dict[str, str] = {
+    "doctor bench": f"type: python -m benchmarks {_CHECKOUT}",
+    "question": f"type: perturbkv patching, or python studies/NAME.py {_CHECKOUT}",
+    "question alpha": f"type: python studies/alpha.py {_CHECKOUT}",
+    "question measures": f"type: python studies/measures.py {_CHECKOUT}",
+    "question regret": f"type: python studies/regret.py {_CHECKOUT}",
+    "question split": f"type: python studies/split.py {_CHECKOUT}",
+    "question stability": f"type: python studies/stability.py {_CHECKOUT}",
+    "question patching": "type: perturbkv patching",
+    "budget --savings": f"type: python studies/savings.py {_CHECKOUT}",
+    "budget --bytes": f"type: python studies/equal_bytes.py {_CHECKOUT}",
+    "quality --judge": f"type: python studies/judge.py {_CHECKOUT}",
+    "judge": f"type: python studies/judge.py {_CHECKOUT}",
+    "export --card": "leave it out; export writes tables alone, and a data card is written by hand",
+    "export --license": "leave it out; export writes tables alone, and a data card is written by hand",
+}
+"""Former command, or command and option, as typed -> what to do instead. Asked only about what is unknown."""
+
+
+def former_message(context: Sequence[str], words: Sequence[str]) -> str:
+    """Return the error message for unknown words that were a command or an option; empty if they never were one.
+
+    `context` are the known words of the command line before them: `["doctor"]` of `perturbkv doctor bench`.
+    """
+    for count in range(len(words), 0, -1):
+        name = " ".join([*context, *words[:count]])
+        if name in FORMER:
+            kind = "an option" if words[0].startswith("-") else "a command"
+            listed = " ".join(["perturbkv", *context, "-h"])
+            return f"expected {kind} that `{listed}` lists, got the former one `{name}`; {FORMER[name]}"
+    return ""

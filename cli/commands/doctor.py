@@ -17,7 +17,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "h5netcdf", "matplotlib"
 
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Report versions, devices, folders; selfcheck; bench."""
+    """Report versions, devices, folders; selfcheck."""
     if context.invoked_subcommand is not None:
         return
     findings = _findings()

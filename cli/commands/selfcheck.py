@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     import torch
 
     from perturbkv.analyses.heads.half_precision import Ties
-    from perturbkv.benchmark.rows import Report
     from perturbkv.selfcheck.checks import Check
+    from perturbkv.selfcheck.rows import Report
 
 FORMAT = 1
 _MOST_ENTRIES = 2**20
-GPU_ROWS = (("triton-time", "triton-rate"), ("cuda-24",), ("cuda-decode",))
-"""Rows of the benchmark that are measured together."""
 _HALVES = ("bfloat16", "float16")
 
 
@@ -55,7 +53,7 @@ def selfcheck(
     """Compare what runs on a GPU with its reference.
 
     The compact cache, the Triton kernel, samples of every policy, layers over several GPUs; then the table of ties in
-    half precision, and the benchmark's rows of a GPU, the longest last. The file is written anew after each of them, so
+    half precision, and the GPU's speed, the longest rows last. The file is written anew after each of them, so
     that a run that is cut off keeps what it found. Exits with 1 where something is not equal, or could not be checked.
     """
     place, path, trained = _find_device(device), output or Path("runs/gpu.json"), _ties_model(model)
@@ -145,7 +143,7 @@ class _Found:
         device: the device's name.
         start: when it began, by the monotonic clock.
         finished: whether nothing is left to do.
-        checks, ties, reports: checks, comparisons of verdicts by dtype, and reports of the benchmark.
+        checks, ties, reports: checks, comparisons of verdicts by dtype, and reports of the GPU's speed.
         failed: why the ties were not measured.
     """
 
@@ -161,8 +159,7 @@ class _Found:
         self, device: torch.device, entries: int, placed: str, ties: Callable[[], list[tuple[str, Ties]]]
     ) -> Iterator[None]:
         """Check and measure, one thing after the other; yield after each. A note is printed when one begins."""
-        from perturbkv.benchmark import rows, suite
-        from perturbkv.selfcheck import checks, equality, whole_samples
+        from perturbkv.selfcheck import checks, equality, gpu_rows, whole_samples
 
         sizes = equality.Sizes(entries)
         work = {
@@ -177,12 +174,12 @@ class _Found:
             yield
         try:
             self.ties = ties()
-        except Exception as error:  # whatever it is, the rows of the benchmark do not depend on it
+        except Exception as error:  # whatever it is, the GPU's speed does not depend on it
             self.failed = " ".join(str(error).split())[:200] or type(error).__name__
         yield
-        for names in GPU_ROWS:
+        for names in gpu_rows.TOGETHER:
             console.note(f"bench: {', '.join(names)}")
-            self.reports.append(suite.measure(suite.Settings(device=str(device)), rows.find_targets(names)))
+            self.reports.append(gpu_rows.measure(device, names))
             yield
         self.finished = True
         yield
@@ -191,11 +188,11 @@ class _Found:
     def equal(self) -> bool:
         """True if everything was done, and every check that the device needs is equal."""
         checked = all(check.equal or not check.needed for check in self.checks)
-        return self.finished and checked and not self.failed and not any(report.failed for report in self.reports)
+        return self.finished and checked and not self.failed and not any(report.failed() for report in self.reports)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the command's JSON document, with checks, ties and the benchmark's report."""
-        from perturbkv.benchmark.subprocesses import machine
+        """Return the command's JSON document, with checks, ties and the report of the GPU's speed."""
+        from perturbkv.selfcheck.timing import machine
 
         bench = self.reports[0].to_dict() if self.reports else {"rows": []}
         return {
@@ -211,7 +208,7 @@ class _Found:
         }
 
     def print_tables(self) -> None:
-        """Print tables of checks, ties and benchmark rows."""
+        """Print tables of checks, ties and rows of speed."""
         document = self.to_dict()
         rows = [
             (check.name, "–" if check.distance is None else f"{check.distance:.1e}", f"{check.bound:.1e}",

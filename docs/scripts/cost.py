@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from perturbkv.benchmark.rows import Report, Row, read
+Row = dict[str, Any]
 
 
 def main() -> None:
     """Print the machine, the table, and where the sweeps spend their seconds."""
-    report = read(Path(sys.argv[1]))
-    lines = [", ".join(f"{name} {value}" for name, value in report.machine.items()), "", *_table(report), ""]
-    lines += [_phases(row) for row in report.rows if "phases" in row.details]
+    report = json.loads(Path(sys.argv[1]).read_text())
+    lines = [", ".join(f"{name} {value}" for name, value in report["machine"].items()), "", *_table(report["rows"]), ""]
+    lines += [_phases(row) for row in report["rows"] if "phases" in row["details"]]
     print("\n".join(lines))
 
 
-def _table(report: Report) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
     head = ["| row | what | to reach | measured | |", "|---|---|---|---|---|"]
     return head + [
-        f"| `{row.target.name}` | {row.target.what} | {_bound(row)} | {_value(row)} | {row.verdict()} |"
-        for row in report.rows
+        f"| `{row['name']}` | {row['what']} | {_bound(row)} | {_value(row)} | {row['verdict']} |" for row in rows
     ]
 
 
 def _bound(row: Row) -> str:
-    return f"{'≥' if row.target.at_least else '≤'} {row.target.bound:g}"
+    return f"{'≥' if row['at_least'] else '≤'} {row['bound']:g}"
 
 
 def _value(row: Row) -> str:
     """Return the ratio, and medians of the seconds that it was made of."""
-    if row.value is None:
+    if row["value"] is None:
         return "–"
-    spent, base = (row.details.get(name) for name in ("seconds", "base_seconds"))
+    spent, base = (row["details"].get(name) for name in ("seconds", "base_seconds"))
     both = f" ({_median(spent)} / {_median(base)} s)" if spent and base else ""
-    return f"{row.value:.4g}{both}"
+    return f"{row['value']:.4g}{both}"
 
 
 def _median(seconds: Sequence[float]) -> str:
@@ -44,10 +45,10 @@ def _median(seconds: Sequence[float]) -> str:
 
 
 def _phases(row: Row) -> str:
-    spent = dict(row.details["phases"])
+    spent = dict(row["details"]["phases"])
     spent["prefill"] -= spent["scores"] + spent["norms"]
     listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items())
-    return f"{row.target.name}: {listed}"
+    return f"{row['name']}: {listed}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What would settle a claim on a model of 8 billion parameters, and its cost, from `perturbkv doctor bench`.
+"""What would settle a claim on a model of 8 billion parameters, and its cost, from `python -m benchmarks`.
 
 Arithmetic comes from the models' shapes. This machine's rate is measured: a plain prefill of the embedded model
 (docs/bench/cpu.json), as is what a sweep and its answers take over plain use. A GPU's is assumed, as plan.py's.
@@ -6,19 +6,19 @@ Arithmetic comes from the models' shapes. This machine's rate is measured: a pla
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plan import FLOPS, USED
-
-from perturbkv.benchmark.rows import Row, read
 
 BANDWIDTH, READ = 3.35e12, 0.5
 """Bytes per second of one H100 by its specification, and the share of it that decoding is assumed to use."""
 _HOUR, _BYTES = 3_600, 2
-Measured = dict[str, Row]
+Measured = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Settling:
 
 def table(bench: Path) -> Iterator[tuple[str, ...]]:
     """Yield a row for each: name, command, prompts, operations, time of one H100 and of this machine."""
-    rows = {row.target.name: row for row in read(bench).rows}
-    sweep = rows["sweep-24"].value
+    rows = {row["name"]: row for row in json.loads(bench.read_text())["rows"]}
+    sweep = rows["sweep-24"]["value"]
     assert sweep is not None
     yield ("", "command", "prompts", "PFLOP", "one H100, assumed", "two cores, as measured")
     for one in SETTLING:
@@ -97,7 +97,7 @@ def table(bench: Path) -> Iterator[tuple[str, ...]]:
 
 def rate(rows: Measured) -> float:
     """Return this machine's operations per second in a plain prefill of 4,096 tokens."""
-    return EMBEDDED.prefill(4096) / statistics.median(rows["sweep-24"].details["base_seconds"])
+    return EMBEDDED.prefill(4096) / statistics.median(rows["sweep-24"]["details"]["base_seconds"])
 
 
 def _tokens(lengths: tuple[int, ...]) -> str:

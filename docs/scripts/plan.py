@@ -1,11 +1,12 @@
 """The calculation of docs/how-to/cluster.md, "A plan past this machine": `python docs/scripts/plan.py docs/bench`.
 
 What a run of 70B parameters takes of a cluster: from the model's shapes, from a GPU's specification, and from what
-`perturbkv doctor bench` measured of one process, seconds per byte of samples that are large as well.
+`python -m benchmarks` measured of one process, seconds per byte of samples that are large as well.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.benchmark.rows import Row, read
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
 from perturbkv.schema import ANSWER_TEXT, APART, DIGEST, KEPT, TEXT, VARIABLES
@@ -82,19 +82,20 @@ class Taken:
 def main() -> None:
     """Print the table: what is read, stored, received and written, by which process, and how long each takes."""
     folder = Path(sys.argv[1])
-    rows = {row.target.name: row for name in ("cpu", "scale") for row in read(folder / f"{name}.json").rows}
+    documents = [json.loads((folder / f"{name}.json").read_text()) for name in ("cpu", "scale")]
+    rows = {row["name"]: row for document in documents for row in document["rows"]}
     lines = ["| what | who | how much | how long |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in _rows(_taken(rows))]
     print("\n".join(lines))
 
 
-def _taken(rows: dict[str, Row]) -> Taken:
+def _taken(rows: dict[str, Any]) -> Taken:
     size = LARGE.numbers() + LARGE.codes()
-    written, scaled = rows["writing-200"].details, size / (MEASURED.numbers() + MEASURED.codes())
-    answered = rows["coordination-workers"].details
+    written, scaled = rows["writing-200"]["details"], size / (MEASURED.numbers() + MEASURED.codes())
+    answered = rows["coordination-workers"]["details"]
     answers = answered["ms_per_sample"]["handing"]["cpu"] / 1000 * size / answered["sample"]["bytes"]
     journal, file = (statistics.median(written[part]) * scaled for part in ("journal", "file"))
-    coordinator, merge = (_grown(rows[name].details) for name in ("coordinator-memory", "merging-memory"))
+    coordinator, merge = (_grown(rows[name]["details"]) for name in ("coordinator-memory", "merging-memory"))
     return Taken(answers, journal, file, (coordinator, merge))
 
 

@@ -1,4 +1,5 @@
-"""Checks of the kernels and cache layouts of a device, above all of a GPU, against references; no trained model.
+"""Checks of the kernels and cache layouts of a device, above all of a GPU, against references; and a GPU's speed.
 
-`checks` has the result of a check, and the checks of kernel and placement; `equality` those of compact caches.
+`checks` has the result of a check, and the checks of kernel and placement; `equality` those of compact caches;
+`gpu_rows` the rows of speed, each a ratio with a target. No trained model is needed.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
@@ -23,7 +22,7 @@ from tests.support.commands import command_of, every_command
 
 COUNT = 320
 LARGEST = 2**63 - 1
-SLOW = ("doctor selfcheck", "doctor bench", "doctor bench scale")
+SLOW = ("doctor selfcheck",)
 """Commands of which a valid value takes minutes: what they must refuse is tried alone."""
 
 
@@ -95,12 +94,10 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
     names = {
         "audit": "--model --samples --length --device --output", "tokens": "", "export": "--output",
         "list datasets": "--model --length", "doctor selfcheck": "--device --output",
-        "doctor bench": "--model --device --output",
-        "doctor bench scale": "--model --samples --output", "question stability": "--output",
-        **dict.fromkeys(("doctor bench compare", "doctor", "list", "list models", "list policies", "question"), ""),
+        "question stability": "--output",
+        **dict.fromkeys(("doctor", "list", "list models", "list policies", "question"), ""),
     }  # fmt: skip
     arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"),
-        "doctor bench compare": ("../shared/bench.json",) * 2,
                  **dict.fromkeys(("tokens", "export", "question stability"), (TRACE,))}  # fmt: skip
     others: dict[str, dict[str, str]] = {
         "export": {"--output": "out.csv"}, "needle": {"--samples": "6"}, "horizon": {"--steps": "3"},
@@ -121,8 +118,6 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
 
 def cases(shared: Path, seed: int) -> Iterator[Case]:
     """Yield every option with odd values, every policy's options, too many configurations, and sweep files."""
-    if shared.exists():
-        (shared / "bench.json").write_text(json.dumps({"format": 2, "machine": {}, "settings": {}, "rows": []}))
     yield from _options(seed)
     yield from (_case("single values", option, value, command=_one_of(option, value, seed))
                 for option, values in VALUES.items() for value in values)  # fmt: skip

@@ -52,7 +52,6 @@ COMMANDS = (
     Command(("export", TRACE), suffix=".csv"),
     Command(("export", TRACE), suffix=".parquet"),
     Command(("trace", "--model", MODEL, "--length", "256", "--samples", "1"), suffix=".json", option="--head-scores"),
-    Command(("doctor", "bench", "--only", "norms-time", "--tokens", "1025", "--repeats", "1"), suffix=".json"),
     Command(("doctor", "selfcheck", "--device", "cpu", "--model", MODEL), suffix=".json"),
 )  # fmt: skip
 

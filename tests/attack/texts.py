@@ -77,7 +77,6 @@ def npz(**arrays: object) -> bytes:
 KEPT = [[[0, 1, 5, 9], [0, 2, 5, 9]], [[0, 1, 5, 9], [3, 4, 5, 9]]]
 ARRAYS = {f"layer_{layer}_head_{head}": np.array(KEPT[layer][head]) for layer in range(2) for head in range(2)}
 SCORES = {f"{layer}-{head}": 1.5 for layer in range(2) for head in range(4)}
-BENCH = (ROOT / "docs" / "bench" / "cpu.json").read_bytes()
 _AUDIT = ("--model", MODEL, "--dataset", PROMPTS, "--samples", "1", "--no-loss", "--format", "svg", "-o", "out")
 _ABSENT = ("nothing", "a link to nothing", "a loop of links")
 READERS = {
@@ -93,8 +92,6 @@ READERS = {
     "positions in npz": Reader("odd.npz", npz(**ARRAYS), ("audit", "odd.npz", *_AUDIT), ("as it should be",)),
     "sweep": Reader("odd.yaml", b"budget: [24, 40]\nwindow: 8\npolicy: [snapkv, 'adakv(floor=0.1)']\n",
                     ("trace", "--config", "odd.yaml", "--dry-run", "--model", MODEL, *RUN[-4:])),
-    "benchmark": Reader("odd.json", BENCH,
-        ("doctor", "bench", "compare", "odd.json", f"{ROOT}/docs/bench/cpu.json", "--json")),
     "policy": Reader("odd.py", SCORE_CODE, ("trace", "--policy", "odd.py:Peak", "--dry-run", *RUN)),
     "eviction": Reader("odd.py", EVICTION_CODE,
         ("audit", "odd.py:evict", *_AUDIT, "--situation", "single", "--steps", "1")),
@@ -354,23 +351,6 @@ def _sweep() -> tuple[dict[str, bytes], dict[str, bytes]]:
     return {name: text.encode() for name, text in wrong.items()}, {name: text.encode() for name, text in right.items()}
 
 
-def _benchmark() -> tuple[dict[str, bytes], dict[str, bytes]]:
-    whole = json.loads(BENCH)
-    wrong = {"a row twice": _with(whole, ("rows",), json.dumps([*whole["rows"], whole["rows"][0]])),
-             "a format of the future": _with(whole, ("format",), "99")}  # fmt: skip
-    for path in (("rows",), ("rows", 0), ("machine",), ("settings",), ("rows", 0, "name"), ("rows", 0, "details")):
-        wrong |= _odd(whole, path, ("an empty list", "an object", *(("a text",) if path[-1] == "name" else ())))
-    fine = {"value": ("null", "a negative", "a fraction"), "bound": ("a negative", "a fraction"), "at_least": ("true",)}
-    for name, values in fine.items():
-        wrong |= _odd(whole, ("rows", 0, name), values)
-    for name in ("name", "value", "reason", "details"):
-        row = {key: value for key, value in whole["rows"][0].items() if key != name}
-        wrong[f"a row lacks {name}"] = _with(whole, ("rows",), json.dumps([row]))
-    right = {"no rows": _with(whole, ("rows",), "[]"), "1e-320": _with(whole, ("rows", 0, "value"), "1e-320")}
-    words = {what: WORDS[what] for what in FEW}
-    return wrong, right | _named(whole, ("machine", "device"), words) | _named(whole, ("rows", 0, "name"), words)
-
-
 def _code(right: bytes, name: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
     text = "\\x1b[2J [/INST]\\n\\x07" * 40
     first = {
@@ -390,7 +370,7 @@ def _code(right: bytes, name: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 DOCUMENTS = {
     "head scores": _head_scores(), "positions in JSON": _positions(), "positions in npz": _npz(), "sweep": _sweep(),
-    "benchmark": _benchmark(), "policy": _code(SCORE_CODE, "Peak"), "eviction": _code(EVICTION_CODE, "evict"),
+    "policy": _code(SCORE_CODE, "Peak"), "eviction": _code(EVICTION_CODE, "evict"),
 }  # fmt: skip
 """Reader -> documents that are refused, and documents that are read."""
 

@@ -1,4 +1,4 @@
-"""What `bench report` reads of a page: its first paint, when it can be used, and every change of choice."""
+"""What `benchmarks.report_pages` reads of a page: its first paint, when it can be used, every change of choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbkv.benchmark import report_pages
+from benchmarks import report_pages
 from perturbkv.errors import PerturbkvError
 from perturbkv.reporting.html import page
 from tests.support.payloads import reported

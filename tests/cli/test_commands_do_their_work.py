@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 import pytest
 
-from perturbkv.benchmark import suite
 from perturbkv.cli import console, planned_run
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import footprint
@@ -197,21 +196,6 @@ def test_a_killed_command_is_resumed(perturbkv: Run, tiny: list[object], tmp_pat
     found, expected = read_trace(tmp_path / "t.h5"), read_trace(tmp_path / "whole.h5")
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array)
-
-
-@pytest.mark.slow
-def test_bench_measures_a_row_in_its_processes(perturbkv: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "_SEVEN_B", {"d_model": 1024, "heads": 8, "kv_heads": 2})
-    ran = perturbkv(
-        "doctor", "bench", "--only", "norms-memory", "--only", "triton-time", "--repeats", 1, "-o", "out/bench.json"
-    )
-    assert ran.code == 0, ran.err
-    measured, other = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
-    details = measured["details"]
-    assert measured["value"] == pytest.approx(details["extra_bytes"] / details["base_extra_bytes"])
-    assert measured["value"] < 0.5
-    assert other["name"] == "triton-time"
-    assert perturbkv("doctor", "bench", "compare", "out/bench.json", "out/bench.json").code == 0
 
 
 @pytest.mark.slow

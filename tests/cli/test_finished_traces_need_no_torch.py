@@ -75,8 +75,7 @@ assert pk.report(trace).html.startswith("<!")
 """
 NEEDS_TORCH = {
     "trace": [], "generate": [], "audit": [f"{__file__}:evict"], "question regret": [], "question patching": [],
-    "list policies": [], "doctor": [], "doctor selfcheck": [], "doctor bench": [], "doctor bench scale": [],
-    "doctor bench report": [],
+    "list policies": [], "doctor": [], "doctor selfcheck": [],
 }  # fmt: skip
 """Commands that measure, or that look at what measures."""
 WITHOUT_A_TRACE: dict[str, list[str]] = {"question": [], "list": [], "list models": [], "list datasets": []}
@@ -114,7 +113,7 @@ def test_the_absent_modules_are_those_of_the_rule() -> None:
 
 def test_every_command_is_listed_here() -> None:
     analyses = {command.partition(" --")[0] for command in COMMANDS}
-    listed = [*analyses, *READ, *NEEDS_TORCH, *WITHOUT_A_TRACE, "doctor bench compare"]
+    listed = [*analyses, *READ, *NEEDS_TORCH, *WITHOUT_A_TRACE]
     assert sorted(listed) == sorted(map(" ".join, every_command()))
 
 

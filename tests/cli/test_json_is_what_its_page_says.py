@@ -14,7 +14,6 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.benchmark import many_samples, report_pages, suite
 from perturbkv.cli.commands import head_scores
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
@@ -115,10 +114,6 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "list policies": ["list", "policies"],
         "list policies NAME": ["list", "policies", "adakv"],
         "doctor": ["doctor"],
-        "doctor bench": ["doctor", "bench", "--only", "norms-memory", "--repeats", 1, "-o", "bench.json"],
-        "doctor bench scale": ["doctor", "bench", "scale", "--only", "merging-memory", "-o", "scale.json"],
-        "doctor bench report": ["doctor", "bench", "report", "--only", "report-small", "-o", "report.json"],
-        "doctor bench compare": ["doctor", "bench", "compare", "bench.json", "bench.json"],
         "doctor selfcheck": ["doctor", "selfcheck", "--device", "cpu", *small],
         "question regret": ["question", "regret", *tiny, *"--heads 2 --proven 1 -o regret --format png".split()],
         "question patching": ["question", "patching", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
@@ -163,13 +158,10 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models, head scores, kernels and what the benchmark measures as small as a test can wait for."""
+    """Models, head scores, and kernels as small as a test can wait for."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
     monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
-    monkeypatch.setattr(many_samples, "in_process", lambda work, **asked: {"merging": {"seconds": 1.0, "peak": 2}})
-    monkeypatch.setattr(report_pages, "_SMALL", {"samples": 1, "layers": 1, "heads": 1})
-    monkeypatch.setattr(suite, "in_process", lambda work, **asked: {"extra": 2})
     monkeypatch.setattr(checks, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 

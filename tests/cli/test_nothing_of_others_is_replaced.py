@@ -122,7 +122,6 @@ def test_who_holds_an_output_is_told_before_anything_is_loaded(
     "command",
     [
         ["trace", "--head-scores", "out.json", "--length", 256, "--samples", 1],
-        ["doctor", "bench", "--only", "peak-24", "-o", "out.json"],
         ["audit", "kept.json", "-o", "."],
     ],
     ids=lambda one: str(one[0]),

@@ -26,7 +26,7 @@ def test_the_version_is_the_packages(perturbkv: Run) -> None:
     assert (ran.code, ran.out.strip()) == (0, f"perturbkv {pk.__version__}")
 
 
-@pytest.mark.parametrize("command", [[], ["heads"], ["doctor", "bench", "compare"]])
+@pytest.mark.parametrize("command", [[], ["heads"], ["doctor", "selfcheck"]])
 def test_h_is_help(perturbkv: Run, command: list[str]) -> None:
     short, long = perturbkv(*command, "-h"), perturbkv(*command, "--help")
     assert short.code == long.code == 0
@@ -130,7 +130,7 @@ def test_an_error_is_a_document_too_where_json_is_asked_for(perturbkv: Run) -> N
         ["heads", "--json", "--json"],
         ["haeds", "nothere.h5", "--json"],
         ["doctor", "bench", "compare", "nothere.json", "other.json", "--json"],
-        ["doctor", "bench", "compere", "--json"],
+        ["doctor", "selfchek", "--json"],
     ],
 )
 def test_a_line_that_cannot_be_read_whole_has_asked_for_json_all_the_same(perturbkv: Run, words: list[str]) -> None:

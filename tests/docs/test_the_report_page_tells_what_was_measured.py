@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from perturbkv.benchmark.rows import REPORT
+from benchmarks.rows import REPORT
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

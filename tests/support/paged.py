@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perturbkv.benchmark.report_pages import sweep, synthetic_trace
+from benchmarks.report_pages import sweep, synthetic_trace
 from perturbkv.trace import Trace
 
 

@@ -1,4 +1,4 @@
-"""The rows of `perturbkv doctor bench scale`: the cost of workers, coordination and merging."""
+"""The rows of `python -m benchmarks scale`: the cost of workers, coordination and merging."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from perturbkv.benchmark.rows import NO_RAY, Report, Target
-from perturbkv.benchmark.subprocesses import Result, in_process, machine, no_network_prefix
-from perturbkv.benchmark.suite import Group, Values, check_repeats, median_ratio, run_groups
+from benchmarks.rows import NO_RAY
+from benchmarks.subprocesses import in_process, no_network_prefix
+from benchmarks.suite import check_repeats
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
+from perturbkv.selfcheck.rows import Group, Report, Target, Values, median_ratio, run_groups
+from perturbkv.selfcheck.timing import Result, machine
 
 _WORKERS, _SHARDS, _FEW = 8, 7, 10
 _MOST = 100_000
@@ -47,12 +49,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="perturbkv-scale-") as folder:
         groups = list(_groups(_Rows(settings, folder), {target.name for target in targets}))
-        return run_groups(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
-
-
-def group_count(settings: Settings) -> int:
-    """Return the number of groups of rows that `measure` reports."""
-    return len(list(_groups(_Rows(settings, ""), set())))
+        return Report(machine("cpu", "auto"), asdict(settings), run_groups(targets, groups, finished))
 
 
 def _groups(rows: _Rows, names: set[str]) -> Iterator[Group]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from perturbkv.benchmark.subprocesses import Result, peak, run_json
+from benchmarks.subprocesses import peak
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources, Workers
 from perturbkv.configs.run import Settings, Shard
@@ -34,6 +34,7 @@ from perturbkv.pipeline.run.plan import Placement, Plan, plan
 from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_to_file
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
+from perturbkv.selfcheck.timing import Result, run_json
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shard_merging import ShardWriter
@@ -239,7 +240,7 @@ def _measure_to_file(run: Plan, engine: TimedEngine, path: Path) -> dict[str, fl
         return {"passed": time.perf_counter() - start, "cpu": time.process_time() - used}
 
 
-_MERGING = (sys.executable, "-m", "perturbkv.benchmark.merging")
+_MERGING = (sys.executable, "-m", "benchmarks.merging")
 
 
 def merging(samples: int, shards: int, model: str, folder: str, once: bool) -> Result:

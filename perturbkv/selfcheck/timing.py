@@ -1,4 +1,4 @@
-"""Functions run in processes of their own, and the time and peak memory of a call."""
+"""Functions that run in processes of their own, the seconds of a call, and the machine."""
 
 from __future__ import annotations
 
@@ -16,26 +16,33 @@ from typing import Any
 import torch
 import transformers
 
-from perturbkv.benchmark.merging import process_bytes, reset_peak
 from perturbkv.devices import dtype_name
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
 Result = dict[str, Any]
 """The measurements of a process, as a JSON object."""
-_EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Settings with which glibc returns freed memory at once, so that the peak of a process counts used memory alone."""
-_ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-"""Beginning of a command that runs another one with the loopback as its only network (unshare(1))."""
 
 
-def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (), **arguments: Any) -> Result:
-    """Return the result of `work.<work>(**arguments)` from a new process, whose command begins with `prefix`.
+def in_process(
+    module: str,
+    work: str,
+    arguments: Mapping[str, Any],
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    """Return the result of `module.work(**arguments)` from a new process, whose command begins with `prefix`.
 
-    Raises PerturbkvError where the process fails.
+    `environment` adds environment variables. Raises PerturbkvError where the process fails.
     """
-    command = [*prefix, sys.executable, "-m", "perturbkv.benchmark.work", work, json.dumps(arguments)]
-    return run_json(command, f"the benchmark's process '{work}'", _EXACT_PEAK if exact_peak else {})
+    command = [*prefix, sys.executable, "-m", module, work, json.dumps(arguments)]
+    return run_json(command, f"the benchmark's process '{work}'", environment)
+
+
+def print_result(work: Mapping[str, Callable[..., Result]]) -> None:
+    """Print the result of the work that `in_process` asked this process for."""
+    name, arguments = sys.argv[1:]
+    sys.stdout.write(json.dumps(work[name](**json.loads(arguments))) + "\n")
 
 
 def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> Result:
@@ -53,15 +60,6 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
     return result
 
 
-def no_network_prefix() -> tuple[str, ...]:
-    """Return the command prefix that leaves a program only the loopback network; empty if the system forbids it."""
-    try:
-        subprocess.run([*_ALONE, "true"], capture_output=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return _ALONE
-
-
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call, including its work on the device."""
     gc.collect()
@@ -76,20 +74,6 @@ def wait(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the memory in bytes before a call and at its peak, of the GPU or of the process."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = int(torch.cuda.memory_allocated(device))
-        work()
-        return before, int(torch.cuda.max_memory_allocated(device))
-    reset_peak()
-    before = process_bytes("VmRSS")
-    work()
-    return before, process_bytes("VmHWM")
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:

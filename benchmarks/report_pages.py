@@ -1,4 +1,4 @@
-"""The rows of `perturbkv doctor bench report`: size of a page, loading time, and time of a change of choice.
+"""The rows of `python -m benchmarks report`: size of a page, loading time, and time of a change of choice.
 
 Times are those of headless Chromium. The pages show synthetic traces of any size, with numbers of plausible spread and
 kept sets that share most of their entries.
@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.rows import NO_BROWSER
+from benchmarks.suite import check_repeats
 from perturbkv import kept_codec
-from perturbkv.benchmark.rows import NO_BROWSER, Report, Target
-from perturbkv.benchmark.subprocesses import machine
-from perturbkv.benchmark.suite import Group, Values, check_repeats, run_groups
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.reporting.report import report
 from perturbkv.schema import DIGEST, KEPT, ROWS, TEXT, VARIABLES, Variable
 from perturbkv.selection.grid import configuration
+from perturbkv.selfcheck.rows import Group, Report, Target, Values, run_groups
+from perturbkv.selfcheck.timing import machine
 from perturbkv.trace import Trace
 
 _ARGUMENTS = (
@@ -279,12 +280,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="perturbkv-report-") as folder:
         groups = list(_groups(_Rows(settings, Path(folder))))
-        return run_groups(machine("cpu", "auto"), asdict(settings), targets, groups, finished)
-
-
-def group_count(settings: Settings) -> int:
-    """Return the number of groups of rows that `measure` reports."""
-    return len(list(_groups(_Rows(settings, Path()))))
+        return Report(machine("cpu", "auto"), asdict(settings), run_groups(targets, groups, finished))
 
 
 def _groups(rows: _Rows) -> Iterator[Group]:

@@ -1,13 +1,11 @@
-"""Work of the benchmark's processes: `python -m perturbkv.benchmark.work WORK JSON` prints a measurement as JSON.
+"""Work of the benchmark's processes: `python -m benchmarks.work WORK JSON` prints a measurement as JSON.
 
-Value norms are compared with a loop over heads and a matrix product on the same device; 24 configurations of ours, by
-one prefill, with presses of kvpress, a prefill each. All are timed in turns in one process.
+24 configurations of ours, by one prefill, are compared with presses of kvpress, a prefill each. All are timed in turns
+in one process. Most rows are of the pieces of one sample: of its pipeline, of coding, writing and generating.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,86 +15,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.benchmark.many_workers import coordinating, merging, one_sample, speed_up
-from perturbkv.benchmark.report_pages import synthetic_trace
-from perturbkv.benchmark.subprocesses import Result, peak, seconds, wait
+from benchmarks.many_workers import coordinating, merging, one_sample, speed_up
+from benchmarks.report_pages import synthetic_trace
+from benchmarks.subprocesses import peak
 from perturbkv.cache import kept_codes
-from perturbkv.cache.compact import CompactCache, CompactLayer
-from perturbkv.cache.entries import KeptEntries, pack_bits
+from perturbkv.cache.entries import pack_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig, Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.families import check_plain
-from perturbkv.models.loading import ModelFiles, load_model, pick_device
+from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.answers.generation import generate, read_evicting
 from perturbkv.pipeline.progress import timed
 from perturbkv.pipeline.run.plan import Placement, plan
-from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.pipeline.sample.overlap import Finisher
 from perturbkv.schema import DIGEST
-from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
+from perturbkv.selfcheck import gpu_rows
+from perturbkv.selfcheck.gpu_rows import (
+    NORMS,
+    SWEEP,
+    norms,
+    random_layer,
+    random_tokens,
+    resolved_run,
+    run_plain,
+    time_in_turns,
+    trace_prompt,
+)
+from perturbkv.selfcheck.timing import Result, print_result, seconds, wait
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
-
-
-def loop_norms(value: Tensor, w_o: Tensor) -> Tensor:
-    """Return value norms ν (head, entry), computed in a loop over heads from stored projections."""
-    kv_heads, _, d_head = value.shape
-    group = w_o.shape[1] // (kv_heads * d_head)
-    return torch.stack(
-        [
-            (value[head // group] @ w_o[:, head * d_head : (head + 1) * d_head].T).abs().sum(dim=-1)
-            for head in range(kv_heads * group)
-        ]
-    )
-
-
-_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": projected_value_norms, "loop": loop_norms}
-
-
-def _random_layer(
-    entries: int, d_model: int, heads: int, kv_heads: int, dtype: str, device: str
-) -> tuple[Tensor, Tensor]:
-    """Return random values (kv_head, entry, d_head) and a random W_O (d_model, d_model) of a layer."""
-    chosen, d_head = pick_device(device), d_model // heads
-    generator = torch.Generator(chosen).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": chosen, "dtype": getattr(torch, dtype)}
-    return torch.randn(kv_heads, entries, d_head, **options), torch.randn(d_model, d_model, **options) / d_model**0.5
-
-
-@torch.inference_mode()
-def norms(repeats: int, **shapes: Any) -> Result:
-    """Return the seconds of ν and of the loop, turn by turn, and the device's rates of ν and of a matrix product."""
-    value, w_o = _random_layer(**shapes)
-    taken: dict[str, list[float]] = {name: [] for name in _NORMS}
-    for turn in range(repeats + 1):
-        for name, compute in _NORMS.items():
-            spent = seconds(lambda compute=compute: compute(value, w_o), value.device)  # type: ignore[misc]
-            taken[name] += [spent] if turn else []
-    square = torch.randn_like(w_o)
-    product = min(seconds(lambda: w_o @ square, value.device) for _ in range(repeats + 1))
-    operations = 2 * value.shape[1] * w_o.numel()
-    return {
-        "seconds": taken,
-        "matmul_rate": 2 * len(w_o) ** 3 / product,
-        "rate": [operations / spent for spent in taken["ours"]],
-    }
 
 
 @torch.inference_mode()
 def norms_peak(which: str, **shapes: Any) -> Result:
     """Return the peak extra bytes of computing ν (`ours`) or of the loop (`loop`), without inputs and result."""
-    value, w_o = _random_layer(**shapes)
-    before, most = peak(lambda: _NORMS[which](value, w_o), value.device)
+    value, w_o = random_layer(**shapes)
+    before, most = peak(lambda: NORMS[which](value, w_o), value.device)
     return {"extra": most - before}
 
 
@@ -156,7 +118,7 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
     if count == 2:
         return grid(128, selection=_SELECTIONS)
     if count == 24:
-        return grid((128, 256, 512, 1024), policy=("snapkv", "pyramidkv", "adakv"), selection=_SELECTIONS)
+        return SWEEP
     budgets, policies = (64, 96, 128, 192, 256, 384, 512, 640, 768, 1024), ("snapkv", "adakv")
     others = ("attention", "attention-unpooled", "value", "two-stage-uniform", "hindsight")
     return grid(budgets, policy=policies, alpha=(0.1, 0.2, 0.3, 0.5, 0.75)) + grid(
@@ -164,57 +126,10 @@ def configurations(count: int) -> tuple[EvictionConfig, ...]:
     )
 
 
-def random_tokens(count: int) -> list[int]:
-    """Return `count` random token ids, the same in every call."""
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def run_plain(adapter: Adapter, token_ids: Sequence[int], decodes: int) -> None:
-    """Prefill and decode `decodes` tokens greedily, without hooks."""
-    cache, ids = DynamicCache(), torch.tensor([list(token_ids)], device=adapter.device)
-    with torch.inference_mode():
-        for _ in range(decodes + 1):
-            logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            ids = logits[:, -1:].argmax(dim=-1)
-
-
-def trace_prompt(adapter: Adapter, token_ids: Sequence[int], configs: Sequence[EvictionConfig]) -> SampleTrace:
-    """Return the measurements of one prompt under the given configurations."""
-    return trace_sample(adapter, Prompt("benchmark", tuple(token_ids), 0), _resolved_run(adapter, configs))
-
-
-def _resolved_run(adapter: Adapter, configs: Sequence[EvictionConfig]) -> ResolvedRun:
-    """Return the resolved run of one sample with the given configurations."""
-    return ResolvedRun.from_run(RunConfig(model=adapter.name, dataset="benchmark", configs=tuple(configs), samples=1))
-
-
 def times(model: str, tokens: int, repeats: int, dtype: str, device: str, counts: list[int]) -> Result:
     """Return the seconds of plain and traced runs per turn, and the phases of the last traced runs."""
-    adapter = load_model(model, dtype, device)
-    token_ids = random_tokens(tokens)
-    runs: dict[str, Callable[[], object]] = {
-        "prefill": lambda: run_plain(adapter, token_ids, 0),
-        "prefill and 2 decodes": lambda: run_plain(adapter, token_ids, 2),
-    }
-    runs |= {str(count): _trace_function(adapter, token_ids, count) for count in counts}
-    runs["prefill"]()
-    runs[str(counts[0])]()
-    taken, phases = _time_in_turns(runs, repeats, adapter.device)
-    return {"seconds": taken, "phases": {name: spent for name, spent in phases.items() if spent}}
-
-
-def _time_in_turns(
-    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return run -> seconds of each of `repeats` turns, and run -> phases of the last turn."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    phases: dict[str, dict[str, float]] = {}
-    for _ in range(repeats):
-        for name, work in runs.items():
-            with timed(lambda: wait(device)) as spent:
-                taken[name].append(seconds(work, device))
-            phases[name] = dict(spent)
-    return taken, phases
+    sweeps = {str(count): configurations(count) for count in counts}
+    return gpu_rows.times(load_model(model, dtype, device), random_tokens(tokens), repeats, sweeps)
 
 
 def _trace_function(adapter: Adapter, token_ids: Sequence[int], count: int) -> Callable[[], object]:
@@ -259,7 +174,7 @@ def writing(model: str, tokens: int, repeats: int, dtype: str, device: str, coun
         samples: list[SampleTrace] = []
         taken["run"].append(seconds(lambda: samples.append(trace_prompt(adapter, ids, configs)), adapter.device))  # noqa: B023
         with tempfile.TemporaryDirectory() as folder:
-            writer = TraceWriter(Path(folder) / "trace.h5", _resolved_run(adapter, configs), ["benchmark"], {})
+            writer = TraceWriter(Path(folder) / "trace.h5", resolved_run(adapter, configs), ["benchmark"], {})
             taken["journal"].append(seconds(lambda: writer.append(samples[0]), cpu))  # noqa: B023
             taken["file"].append(seconds(writer.finish, cpu))  # noqa: B023
     return {name: spent[1:] for name, spent in taken.items()}
@@ -311,7 +226,7 @@ def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: in
 def generating(model: str, tokens: int, dtype: str, device: str, evicted: bool, generated: int = _GENERATED) -> Result:
     """Return the peak bytes of prefill and generation from the full or an evicted cache, and the cache's bytes."""
     adapter = load_model(model, dtype, device)
-    run, prompt = _resolved_run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
+    run, prompt = resolved_run(adapter, configurations(2)[1:]), Prompt("benchmark", tuple(random_tokens(tokens)), 0)
     adapter.tokenizer.eos_token = adapter.model.generation_config.eos_token_id = None
     sizes: list[int] = []
 
@@ -341,61 +256,13 @@ def scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str, devi
         "scored": lambda: trace_sample(adapter, prompts[0], planned.resolved, planned.resources),
     }
     runs["plain"]()
-    taken, phases = _time_in_turns(runs, repeats, adapter.device)
+    taken, phases = time_in_turns(runs, repeats, adapter.device)
     return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
-@torch.inference_mode()
-def decoding(
-    model: str, tokens: int, budget: int, batch: int, steps: int, repeats: int, dtype: str, device: str
-) -> Result:
-    """Return the seconds per step of decoding a batch from full and from evicted caches; the entries are random."""
-    adapter = load_model(model, dtype, device)
-    check_plain(adapter.config, adapter.name, "the benchmark of decoding")
-    first = torch.zeros(batch, 1, dtype=torch.int64, device=adapter.device)
-    full: list[float] = []
-    evicted: list[float] = []
-    for _ in range(repeats + 1):
-        cache = _random_cache(adapter, batch, tokens)
-        compact = CompactCache([_keep_last(adapter, layer.keys, layer.values, budget) for layer in cache.layers])
-        full.append(seconds(lambda cache=cache: _greedy_steps(adapter, cache, first, steps), adapter.device) / steps)  # type: ignore[misc]
-        del cache
-        with decode_from(adapter, compact):
-            evicted.append(
-                seconds(lambda compact=compact: _greedy_steps(adapter, compact, first, steps), adapter.device) / steps  # type: ignore[misc]
-            )
-    return {"full": full[1:], "evicted": evicted[1:]}
-
-
-def _random_cache(adapter: Adapter, batch: int, tokens: int) -> DynamicCache:
-    """Return a full cache of `batch` rows with random entries."""
-    cache, shape = DynamicCache(), (batch, adapter.kv_heads, tokens, adapter.d_head)
-    for layer in range(len(adapter.layers)):
-        keys, values = (torch.randn(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
-        cache.update(keys, values, layer)
-    return cache
-
-
-def _keep_last(adapter: Adapter, keys: Tensor, values: Tensor, budget: int) -> CompactLayer:
-    """Return a compact layer of the last `budget` entries of every row and key/value head."""
-    rows = [
-        KeptEntries.of(list(key[:, -budget:]), list(value[:, -budget:]))
-        for key, value in zip(keys, values, strict=True)
-    ]
-    return CompactLayer(rows, adapter.heads, keys.shape[2])
-
-
-def _greedy_steps(adapter: Adapter, cache: Any, ids: Tensor, steps: int) -> None:
-    """Decode `steps` tokens greedily from a cache."""
-    for _ in range(steps):
-        logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        ids = logits[:, -1:].argmax(dim=-1)
-
-
-_WORKS = (times, presses, peaks, growth, writing, kept_coding, generating, norms, norms_peak, scoring, decoding,
+_WORKS = (times, presses, peaks, growth, writing, kept_coding, generating, norms, norms_peak, scoring,
           one_sample, speed_up, coordinating, merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}
 
 if __name__ == "__main__":
-    _name, _arguments = sys.argv[1:]
-    sys.stdout.write(json.dumps(WORK[_name](**json.loads(_arguments))) + "\n")
+    print_result(WORK)

@@ -1,4 +1,4 @@
-"""A process that merges shards as `perturbkv merge` does: `python -m perturbkv.benchmark.merging TRACE`.
+"""A process that merges shards as `perturbkv merge` does: `python -m benchmarks.merging TRACE`.
 
 It prints its seconds and its peak bytes as JSON; this module imports no torch.
 """

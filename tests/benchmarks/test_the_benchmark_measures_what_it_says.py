@@ -5,23 +5,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from perturbkv.benchmark import rows, suite, work
-from perturbkv.benchmark import work as norms
-from perturbkv.benchmark.rows import compare, setting_differences
-from perturbkv.benchmark.subprocesses import _EXACT_PEAK, in_process
+from benchmarks import rows, suite, work
+from benchmarks.__main__ import main
+from benchmarks.subprocesses import _EXACT_PEAK, in_process
 from perturbkv.cli.console import SCHEMA
-from perturbkv.cli.main import app
-from perturbkv.errors import ConfigError, PerturbkvError, UnknownNameError
-from tests.oracle import theory as naive
+from perturbkv.errors import ConfigError, PerturbkvError
+from perturbkv.selfcheck.rows import Report, Row
 from tests.support.folders import model_folder
 from tests.support.models import tiny_adapter
 
@@ -42,23 +38,6 @@ def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int)
         assert {config.policy.name for config in configs} == {"snapkv", "pyramidkv", "adakv"}
         assert {config.selection.name for config in configs} == {"attention", "two-stage"}
         assert {config.budget.value for config in configs} == {128, 256, 512, 1024}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny")
-def test_times_are_taken_in_turns_and_tell_their_phases() -> None:
-    found = work.times(tokens=150, repeats=2, counts=[2, 24], **MODEL)
-    assert {name: len(spent) for name, spent in found["seconds"].items()} == {
-        "prefill": 2, "prefill and 2 decodes": 2, "2": 2, "24": 2
-    }  # fmt: skip
-    assert set(found["phases"]) == {"2", "24"}
-    for count in ("2", "24"):
-        spent = found["phases"][count]
-        parts = sum(
-            spent[name] for name in ("prefill", "reference", "layers", "evict", "decode", "measure", "assembly")
-        )
-        assert 0 < parts <= found["seconds"][count][-1]
-        assert spent["scores"] + spent["norms"] <= spent["prefill"]
 
 
 @pytest.mark.slow
@@ -104,46 +83,10 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tiny")
-def test_decoding_steps_from_both_caches() -> None:
-    found = work.decoding(tokens=60, budget=20, batch=3, steps=2, repeats=2, **MODEL)
-    assert {name: len(spent) for name, spent in found.items()} == {"full": 2, "evicted": 2}
-
-
-def test_the_evicted_cache_of_the_decoding_row_equals_a_full_one_where_all_is_kept() -> None:
-    """Both rows decode the same tokens: with everything kept they give the same logits."""
-    adapter, made = tiny_adapter(), []
-    cache = work._random_cache(adapter, 2, 30)
-    compact = work.CompactCache([work._keep_last(adapter, layer.keys, layer.values, 30) for layer in cache.layers])
-    ids = torch.tensor([[3], [4]])
-    with torch.inference_mode():
-        with work.decode_from(adapter, compact):
-            made.append(adapter.model(input_ids=ids, past_key_values=compact).logits)
-        made.append(adapter.model(input_ids=ids, past_key_values=cache).logits)
-    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
-
-
-def test_the_loop_that_value_norms_are_held_against_computes_them_too() -> None:
-    value, w_o = norms._random_layer(entries=9, d_model=24, heads=4, kv_heads=2, **CPU)
-    expected = naive.projected_value_norms(value.double().numpy(), w_o.double().numpy(), 4)
-    for compute in norms._NORMS.values():
-        np.testing.assert_allclose(compute(value, w_o), expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_norms_are_timed_beside_a_matrix_product() -> None:
-    found = work.norms(repeats=2, entries=64, d_model=64, heads=4, kv_heads=2, **CPU)
-    assert {name: len(spent) for name, spent in found["seconds"].items()} == {"ours": 2, "loop": 2}
-    operations = 2 * 64 * 64 * 64
-    assert found["rate"] == [pytest.approx(operations / spent) for spent in found["seconds"]["ours"]]
-    assert found["matmul_rate"] > 0
-
-
-@pytest.mark.slow
 def test_memory_beside_inputs_is_told_apart() -> None:
     """The loop holds at least one head's projections, ours far less; in a process that gives memory back at once."""
     asked = {"entries": 8192, "d_model": 1024, "heads": 8, "kv_heads": 2, **CPU}
-    code = f"from perturbkv.benchmark.work import norms_peak; print([norms_peak(w, **{asked})['extra'] for w in WHICH])"
+    code = f"from benchmarks.work import norms_peak; print([norms_peak(w, **{asked})['extra'] for w in WHICH])"
     command = [sys.executable, "-c", f"WHICH = 'ours', 'loop'; {code}"]
     said = subprocess.run(command, env=os.environ | _EXACT_PEAK, capture_output=True, text=True, check=True).stdout
     ours, loop = json.loads(said)
@@ -192,7 +135,7 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes whose numbers are known."""
-    monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def answer(name: str, *, exact_peak: bool = False, **arguments: Any) -> dict[str, Any]:
         return ANSWERS[name](**arguments)
@@ -228,7 +171,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     assert verdicts["generation"] == "reached"
     assert verdicts["cuda-24"] == "not measured"
     assert {row.reason for row in report.rows if row.value is None} == {"needs a CUDA device", rows.NO_KVPRESS}
-    assert report.failed == []
+    assert report.failed(*rows.EXCUSES) == []
     assert report.machine["cores"]
 
 
@@ -244,84 +187,94 @@ def test_a_prompt_longer_than_the_models_context_is_refused_before_anything_is_m
 
 
 @pytest.mark.usefixtures("answered")
-def test_a_row_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_row_that_fails_says_why_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(**more: Any) -> dict[str, Any]:
         raise PerturbkvError("out of memory")
 
     monkeypatch.setitem(ANSWERS, "peaks", fail)
     path = tmp_path / "bench.json"
-    shown = CliRunner().invoke(app, ["doctor", "bench", "--only", "peak-24", "--only", "growth", "--output", str(path)])
-    assert shown.exit_code == 1
-    assert "peak-24: out of memory" in shown.stdout
-    assert [(row.value, row.reason) for row in rows.read(path).rows] == [(None, "out of memory"), (4.5, "")]
+    assert main(["--only", "peak-24", "--only", "growth", "--output", str(path)]) == 1
+    assert "out of memory" in capsys.readouterr().out
+    written = [(row["value"], row["reason"]) for row in json.loads(path.read_text())["rows"]]
+    assert written == [(None, "out of memory"), (4.5, "")]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("answered")
-def test_the_command_writes_what_it_shows_and_reads_it_again(tmp_path: Path) -> None:
+def test_a_file_is_what_is_shown_and_another_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "deep" / "bench.json"
-    shown = CliRunner().invoke(
-        app, ["doctor", "bench", "--only", "peak-24", "--only", "cuda-24", "--output", str(path)]
-    )
-    assert shown.exit_code == 0
-    assert "1.200" in shown.stdout
-    assert "cuda-24: needs a CUDA device" in shown.stdout
-    report = rows.read(path)
-    assert [(row.target.name, row.value) for row in report.rows] == [("peak-24", 1.2), ("cuda-24", None)]
-    assert json.loads(path.read_text()) == {"schema": SCHEMA, **report.to_dict()}
+    asked = ["--only", "peak-24", "--only", "cuda-24", "--output", str(path)]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "1.200" in shown
+    assert "needs a CUDA device" in shown
+    document = json.loads(path.read_text())
+    assert [(row["name"], row["value"]) for row in document["rows"]] == [("peak-24", 1.2), ("cuda-24", None)]
+    assert (document["schema"], document["settings"]["repeats"]) == (SCHEMA, 3)
+    assert main(asked) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*asked, "--overwrite", "--repeats", "2"]) == 0
 
 
-def report(**values: float | None) -> rows.Report:
+def report(path: Path, device: str = "a", **values: float | None) -> str:
+    """Write a report with these values; return its path."""
     targets = {target.name: target for target in rows.TARGETS}
-    made = tuple(rows.Row(targets[name.replace("_", "-")], value) for name, value in values.items())
-    return rows.Report({"device": "a"}, {"tokens": 4096}, made)
+    made = tuple(Row(targets[name.replace("_", "-")], value) for name, value in values.items())
+    path.write_text(json.dumps(Report({"device": device}, {"tokens": 4096}, made).to_dict()))
+    return str(path)
 
 
-def test_a_row_regresses_where_it_is_worse_by_more_than_the_tolerance() -> None:
-    old = report(sweep_24=1.0, growth=4.0, generation=0.8, peak_24=None, norms_time=1.0)
-    new = report(sweep_24=1.2, growth=4.2, generation=0.6, peak_24=1.0, capture_2=1.0)
-    found = {change.name: change for change in compare(old, new, 0.1)}
-    assert {name for name, change in found.items() if change.regressed} == {"sweep-24", "generation"}
-    assert found["sweep-24"].worse == pytest.approx(0.2)
-    assert found["generation"].worse == pytest.approx(0.25)
-    assert found["peak-24"].worse is None
-    assert (found["norms-time"].new, found["capture-2"].old) == (None, None)
-    assert not any(change.regressed for change in compare(old, new, 0.3))
+def test_a_row_is_worse_by_more_than_the_tolerance_on_its_own_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = report(tmp_path / "old", sweep_24=1.0, growth=4.0, generation=0.8, peak_24=None, norms_time=1.0)
+    new = report(tmp_path / "new", "b", sweep_24=1.2, growth=4.2, generation=0.6, peak_24=1.0, capture_2=1.0)
+    assert main(["compare", old, new]) == 1
+    told = capsys.readouterr()
+    lines = {line.split()[0]: line for line in told.out.splitlines() if line.split()}
+    assert {name for name, line in lines.items() if "(!)" in line} == {"sweep-24", "generation"}
+    for name, words in {"sweep-24": "20% worse", "generation": "25% worse", "growth": "5% worse"}.items():
+        assert words in lines[name]
+    assert all("not in both" in lines[name] for name in ("peak-24", "norms-time", "capture-2"))
+    assert "not measured alike: device: a and b" in told.err
+    assert main(["compare", old, new, "--tolerance", "0.3"]) == main(["compare", old, old]) == 0
 
 
-def test_other_machines_and_settings_are_said() -> None:
-    first = report(growth=4.0)
-    assert setting_differences(first, first) == []
-    other = replace(first, machine={"device": "b"}, settings={"tokens": 512})
-    assert setting_differences(first, other) == ["device: a and b", "tokens: 4096 and 512"]
+def test_the_stored_files_are_compared_with_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((Path(__file__).parents[2] / "docs" / "bench").glob("*.json")):
+        assert main(["compare", str(path), str(path)]) == 0
+        assert "not measured alike" not in capsys.readouterr().err
 
 
-def test_comparing_leaves_with_1_only_where_something_regressed(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text(json.dumps(report(growth=4.0).to_dict()))
-    new.write_text(json.dumps(report(growth=5.0).to_dict()))
-    worse = CliRunner().invoke(app, ["doctor", "bench", "compare", str(old), str(new)])
-    assert worse.exit_code == 1
-    assert "25% worse (!)" in worse.stdout
-    assert CliRunner().invoke(app, ["doctor", "bench", "compare", str(new), str(old)]).exit_code == 0
-    assert (
-        CliRunner().invoke(app, ["doctor", "bench", "compare", str(old), str(new), "--tolerance", "0.3"]).exit_code == 0
-    )
-    as_json = json.loads(CliRunner().invoke(app, ["doctor", "bench", "compare", str(new), str(old), "--json"]).stdout)
-    assert as_json["changes"][0]["worse"] == pytest.approx(-0.2)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "speed"], "unknown benchmark row 'speed'; nearest of 20 known: sweep-24"),
+        (["scale", "--only", "growth"], "unknown benchmark row 'growth'; known: scale-workers"),
+        (["--repeats", "0"], "--repeats must lie between 1 and 1,000, got 0"),
+        (["--tokens", "1024"], "--tokens must exceed the largest budget, 1024, got 1024"),
+        (["scale", "--samples", "0"], "--samples must lie between 1 and 100,000, got 0"),
+        (["scale", "--tokens", "2000"], "--tokens has no effect on scale; leave it out"),
+        (["report", "--tokens", "99"], "--tokens must lie between 100 and 100,000, got 99"),
+        (["compare", "none.json", "none.json"], "expected a benchmark's JSON at none.json, got "),
+        (["compare", __file__, __file__], "expected a benchmark's JSON at "),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")
+    assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_what_cannot_be_measured_or_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="unknown benchmark row 'sweep'; nearest of 20 known: sweep-24"):
-        rows.find_targets(["sweep"])
-    for settings in ({"repeats": 0}, {"tokens": 1024}):
-        with pytest.raises(ConfigError, match="--repeats must|--tokens must"):
-            suite.Settings(**settings)
-    with pytest.raises(ConfigError, match="got nothing; make one with perturbkv doctor bench"):
-        rows.read(tmp_path / "none.json")
-    for text in ("{", "[]", '{"rows": [{}], "machine": {}, "settings": {}}', '{"rows": 3}'):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ConfigError, match="a benchmark's JSON at .*, got (another document|text that is no)"):
-            rows.read(tmp_path / "bad.json")
-    with pytest.raises(ConfigError, match="--tolerance must be at least 0"):
-        compare(report(growth=1.0), report(growth=1.0), -1)
+def test_files_are_of_compare_alone() -> None:
+    for words in (["compare", "old.json"], ["scale", "old.json"], ["nothing"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
