@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from perturbkv.api.auditing import audit_dump as audit_dump
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
-    from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.questions import patching as patching
     from perturbkv.api.questions import regret as regret
@@ -101,7 +100,6 @@ _PUBLIC = {
     "divergence": "perturbkv.analyses.quality.divergence",
     "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
-    "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
     "correlation": "perturbkv.analyses.correlation.correlation",
