@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.bounds.assumption import assumption as assumption
     from perturbkv.analyses.bounds.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budget.cliff import cliff as cliff
-    from perturbkv.analyses.budget.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.budget.safe_budget import safe_budget as safe_budget
-    from perturbkv.analyses.budget.savings import savings as savings
     from perturbkv.analyses.correlation.correlation import correlation as correlation
     from perturbkv.analyses.heads.heads import compare_heads as compare_heads
     from perturbkv.analyses.horizon.horizon import horizon as horizon
@@ -98,7 +96,6 @@ _PUBLIC = {
     "write_dump": "perturbkv.auditing.dumps.dump_file",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
-    "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
@@ -122,7 +119,6 @@ _PUBLIC = {
     "report": "perturbkv.reporting.report",
     "restriction": "perturbkv.analyses.ablation.restriction",
     "safe_budget": "perturbkv.analyses.budget.safe_budget",
-    "savings": "perturbkv.analyses.budget.savings",
     "split": "perturbkv.analyses.questions.split.split",
     "stability": "perturbkv.analyses.questions.stability.stability",
     "stats": "perturbkv.analyses.stats",

@@ -200,7 +200,7 @@ def documents(
         more = [*ANALYSES["question stability"], *"-o several --format png --json".split()]
         told = perturbkv("question", "stability", *several, *more)
     found["question stability"] = told.json()
-    found["summary.json"] = json.loads(Path("analyses/budget --bytes/summary.json").read_text())
+    found["summary.json"] = json.loads(Path("analyses/budget --cliff/summary.json").read_text())
     return found
 
 
