@@ -264,12 +264,12 @@ scores: longbench develop
 	$(BIN) quality --dataset $(OFFLINE) --length 2000 --samples 20 $(EVICTED) --output runs/scores/ruler2000
 	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(POOLING) --output runs/scores/pooling
 	$(BIN) quality --dataset ruler:niah_single_1 --length 1000 --samples 40 $(SAVING) --output runs/scores/saving
-	$(BIN) budget --savings runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving --overwrite
+	$(PY) studies/savings.py runs/scores/saving/ruler-niah_single_1/trace.h5 --output runs/scores/saving
 	$(BIN) budget runs/scores/saving/ruler-niah_single_1/trace.h5 --max-kl 0.1 --max-drop 15 --for-length 1000 --output runs/scores/budget --overwrite
 	for made in runs/scores/*/*/trace.h5; do $(BIN) correlation $$made --output $$(dirname $$made)/link --overwrite; done
 	$(BIN) correlation $(addprefix runs/scores/ruler/ruler-,$(addsuffix /trace.h5,$(TASKS))) --output runs/scores/link --overwrite
 	cp runs/scores/ruler/quality.png docs/figures/quality.png
-	cp runs/scores/saving/budget-savings-1.png docs/figures/savings.png
+	cp runs/scores/saving/savings.png docs/figures/savings.png
 	cp runs/scores/news/multi_news/link/correlation.png docs/figures/link.png
 
 # docs/results/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
@@ -290,10 +290,10 @@ paper: longbench develop
 
 # Two hours on two cores: docs/results/bytes.md.
 bytes: longbench develop
-	$(BIN) budget --bytes --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
-	$(BIN) budget --bytes --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
-	cp runs/bytes/needle/budget-bytes.png docs/figures/bytes.png
-	cp runs/bytes/news/budget-bytes.png docs/figures/bytes-news.png
+	$(PY) studies/equal_bytes.py --dataset needle --length 1000 --samples 24 --depth 0,0.2,0.4,0.6,0.8,1 --answers --max-new-tokens 12 --output runs/bytes/needle
+	$(PY) studies/equal_bytes.py --dataset multi_news --data-dir $(LONGBENCH) --samples 16 --max-tokens 1500 --answers --max-new-tokens 128 --output runs/bytes/news
+	cp runs/bytes/needle/equal_bytes.png docs/figures/bytes.png
+	cp runs/bytes/news/equal_bytes.png docs/figures/bytes-news.png
 
 # docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop

@@ -131,10 +131,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("step", "steps"), "it chooses at the first decode step"),
         **dict.fromkeys(("shard", "shard_by"), "it measures again what it chose; perturbkv trace has shards"),
     },
-    "budget --bytes": {
-        "precision": "it measures several, which --bits names",
-        "correction": "it compares entries in few bits with those of full precision",
-    },
     "question split": {"precision": "L = (1 − S) ‖μ_gone − μ_kept‖₁ is of eviction alone"},
     "budget": {"step": "means are over all of them"},
     "budget --cliff": {"step": "KL is the mean over all of them"},
@@ -147,7 +143,7 @@ _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
     "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
-    "savings", "bytes", "cliff", "sample", "layer", "head",
+    "cliff", "sample", "layer", "head",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
@@ -161,7 +157,6 @@ _ALSO_ON_A_TRACE: Mapping[str, frozenset[str]] = {"tokens": frozenset({"budget"}
 
 
 _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
-    "budget --savings": frozenset({"by"}),
     "question patching": frozenset({"by", "seed"}),
 }
 """Command -> options of its own that have the name of a shared option; they always have an effect."""

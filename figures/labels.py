@@ -1,25 +1,20 @@
-"""Labels of figures: results sorted by cache share, legend columns, names under an axis with a key, and free labels.
+"""Labels of figures: results sorted by cache share, legend columns, and names under an axis with a key.
 
-Names that would overlap under an axis are replaced by numbers with a key below. A free label is placed beside its
-point, inside the panel, on no other label and on as little else as possible.
+Names that would overlap under an axis are replaced by numbers with a key below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib import rcParams
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
 from matplotlib.textpath import TextPath
-from matplotlib.transforms import Bbox
-from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.pairing import fold
@@ -128,78 +123,3 @@ def _key_columns(entries: Sequence[str], width_mm: float) -> int:
     """Return the number of columns in which the key's entries fit the width; at least 1."""
     longest = max(len(line) for entry in entries for line in entry.splitlines()) + _HANDLE_LETTERS
     return max(1, int(width_mm / _LETTER_MM) // longest)
-
-
-_OUTSIDE, _ON_ANOTHER = 1000, 100
-"""Costs of a label outside the panel and of one on another label; a point of a curve under it costs 1."""
-_APART, _POINTS = 3, 60
-"""Distance between a label and its point, in points of print; points by which a line between two ends is sampled."""
-_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
-"""Directions from its interval in which a label may be, the best first: right, left, above, below, and the corners."""
-
-_ACROSS: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
-_UP: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label to place beside a horizontal interval.
-
-    Attributes:
-        text: the words.
-        left, right: ends of the interval, in the panel's data.
-        height: its height there.
-        forward: whether the right is the better side.
-    """
-
-    text: str
-    left: float
-    right: float
-    height: float
-    forward: bool
-
-
-def place_labels(axes: Axes, labels: Sequence[Label]) -> None:
-    """Write each label on the side of its interval that covers least; omit labels that would cover another label.
-
-    The panel has its final place, as after `figure.draw_without_rendering()`.
-    """
-    curves, taken = _curve_points(axes), list[Bbox]()
-    for label in labels:
-        written = axes.annotate(label.text, (label.right, label.height), (0, 0), textcoords="offset points",
-                                fontsize=style.points(6), color="0.2", in_layout=False)  # fmt: skip
-        costs = [_move_label(axes, written, label, side, curves, taken) for side in _SIDES]
-        best = int(np.argmin(costs))
-        if _move_label(axes, written, label, _SIDES[best], curves, taken) >= _ON_ANOTHER:
-            written.remove()
-        else:
-            taken.append(written.get_window_extent())
-
-
-def _move_label(
-    axes: Axes, written: Annotation, label: Label, side: tuple[int, int], curves: NDArray[np.float64],
-    taken: Sequence[Bbox],
-) -> int:  # fmt: skip
-    """Move a label to `side` of its interval and return the cost of the position: curves or labels covered."""
-    across, up = side[0] if label.forward else -side[0], side[1]
-    middle = float(np.sqrt(label.left * label.right))  # of a logarithmic axis
-    x = {1: label.right, -1: label.left, 0: middle}[across]
-    written.xy = (x, label.height)
-    written.set_position((_APART * across, _APART * up))
-    written.set_horizontalalignment(_ACROSS[across])
-    written.set_verticalalignment(_UP[up])
-    box = written.get_window_extent()
-    panel = axes.get_window_extent()
-    inside = panel.x0 < box.x0 and box.x1 < panel.x1 and panel.y0 < box.y0 and box.y1 < panel.y1
-    on_curves = ((curves > (box.x0, box.y0)) & (curves < (box.x1, box.y1))).all(axis=1).sum()
-    return int(on_curves) + _OUTSIDE * (not inside) + _ON_ANOTHER * sum(box.overlaps(other) for other in taken)
-
-
-def _curve_points(axes: Axes) -> NDArray[np.float64]:
-    """Return points (point, 2) along the panel's lines, in screen coordinates."""
-    shares, segments = np.linspace(0, 1, _POINTS)[:, None], [np.empty((0, 2))]
-    for line in axes.get_lines():
-        ends = line.get_transform().transform(np.column_stack(line.get_data()))
-        segments += [first + shares * (second - first) for first, second in zip(ends[:-1], ends[1:], strict=True)]
-    points = np.concatenate(segments)
-    return np.asarray(points[np.isfinite(points).all(axis=1)])

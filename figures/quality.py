@@ -1,7 +1,6 @@
-"""Figures of answers: scores against cache shares (paper, figure 1), divergence token by token, and judgements.
+"""Figures of answers: scores against cache shares (paper, figure 1), and divergence token by token.
 
-Divergence is the share of free answers still equal to the full cache's, and KL over the full cache's answer. Judgements
-are mean scores, or wins, ties and losses against the full cache.
+Divergence is the share of free answers still equal to the full cache's, and KL over the full cache's answer.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from perturbkv.analyses import text
 from perturbkv.analyses.pairing import SIDE, distinct_choices, fold, plural, short_names
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
-from perturbkv.analyses.quality.judge import OUTCOMES, JudgeScores, Preferences
 from perturbkv.analyses.quality.quality import Quality
 from perturbkv.analyses.quality.score_columns import FULL, MethodScore, ScoreColumn, rows
 from perturbkv.analyses.quality.score_tables import scores_note
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Band, median_level
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import sort_by_cache_share
 
@@ -279,73 +276,3 @@ def _foot_text(result: Divergence, configs: int) -> str:
     level = f"{100 * median_level(samples):.0f} % intervals" if samples >= MIN_SAMPLES else ""
     kind = level or "ranges of single samples"
     return f"bands: shares have exact 95 % intervals, KL {kind}, over n = {samples} samples{points}"
-
-
-_JUDGED_ROW_MM, _JUDGED_AROUND_MM, _LETTERS_MM = 6.5, 30, 2.6
-_COLOURS = {"win": "#0173b2", "tie": "0.75", "loss": "#de8f05"}
-
-
-def draw_judged(result: JudgeScores, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw each configuration's mean score from a judge with its interval, and the full cache's as a line."""
-    with style.use():
-        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
-        named = [(one.config, one.cache_share) for one in configs if one.config]
-        figure, axes = _named_rows(_judged_names(named, result.compress_every, width_mm), width_mm)
-        full = result.full.mean
-        axes.axvline(full, color="0.35", linewidth=0.9, gid="full")
-        if result.full.mean_interval is not None:
-            axes.axvspan(
-                result.full.mean_interval.low, result.full.mean_interval.high, color="0.35", alpha=0.12, linewidth=0
-            )
-        for row, one in enumerate(configs):
-            axes.errorbar([one.mean], [row], xerr=style.error_bars(one.mean, one.mean_interval), color=_COLOURS["win"],
-                          marker="o", markersize=3.2, linewidth=0.9, gid="mean")  # fmt: skip
-        axes.set_xlabel(f"mean score (line: full cache, {text.decimal(full)})")
-        style.set_title(figure, "What the judge gives")
-        style.draw_foot(figure, result.identity, style.interval_legend(len(result.samples)))
-    return figure
-
-
-def draw_preferred(result: Preferences, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw shares of samples won, tied and lost per configuration, with the exact interval of the losses."""
-    with style.use():
-        configs = sort_by_cache_share(result.configs, lambda one: one.cache_share)
-        named = [(one.config, one.cache_share) for one in configs]
-        figure, axes = _named_rows(_judged_names(named, result.compress_every, width_mm), width_mm)
-        for row, one in enumerate(configs):
-            left = 0.0
-            for outcome in reversed(OUTCOMES):
-                axes.barh(row, one.shares[outcome], left=left, height=0.62, color=_COLOURS[outcome], gid=outcome,
-                          label=f"{outcome} of the evicted cache" if row == 0 else None)  # fmt: skip
-                left += one.shares[outcome]
-            loss = one.shares["loss"]
-            axes.errorbar([loss], [row], xerr=style.error_bars(loss, one.intervals["loss"]), color="0.15",
-                          linewidth=0.8, capsize=1.5, gid="interval")  # fmt: skip
-        axes.set(xlim=(0, 1), xlabel="share of samples")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left",
-                      ncols=1 if width_mm < style.WIDE_MM else 3)  # fmt: skip
-        first = f"the answer shown first won {text.decimal(result.first)} of {plural(result.pairs, 'decided pair')}"
-        samples = len(result.samples)
-        kind = "bars: exact 95 % intervals of losses" if samples > 1 else "no intervals"
-        style.draw_foot(figure, result.identity, f"{kind}, n = {plural(samples, 'sample')} · {first}")
-    return figure
-
-
-def _named_rows(names: Sequence[str], width_mm: float) -> tuple[Figure, Axes]:
-    """Return a new figure and its panel with a named row per configuration, the first one on top."""
-    lines = np.array([name.count("\n") + 1 for name in names])
-    figure = style.figure(width_mm, float(np.maximum(_JUDGED_ROW_MM, lines * _LETTERS_MM).sum()) + _JUDGED_AROUND_MM)
-    axes = figure.subplots()
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    return figure, axes
-
-
-def _judged_names(configs: Sequence[tuple[EvictionConfig, float]], limit: int | None, width_mm: float) -> list[str]:
-    """Return distinct names with cache shares; `limit`: entries above which caches were compressed again."""
-    letters, start = 24 if width_mm < style.WIDE_MM else 48, " at the start" if limit else ""
-    names = short_names([config for config, _ in configs])
-    return [
-        fold(f"{name or 'evicted'} (held {text.cache_share(share)}{start})", letters)
-        for name, (_, share) in zip(names, configs, strict=True)
-    ]

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from perturbkv.analyses.bounds.assumption import assumption as assumption
     from perturbkv.analyses.bounds.bound_tightness import bound_tightness as bound_tightness
     from perturbkv.analyses.budget.cliff import cliff as cliff
-    from perturbkv.analyses.budget.equal_bytes import equal_bytes as equal_bytes
     from perturbkv.analyses.budget.safe_budget import safe_budget as safe_budget
-    from perturbkv.analyses.budget.savings import savings as savings
     from perturbkv.analyses.correlation.correlation import correlation as correlation
     from perturbkv.analyses.heads.heads import compare_heads as compare_heads
     from perturbkv.analyses.horizon.horizon import horizon as horizon
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from perturbkv.api.auditing import audit_dump as audit_dump
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
-    from perturbkv.api.judging import judge as judge
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.questions import patching as patching
     from perturbkv.api.questions import regret as regret
@@ -99,9 +96,7 @@ _PUBLIC = {
     "write_dump": "perturbkv.auditing.dumps.dump_file",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
-    "equal_bytes": "perturbkv.analyses.budget.equal_bytes",
     "generate": "perturbkv.api.answering",
-    "judge": "perturbkv.api.judging",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
     "correlation": "perturbkv.analyses.correlation.correlation",
@@ -124,7 +119,6 @@ _PUBLIC = {
     "report": "perturbkv.reporting.report",
     "restriction": "perturbkv.analyses.ablation.restriction",
     "safe_budget": "perturbkv.analyses.budget.safe_budget",
-    "savings": "perturbkv.analyses.budget.savings",
     "split": "perturbkv.analyses.questions.split.split",
     "stability": "perturbkv.analyses.questions.stability.stability",
     "stats": "perturbkv.analyses.stats",

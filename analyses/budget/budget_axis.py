@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import curve_names, pairs, sweeps
+from perturbkv.analyses.pairing import curve_names, sweeps
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.run import RunConfig
-from perturbkv.errors import ConfigError, TraceError
+from perturbkv.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,32 +56,7 @@ def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None
         raise ConfigError(f"{analysis} needs budgets of one kind, got {got}; give all as entries, or all as shares")
 
 
-def paired_axes(measured: Measurements, baseline: str, treatment: str) -> list[tuple[Axis, Axis]]:
-    """Return the budget axes of baseline and treatment for each pair of curves, with all budgets of either curve.
-
-    Pairs are those of `pairs`; where there are none, as the sides keep other sets (per head, or per group of heads),
-    the only curves of both sides. Raises as `pairs` and `axis`.
-    """
-    run = measured.trace.run
-    first, second = ([tuple(indices) for indices in sweeps(run, side)] for side in (baseline, treatment))
-    try:
-        related = pairs(run, baseline, treatment)
-    except TraceError:
-        if len(first) > 1 or len(second) > 1 or first == second:
-            raise
-        chosen = [(first[0], second[0])]
-    else:
-        chosen = list(dict.fromkeys((_curve_of(run, first, pair[0]), _curve_of(run, second, pair[1]))
-                                    for pair in related))  # fmt: skip
-    return [(axis(measured, first), axis(measured, second)) for first, second in chosen]
-
-
 def above_full_caveat(shares: Iterable[float]) -> list[str]:
     """Return the caveat on cache shares above 1, as a list; empty without such shares."""
     above = any(share > 1 for share in shares)
     return ["Cache shares above 1 save nothing: each query head keeps its own set."] if above else []
-
-
-def _curve_of(run: RunConfig, curves: Sequence[tuple[int, ...]], config: EvictionConfig) -> tuple[int, ...]:
-    """Return the curve that holds a configuration, as the indices of its configurations."""
-    return next(indices for indices in curves if any(run.configs[index] == config for index in indices))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.analyses.json_values import run_object
-from perturbkv.cli import console, option_refusals
-from perturbkv.cli.choices import METHODS, parse_methods, parse_numbers
+from perturbkv.cli import option_refusals
+from perturbkv.cli.choices import METHODS, parse_methods
 from perturbkv.cli.command_line import hide_options, show_defaults
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, TracesOptions
 from perturbkv.cli.saving import text_file
@@ -17,7 +17,7 @@ from perturbkv.cli.session import Analysis, Session, analysis, analysis_views
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 from perturbkv.storage.atomic_files import write_atomically
-from perturbkv.storage.output import Lock, OutputFile, OutputFolder, resumable
+from perturbkv.storage.output import OutputFile, OutputFolder
 
 if TYPE_CHECKING:
     from perturbkv.analyses.quality.quality import Quality
@@ -93,60 +93,6 @@ def _divergence(run: RunOptions, look: TracesOptions) -> None:
         _save_and_show(session, analyse(answers), answers)
 
 
-def _judge(
-    run: RunOptions,
-    look: TracesOptions,
-    judge: Annotated[
-        str | None,
-        Option(metavar="COMMAND", help="Ask a judge about answers: 'python my_judge.py'"),
-    ] = None,
-    pairwise: Annotated[bool, Option("--pairwise", help="Show the judge two answers: which is better?")] = False,
-    scale: Annotated[
-        str | None, Option(metavar="LOW,HIGH", help="The judge's least and largest score", show_default="any number")
-    ] = None,
-    time_limit: Annotated[float, Option(metavar="S", help="Seconds without an answer of the judge")] = 600,
-) -> None:
-    """Ask a judge about every answer, and keep its judgements in judgements.jsonl."""
-    from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
-    from perturbkv.pipeline.answers.judging import FILE, ask_judge, split_command
-    from perturbkv.pipeline.answers.judging import check as check_judge
-    from perturbkv.storage.answers_file import read_answers
-    from perturbkv.storage.judgements import Judge
-
-    known = ("judge", "pairwise", "seed", "scale", "time_limit")
-    session, path = _answers_session("quality-judge", "quality --judge", run, look, known)
-    _check_judge_options(run, pairwise)
-    settings = Judge(tuple(split_command(judge or "")), pairwise, run.seed, _parse_scale(scale))
-    check_judge(settings, time_limit)
-    answers = read_answers(path)
-    file = session.output.path / FILE
-    session.output.claim(resumable(file), writer=file)
-    with session.claim([session.name]), Lock(file), console.progress("judgements") as bar:
-        judgements = ask_judge(
-            answers, settings, path=file, overwrite=run.overwrite, limit=time_limit, progress=bar.update
-        )  # fmt: skip
-        analyse = judge_preferences if pairwise else judge_scores
-        _save_and_show(session, analyse(answers, settings, judgements), answers)
-
-
-def _check_judge_options(run: RunOptions, pairwise: bool) -> None:
-    """Raise ConfigError for --seed without --pairwise, or --scale with --pairwise, which have no effect."""
-    if "seed" in run.typed_options and not pairwise:
-        raise ConfigError("--seed has no effect here: it needs --pairwise, whose order it draws; leave it out")
-    if "scale" in run.typed_options and pairwise:
-        raise ConfigError("--scale has no effect here: with --pairwise there are no scores; leave it out")
-
-
-def _parse_scale(text: str | None) -> tuple[float, float] | None:
-    """Return (least, largest) score of --scale; None without --scale. Raises ConfigError for invalid text."""
-    if text is None:
-        return None
-    ends = parse_numbers("--scale", [text])
-    if len(ends) != 2:
-        raise ConfigError(f"--scale takes the least and the largest score, such as 1,10; got '{text}'")
-    return ends[0], ends[1]
-
-
 _ANSWERS_OPTIONS = ("traces", "output", "overwrite", "as_json", "figure_format", "columns", "style", "explain")
 
 
@@ -184,7 +130,6 @@ _HIDDEN = ("preset", "alpha", "precision", "scenario", "dtype", "steps", "max_to
 @analysis_views(
     _scores,
     divergence=_divergence,
-    judge=_judge,
     flags={
         "divergence": Annotated[bool, Option("--divergence", help="Where answers of a file leave the full cache's")]
     },
@@ -193,8 +138,7 @@ def quality() -> None:
     """Score the answers from the full and the evicted caches.
 
     --dataset takes several, separated by commas, each with a trace of its own; tables: quality.tex, .md, .csv.
-    --divergence and --judge look at a file of answers that perturbkv generate wrote. A judge reads a JSON object per
-    line (id, prompt, texts) and writes one: the id with a `score`, or with --pairwise a `winner` (a, b or tie).
+    --divergence looks at a file of answers that perturbkv generate wrote.
     """
 
 

@@ -1,4 +1,4 @@
-"""`perturbkv budget`: safe budgets, savings of a selection, quantisation at equal bytes, cliffs of KL."""
+"""`perturbkv budget`: safe budgets, and cliffs of KL."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typer import Option
 
 from perturbkv.cli import console
 from perturbkv.cli.choices import (
-    DEFAULT_COMPARE,
     check_distinct,
-    parse_compare,
-    parse_methods,
     parse_numbers,
     split_names,
 )
@@ -23,8 +20,6 @@ from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import FULL, FULL_BITS, QUANTISE
-from perturbkv.configs.resources import Shape
 from perturbkv.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
@@ -90,47 +85,6 @@ def _safe_budgets(
 def _parse_optional_methods(compare: str | None) -> list[str] | None:
     """Return the methods that --compare lists, None without it. Raises ConfigError for a repeated method."""
     return None if compare is None else list(check_distinct("--compare", split_names(compare)))
-
-
-_SAVINGS = "budget-savings"
-_SAVINGS_BUDGETS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8")
-
-
-def _savings(
-    run: RunOptions,
-    look: LookOptions,
-    compare: MethodsOption = DEFAULT_COMPARE,
-    by: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="--savings: score, propagated, kl", show_default="a trace's"),
-    ] = None,
-) -> Analysis:
-    """Find the budget at which the baseline does as well (paper, figure 1)."""
-    from perturbkv.analyses.budget.budget_equivalence import check_measures
-    from perturbkv.analyses.budget.savings import check_budgets
-
-    names, wanted = parse_compare(compare or DEFAULT_COMPARE), run.with_budgets(_SAVINGS_BUDGETS)
-    measures = None if by is None else check_measures(by)
-
-    def configs() -> tuple[EvictionConfig, ...]:
-        chosen = wanted.configs(names)
-        check_budgets(chosen)
-        return chosen
-
-    def analyse(session: Session) -> Result:
-        from perturbkv.analyses.budget.savings import savings
-
-        result = savings(session.trace, names[0], names[1:], by=measures, step=look.step)
-        for index, one in enumerate(result, 1):
-            stem = _SAVINGS if len(result) == 1 else f"{_SAVINGS}-{index}"
-            session.draw(one, stem)
-        return result
-
-    return Analysis(
-        _SAVINGS, wanted, configs, analyse, command="budget --savings",
-        stems=[_SAVINGS, *[f"{_SAVINGS}-{index}" for index in range(1, len(names))]],
-        leave_out_unfit=not run.budget, generate=None if "score" in (measures or ()) else 0,
-    )  # fmt: skip
 
 
 _CLIFF_BUDGETS = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.4")
@@ -243,76 +197,6 @@ def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
     )
 
 
-_EQUAL_BYTES_BUDGETS = ("0.1", "0.2", "0.4")
-_BITS = (16, 8, 4, 2)
-
-
-def _bytes(
-    run: RunOptions,
-    look: LookOptions,
-    compare: MethodsOption = DEFAULT_COMPARE,
-    bits: Annotated[
-        list[int] | None, Option(metavar="N", help="--bytes: bits of a number", show_default="16, 8, 4, 2")
-    ] = None,
-    answers: Annotated[bool, Option("--answers", help="--bytes: also generate answers, and score them")] = False,
-    max_new_tokens: Annotated[
-        int | None, Option(metavar="N", help="--bytes: tokens of an answer at most", show_default="the dataset's")
-    ] = None,
-) -> Analysis:
-    """Compare evicting with quantising at equal bytes."""
-    if max_new_tokens is not None and (max_new_tokens < 1 or not answers):
-        got = f"got {max_new_tokens}" if answers else "without --answers it has no effect; give both"
-        raise ConfigError(f"--max-new-tokens must be at least 1, {got}")
-    wanted, counts = run.with_budgets(_EQUAL_BYTES_BUDGETS), _check_bits(bits)
-    names = parse_methods(DEFAULT_COMPARE if compare is None else compare)
-    files = None
-    if look.trace is None:  # the size of the model's heads decides how many entries a budget of bytes holds
-        wanted.check_names()
-        from perturbkv.models.loading import open_model
-
-        files = open_model(run.model, run.seed, run.revision or "")
-
-    def analyse(session: Session) -> Result:
-        from perturbkv.analyses.budget.equal_bytes import equal_bytes
-
-        return equal_bytes(session.trace, look.step)
-
-    return Analysis(
-        "budget-bytes", wanted, lambda: _equal_bytes_configs(wanted, counts, names, files), analyse,
-        command="budget --bytes", leave_out_unfit=not run.budget, generate=max_new_tokens if answers else 0,
-        files=files,
-    )  # fmt: skip
-
-
-def _check_bits(bits: list[int] | None) -> list[int]:
-    """Return the bits of --bits below 16, largest first; 16 bits are always measured.
-
-    Raises ConfigError for bits other than 16, 8, 4 and 2, and for 16 alone.
-    """
-    counts = [count for count in check_distinct("--bits", bits or _BITS) if count != FULL_BITS]
-    if invalid := [count for count in counts if count not in _BITS]:
-        raise ConfigError(f"--bits takes {', '.join(map(str, _BITS))}, got {invalid[0]}")
-    if not counts:
-        raise ConfigError(
-            f"--bits takes 8, 4 or 2 to hold against {FULL_BITS}, which is measured anyway; got {FULL_BITS} alone"
-        )
-    return sorted(counts, reverse=True)
-
-
-def _equal_bytes_configs(
-    run: RunOptions, counts: list[int], names: list[str], files: ModelFiles | None
-) -> tuple[EvictionConfig, ...]:
-    """Return each method at each budget and number of bits, then the full cache per bits; () without a model."""
-    if files is None:
-        return ()
-    d_head = Shape.from_config(files.config, 2, 0).d_head
-    base = dataclasses.replace(run, granularity=run.granularity or ["kv"])
-    precisions = [f"{QUANTISE}(bits={count}, fill={d_head})" for count in counts]
-    unevicted = dataclasses.replace(base, budget=["1.0"], precision=[f"{QUANTISE}(bits={count})" for count in counts])
-    evicted = dataclasses.replace(base, precision=[FULL, *precisions]).configs(names)
-    return tuple(dict.fromkeys([*evicted, *unevicted.configs(names[:1])]))
-
-
 _HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
 """Options of measuring that the help of `budget` leaves out."""
 
@@ -321,18 +205,14 @@ _HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "sc
 @hide_options(*_HIDDEN)
 @analysis_views(
     _safe_budgets,
-    savings=_savings,
-    bytes=_bytes,
     cliff=_cliff,
     flags={
-        "savings": Annotated[bool, Option("--savings", help="At which budget the baseline does as well")],
-        "bytes": Annotated[bool, Option("--bytes", help="Evict or quantise, at equal bytes")],
         "cliff": Annotated[bool, Option("--cliff", help="From which budget on KL stays low")],
     },
 )
 def budget() -> None:
-    """Find safe budgets, and what a selection saves.
+    """Find safe budgets.
 
-    The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples), or
-    another view of budgets. --cliff takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
+    The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples). --cliff
+    takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
     """

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 JSON_LINES = (".jsonl", ".json")
 _OTHERS = {
-    "judge": "judgements of answers; `perturbkv quality ANSWERS.jsonl --judge COMMAND` shows them",
     "searches": "the searches of `perturbkv question regret`, which the same command goes on with",
     "swap": "the measurements of `perturbkv question patching`, which the same command goes on with",
 }

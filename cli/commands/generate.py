@@ -111,7 +111,7 @@ def generate(
     Greedily, beside the accepted answers and graded from 0 to 1.
     generation.jsonl holds the run, then one line per sample: token ids, text and score of every answer, what its cache
     held, and with --compress-every the perturbation of each compression. A killed run goes on with the next sample.
-    perturbkv quality --divergence and --judge look at the file.
+    perturbkv quality --divergence looks at the file.
     """
     run.check_names()
     path = run_folder(run, run.output) / FILE

@@ -1,1 +1,1 @@
-"""Files that runs write and analyses read: traces, answers, judgements and patching measurements."""
+"""Files that runs write and analyses read: traces, answers and patching measurements."""

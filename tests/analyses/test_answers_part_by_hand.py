@@ -206,5 +206,3 @@ def test_what_is_no_answers_is_refused_in_a_line() -> None:
     for wrong in ("answers.jsonl", None):
         with pytest.raises(ConfigError, match=r"expected answers, as pk.read_answers .* give them; got (str|NoneType)"):
             pk.divergence(wrong)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="expected answers, as pk.read_answers"):
-            pk.judge(wrong, "python judge.py", progress=False)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.attack.case import Case, answers_or_refused, refused
 from tests.attack.materials import EVICT, GENERATION, MODEL, PROMPTS, RUN, TRACE
-from tests.support.judges import planted_judge
 
 COUNT = 300
 NOTES = b"notes of somebody else\n"
@@ -45,8 +44,6 @@ COMMANDS = (
     Command(("quality", *RUN, "--compare", "attention", "--max-new-tokens", "2", *_PNG),
             ("prompts/trace.h5", "quality.png", "quality.tex", "quality.md", "quality.csv", "summary.json")),
     Command(("quality", GENERATION, "--divergence", *_PNG), ("quality-divergence.json", "quality-divergence.png")),
-    Command(("quality", GENERATION, "--judge", planted_judge("length"), *_PNG),
-            ("judgements.jsonl", "quality-judge.json", "quality-judge.png")),
     Command(("audit", EVICT, "--situation", "single", "--no-loss", "--model", MODEL, "--dataset", PROMPTS,
              "--samples", "1", *_PNG), ("audit.json", "audit.png")),
     Command(("export", TRACE), suffix=".csv"),
@@ -176,8 +173,7 @@ def cases(shared: Path, seed: int) -> Iterator[Case]:
                    before=without_rights)  # fmt: skip
         if command.argv[0] == "doctor":
             continue
-        if "--judge" not in command.argv:  # a judge's answers are kept before all else
-            yield case("no space", f"out/out{suffix}", before=without_space, expected=answers_or_refused)
+        yield case("no space", f"out/out{suffix}", before=without_space, expected=answers_or_refused)
         for name in ODD_NAMES:
             path = name + suffix if name.strip("./") else name
             yield case("an odd name", path, expected=answers_or_refused)

@@ -1,4 +1,4 @@
-"""Chats answered at length, where their answers leave the full cache's, and what a judge thinks of them."""
+"""Chats answered at length, and where their answers leave the full cache's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from tests.support.asked import refused
 from tests.support.folders import model_folder
-from tests.support.judges import planted_judge
 
 Run = Callable[..., Any]
 TEMPLATE = (
@@ -91,29 +90,3 @@ def test_where_answers_part_is_shown_drawn_and_written(perturbkv: Run, made: Pat
     refused(perturbkv("quality", "--divergence", made), "out/quality-divergence.json")
     assert Path("out/quality-divergence.json").read_text() == "my own"
     assert perturbkv("quality", "--divergence", made, "--overwrite").code == 0
-
-
-@pytest.mark.slow
-def test_a_judge_is_asked_once_and_what_it_said_stays(perturbkv: Run, made: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    options = ["--judge", f"{planted_judge('length')} '{log}'", "--scale", "0,1000", "--format", "png"]
-    ran = perturbkv("quality", made, *options)
-    assert ran.code == 0, ran.err
-    assert "full cache" in ran.out
-    assert len(log.read_text().splitlines()) == 6
-    again = perturbkv("quality", made, *options, "--json")
-    assert again.code == 0, again.err
-    assert again.json()["full"] == json.loads(Path("out/quality-judge.json").read_text())["full"]
-    assert len(log.read_text().splitlines()) == 6
-    pairs = perturbkv("quality", made, "--judge", planted_judge("longer"), "--pairwise", "-o", "pairs")
-    assert pairs.code == 0, pairs.err
-    assert 0 <= json.loads(Path("pairs/quality-judge.json").read_text())["first_won"] <= 1
-
-
-def test_what_came_from_a_judge_that_failed_is_there_the_next_time(perturbkv: Run, made: Path) -> None:
-    failed = perturbkv("quality", made, "--judge", planted_judge("half"))
-    assert failed.code == 2
-    assert failed.err.splitlines()[-1].startswith("error: expected a judge that ends with exit code 0, got 1: no c")
-    assert "\x1b" not in failed.err
-    assert not Path("out/quality-judge.json").exists()
-    assert len(Path("out/judgements.jsonl").read_text().splitlines()) == 1 + 3

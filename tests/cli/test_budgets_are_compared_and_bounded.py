@@ -1,4 +1,4 @@
-"""`perturbkv budget` and `--savings`: exit codes, screens, files, and what they refuse before any work."""
+"""`perturbkv budget`: exit codes, screens, files, and what it refuses before any work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from perturbkv.storage.trace.trace_file import read_run
 from tests.analyses.test_safe_budgets_by_hand import levels
-from tests.analyses.test_savings_by_hand import falling
 from tests.support.asked import refused
 from tests.support.swept import BUDGETS, swept
 
@@ -25,7 +24,7 @@ def path(tmp_path: Path) -> Path:
     kl = np.stack([levels(0.5, 0.2, 0.03, 0.02, 0.01), levels(0.9, 0.8, 0.7, 0.6, 0.5)], axis=1)
     score = np.ones((40, 2, 5))
     score[:10, 0, 0] = 0
-    return swept(kl, np.stack([falling(40, 9)] * 2, axis=1), score).save(tmp_path / "t.h5")
+    return swept(kl, score=score).save(tmp_path / "t.h5")
 
 
 @pytest.mark.parametrize(
@@ -79,33 +78,12 @@ def test_bytes_are_told_where_a_length_is_asked_for(perturbkv: Run, path: Path) 
     assert "0.143 /" in ran.out and "0.0715 /" in ran.out
 
 
-def test_savings_are_drawn_and_told(perturbkv: Run, path: Path) -> None:
-    ran = perturbkv("budget", "--savings", path, "--by", "propagated", "-o", "out", "--format", "png", "--columns", 1)
-    assert ran.code == 0, ran.err
-    assert "By propagated L1" in ran.out
-    told = json.loads(Path("out/summary.json").read_text())["analyses"]["budget-savings"]
-    (measure,) = told["savings"][0]["measures"]
-    assert [point["saving"] for point in measure["points"]] == pytest.approx([0] * 5)  # both sides are one curve
-    assert Path("out/budget-savings.png").exists()
-
-
-def test_savings_are_measured_by_what_is_asked_for(perturbkv: Run, model: Path, data: Path) -> None:
-    asked = ["budget", "--savings", "--model", model, "--dataset", data, "--samples", 1, "--window", 4, "--dry-run"]
-    for names in (["kl"], ["propagated", "kl"]):
-        ran = perturbkv(*asked, *(part for name in names for part in ("--by", name)))
-        assert ran.code == 0, ran.err  # as --by is also an option of policies
-
-
 @pytest.mark.slow
-def test_both_make_their_trace(perturbkv: Run, tiny: list[object]) -> None:
+def test_it_makes_its_trace(perturbkv: Run, tiny: list[object]) -> None:
     swept_over = [word for budget in BUDGETS for word in ("--budget", budget)]
     place = tiny.index("--budget")
     run = [*tiny[:place], *tiny[place + 2 :], *swept_over]
-    ran = perturbkv("budget", "--savings", *run, "-o", "out", "--format", "png")
-    assert ran.code == 0, ran.err
-    assert [one.budget.value for one in read_run(Path("out/trace.h5")).configs[:5]] == [0.1, 0.1, 0.2, 0.2, 0.4]
-    assert list(json.loads(Path("out/summary.json").read_text())["analyses"]) == ["budget-savings"]
-    ran = perturbkv("budget", "out/trace.h5", "--max-kl", 1000, "-o", "out", "--format", "png")
+    ran = perturbkv("budget", *run, "--max-kl", 1000, "-o", "out", "--format", "png")
     assert ran.code == 2, ran.err  # fewer than five samples have no bound
+    assert [one.budget.value for one in read_run(Path("out/trace.h5")).configs[:5]] == [0.1, 0.1, 0.2, 0.2, 0.4]
     assert json.loads(Path("out/summary.json").read_text())["analyses"]["budget"]["exit_code"] == 2
-    assert list(json.loads(Path("out/summary.json").read_text())["analyses"]) == ["budget-savings", "budget"]

@@ -1,8 +1,10 @@
-"""`perturbkv budget --bytes`, and few bits as an option of every command that makes a trace."""
+"""Few bits as an option of every command that makes a trace, and budgets of bytes that they fill."""
 
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from perturbkv.storage.trace.trace_file import read_trace
 
 Run = Callable[..., Any]
+STUDY = Path(__file__).resolve().parents[2] / "studies" / "equal_bytes.py"
 
 
 @pytest.fixture
@@ -23,48 +26,41 @@ def asked(model: Path, tmp_path: Path) -> list[object]:
     return ["--model", model, "--dataset", rows, "--samples", 2, "--window", 8]
 
 
+@pytest.fixture
+def equal_bytes(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The document of the study of equal bytes, which measures this run in `out`."""
+    monkeypatch.syspath_prepend(STUDY.parent)
+    options = list(map(str, asked))
+    answers = ["--answers", "--max-new-tokens", "3", "-o", "out"]
+    monkeypatch.setattr(sys, "argv", [str(STUDY), *options, *answers])
+    runpy.run_path(str(STUDY), run_name="__main__")
+    return dict(json.loads(Path("out/equal_bytes.json").read_text()))
+
+
 @pytest.mark.slow
-def test_a_budget_of_bytes_is_filled_with_entries(perturbkv: Run, asked: list[object]) -> None:
+def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any]) -> None:
     """One prefill a sample: every number of bits at every budget, everything in few bits, and answers of all."""
-    ran = perturbkv(
-        "budget", "--bytes", *asked, "--answers", "--max-new-tokens", 3, "-o", "out", "--json", "--format", "png"
-    )
-    assert ran.code == 0, ran.err
-    told, trace = ran.json(), read_trace(Path("out/trace.h5"))
-    for one in told["settings"]:
-        base, *others = one["rows"]
-        assert [row["bits"] for row in one["rows"]] == [16, 8, 4, 2]
+    for base, *others in equal_bytes["settings"]:
+        assert [row["bits"] for row in (base, *others)] == [16, 8, 4, 2]
         assert "precision" not in base["config"] and base["config"]["granularity"] == "kv"
         assert base["held"] == pytest.approx(base["bytes"])
-        held = [row["held"] for row in one["rows"]]
+        held = [row["held"] for row in (base, *others)]
         assert held == sorted(held)
         for row in others:
             assert row["bytes"] <= base["bytes"]
             assert row["held"] == 1 or row["bytes"] > 0.9 * base["bytes"]
-    assert [row["bits"] for row in told["everything"]] == [8, 4, 2]
-    assert all(row["held"] == 1 and row["kind"] == "quantised" for row in told["everything"])
-    assert len(told["settings"]) == 2 * 3
-    assert set(told["bytes_over_full"]) == set(trace.run.labels())
-    assert json.loads(Path("out/summary.json").read_text())["analyses"]["budget-bytes"]["settings"] == told["settings"]
-    assert Path("out/budget-bytes.png").exists()
+            assert 0 <= row["score"] <= 1
+    assert [row["bits"] for row in equal_bytes["everything"]] == [8, 4, 2]
+    assert all(row["held"] == 1 and row["kind"] == "quantised" for row in equal_bytes["everything"])
+    assert len(equal_bytes["settings"]) == 2 * 3
+    assert Path("out/equal_bytes.png").exists()
 
 
 @pytest.mark.slow
-def test_a_finished_trace_is_enough(perturbkv: Run, asked: list[object]) -> None:
-    perturbkv("budget", "--bytes", *asked, "--bits", 4, "--budget", 0.3, "-o", "out")
-    ran = perturbkv("budget", "--bytes", "out/trace.h5", "-o", "again", "--explain")
-    assert ran.code == 0, ran.err
-    assert "b=1.0 quantise(bits=4)" in ran.out and "answers" not in ran.out
-    others = perturbkv("heads", "out/trace.h5", "-o", "again", "--explain")
-    assert "what is stored" in others.out, others.err
-
-
-@pytest.mark.slow
-def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object]) -> None:
+def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object], equal_bytes: dict[str, Any]) -> None:
     """The configuration is the one that any other command has: what it keeps and loses is the same."""
-    few = ["--budget", 0.3, "--granularity", "kv"]
-    perturbkv("budget", "--bytes", *asked, *few, "-o", "out")
-    perturbkv("trace", *asked, *few, "--selection", "attention", "--selection", "two-stage", "-o", "plain.h5")
+    both = ["--granularity", "kv", "--selection", "attention", "--selection", "two-stage"]
+    perturbkv("trace", *asked, "--budget", 0.2, *both, "-o", "plain.h5")
     out, plain = read_trace(Path("out/trace.h5")), read_trace(Path("plain.h5"))
     places = [out.run.configs.index(config) for config in plain.run.configs]
     for name in ("kept_count", "held_share", "held_bytes", "theta"):

@@ -24,7 +24,6 @@ from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
 from tests.support.asked import instead
-from tests.support.judges import planted_judge
 from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
@@ -145,14 +144,10 @@ def of_answers(tiny: list[object]) -> dict[str, list[object]]:
     """Those that write answers and look at them."""
     file, png = "out/generation.jsonl", ["--format", "png"]
     few = "--precision quantise --max-new-tokens 6 --compress-every 25 --divergence -o out".split()
-    score = ["--judge", planted_judge("length"), "--scale", "0,1000"]
-    pair = ["--judge", planted_judge("longer"), "--pairwise", "-o", "pairs"]
     return {
         "generate": ["generate", *tiny, *few],
         "list ANSWERS.jsonl": ["list", file],
         "quality --divergence": ["quality", file, "--divergence", *png],
-        "quality --judge": ["quality", file, *score, *png],
-        "quality --judge --pairwise": ["quality", file, *pair, *png],
     }
 
 
@@ -197,7 +192,7 @@ def documents(
         more = [*ANALYSES["question stability"], *"-o several --format png --json".split()]
         told = perturbkv("question", "stability", *several, *more)
     found["question stability"] = told.json()
-    found["summary.json"] = json.loads(Path("analyses/budget --bytes/summary.json").read_text())
+    found["summary.json"] = json.loads(Path("analyses/budget --cliff/summary.json").read_text())
     return found
 
 

@@ -94,7 +94,7 @@ def test_answers_are_described_and_refused_as_prompts(perturbkv: Run, tiny: list
     )
 
 
-@pytest.mark.parametrize("key", ["judge", "searches", "swap"])
+@pytest.mark.parametrize("key", ["searches", "swap"])
 def test_other_files_of_results_are_named(perturbkv: Run, key: str) -> None:
     refused(
         perturbkv("list", write(Path("r.jsonl"), {key: {}})), "expected a trace, prompts or answers at r.jsonl, got"

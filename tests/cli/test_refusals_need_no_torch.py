@@ -41,7 +41,6 @@ REFUSALS = {
     "generate --model nope": "unknown model 'nope'",
     "audit plain.py:f --model nope": "unknown model 'nope'",
     "budget --max-kl 0.1 --model nope": "unknown model 'nope'",
-    "budget --bytes --model nope": "unknown model 'nope'",
     "question regret --model nope": "unknown model 'nope'",
     "question patching --model nope": "unknown model 'nope'",
     "heads --dataset nope": "unknown dataset 'nope'",

@@ -34,15 +34,12 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "correlation": lambda trace: pk.correlation(trace),
-    "budget --savings": lambda trace: pk.savings(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
-    "budget --bytes": lambda trace: pk.equal_bytes(trace),
     "budget --cliff": lambda trace: pk.cliff(trace),
     "question stability": lambda trace: pk.stability(trace, budget=0.2),
 }
 OPTIONS = {"budget": ["--max-kl", "200"], "question stability": ["--budget", "0.2"]}
 OF_COMMAND = {
-    "equal_bytes": "budget --bytes",
     "restriction": "ablation --restrictions",
     "link": "correlation",
     "cliff": "budget --cliff",
@@ -175,7 +172,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
 EXAMPLES = "assumption bound_tightness ablation restriction measures split alpha horizon needle correlation quality"
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES.split(), "equal_bytes", "cliff", "stability"])
+@pytest.mark.parametrize("name", [*EXAMPLES.split(), "cliff", "stability"])
 def test_the_examples_in_docstrings_run(name: str) -> None:
     where = sys.modules[getattr(pk, name).__module__]
     ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(name, name))})
@@ -188,8 +185,8 @@ def test_analyses_are_public_without_torch() -> None:
     """A finished trace is read and analysed where torch is not even imported."""
     source = (
         "import sys, perturbkv as pk\n"
-        "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality savings '\n"
-        "names += 'safe_budget equal_bytes measures split cliff stability alpha'\n"
+        "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality '\n"
+        "names += 'safe_budget measures split cliff stability alpha'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from perturbkv.storage.answers_file import WrittenAnswers
-from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
-from tests.support.answers import CONFIGS, row, written
+from tests.support.answers import row, written
 from tests.support.artists import artist, artists, overlapping, render, words
 
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
@@ -57,28 +55,3 @@ def test_many_configurations_have_room_and_one_sample_without_kl_a_panel(width: 
 def answers(configs: tuple[EvictionConfig, ...]) -> WrittenAnswers:
     rows = [row(f"s{place}", [1], [[2]] * len(configs), configs=configs) for place in range(6)]
     return written(*rows, configs=configs)
-
-
-@WIDTHS
-@pytest.mark.parametrize("configs", [CONFIGS, MANY], ids=len)
-def test_scores_and_outcomes_are_drawn_as_they_are(width: int, configs: tuple[EvictionConfig, ...]) -> None:
-    given = answers(configs)
-    labels = [config.label() for config in configs]
-    scores = [
-        Judgement(f"s{place}", label, "", score=float(place + (label is None)))
-        for place in range(6) for label in (None, *labels)
-    ]  # fmt: skip
-    result = judge_scores(given, Judge(("j",)), scores)
-    figure = result.plot(width)
-    assert artist(figure, 0, "full").get_xdata()[0] == 3.5
-    assert "line: full cache, 3.50" in words(figure)
-    assert overlapping(figure) == []
-    outcomes = [
-        Judgement(f"s{place}", label, "", outcome=("win", "tie", "loss")[place % 3], full_is="a")
-        for place in range(6) for label in labels
-    ]  # fmt: skip
-    pairs = judge_preferences(given, Judge(("j",), pairwise=True), outcomes).plot(width)
-    for outcome in ("win", "tie", "loss"):
-        found = [bar for bar in pairs.axes[0].patches if bar.get_gid() == outcome]
-        assert [bar.get_width() for bar in found] == [pytest.approx(1 / 3)] * len(configs)
-    assert overlapping(pairs) == []

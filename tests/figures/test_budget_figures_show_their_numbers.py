@@ -1,8 +1,6 @@
-"""Curves over budgets, arrows of what is saved, bounds against a limit: their artists hold the results' numbers."""
+"""Curves over budgets and bounds against a limit: their artists hold the results' numbers."""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -10,75 +8,11 @@ from matplotlib.figure import Figure
 
 import perturbkv as pk
 from perturbkv.analyses.budget.safe_budget import SafeBudgets
-from perturbkv.analyses.budget.savings import PairSavings
 from tests.analyses.test_safe_budgets_by_hand import levels
-from tests.analyses.test_savings_by_hand import measured
 from tests.support.artists import artist, artists, overlapping, render, words
-from tests.support.swept import BUDGETS, swept
+from tests.support.swept import swept
 
 WIDTHS = pytest.mark.parametrize("width", [84, 174])
-
-
-@pytest.mark.slow
-@WIDTHS
-def test_arrows_lead_from_the_treatments_budget_to_the_baselines_for_the_same(width: int) -> None:
-    result = measured()
-    figure = result.plot(width)
-    for panel, one in enumerate(result.measures):
-        scale = 100 if one.measure == "score" else 1
-        for name, levels_of in (("baseline", one.baseline), ("treatment", one.points)):
-            line = artist(figure, panel, f"{name} {one.measure}")
-            np.testing.assert_allclose(line.get_xdata(), BUDGETS)
-            np.testing.assert_allclose(line.get_ydata(), [scale * level.level for level in levels_of])
-        arrows = artists(figure, panel, f"arrow {one.measure}")
-        assert len(arrows) == 5
-        for arrow, point in zip(arrows, one.points, strict=True):
-            assert arrow.xyann == pytest.approx((point.at, scale * point.level))
-            end = point.equivalent.value if point.equivalent.known else figure.axes[panel].get_xlim()[1]
-            assert arrow.xy == pytest.approx((end, scale * point.level))
-        bars = artists(figure, panel, f"interval {one.measure}")
-        told = [point for point in one.points if point.equivalent.known]
-        assert len(bars) == len(told)
-        assert [text.get_text() for text in figure.axes[panel].texts if "%" in text.get_text()] == [
-            f"{100 * point.saving:z.0f} %".replace("-", "−") for point in told
-        ]
-    assert artist(figure, 0, "full cache").get_ydata()[0] == 100
-    assert "1 − b / b*" in "".join(text.get_text() for text in figure.legends[0].get_texts())
-    assert "bars on arrows: intervals of b*" in words(figure)
-    assert len(render(figure)) > 1000
-
-
-def crowded(samples: int = 8) -> PairSavings:
-    """Equal noise on both sides: wide intervals, arrows to either side, answers that are all wrong at small budgets."""
-    source = np.random.default_rng(3)
-    moved = source.lognormal(sigma=0.8, size=(samples, 2, 5)) * np.array(BUDGETS) ** -1.0
-    score = (source.random((samples, 2, 5)) < [0, 0, 0.2, 0.4, 0.8]).astype(float)
-    (found,) = pk.savings(swept(kl=moved / 100, moved=moved, score=score))
-    return found
-
-
-@pytest.mark.slow
-@WIDTHS
-def test_what_is_saved_stands_inside_its_panel_and_on_no_other(width: int) -> None:
-    result = crowded()
-    figure = result.plot(width)
-    render(figure)
-    written = 0
-    for axes, one in zip(figure.axes, result.measures, strict=True):
-        panel = axes.get_window_extent()
-        boxes = [text.get_window_extent() for text in axes.texts if "%" in text.get_text()]
-        written += len(boxes)
-        for box in boxes:
-            assert panel.x0 < box.x0
-            assert box.x1 < panel.x1
-            assert panel.y0 < box.y0
-            assert box.y1 < panel.y1
-        assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
-        known = [point for point in one.points if not point.equivalent.flat]
-        assert len(artists(figure, figure.axes.index(axes), f"arrow {one.measure}")) == len(known)
-    assert any(point.equivalent.flat for point in result.measures[0].points)
-    assert any(text.get_text().startswith("−") for axes in figure.axes for text in axes.texts)
-    assert written >= 6
 
 
 def limited(width: int, count: int = 2) -> tuple[SafeBudgets, Figure]:
@@ -112,7 +46,6 @@ def test_means_stand_with_their_bounds_and_the_smallest_safe_budget_is_ringed(wi
 @pytest.mark.slow
 @WIDTHS
 def test_nothing_lies_on_anything_else(width: int) -> None:
-    assert overlapping(measured().plot(width)) == []
     assert overlapping(limited(width, count=4)[1]) == []
 
 

@@ -10,38 +10,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.quality.divergence import divergence
-from perturbkv.analyses.quality.judge import judge_preferences, judge_scores
-from perturbkv.storage.judgements import Judge, Judgement
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.figures.test_figures_show_their_numbers import DRAWN
 from tests.figures.test_the_quality_figure_shows_its_numbers import made
-from tests.support.answers import CONFIGS, written
+from tests.support.answers import written
 from tests.support.artists import overlapping, words
-
-NAMES = [row["sample"] for row in ROWS]
-LABELS = [one.label() for one in CONFIGS]
 
 
 def stamped(result: Any, width: int) -> Figure:
     return replace(result, identity=replace(result.identity, random_weights=True)).plot(width)
 
 
-def scores() -> Any:
-    said = [Judgement(name, label, "", score=5.0) for name in NAMES for label in (None, *LABELS)]
-    return judge_scores(written(*ROWS), Judge(("j",)), said)
-
-
-def pairs() -> Any:
-    said = [Judgement(name, label, "", outcome="win", full_is="a") for name in NAMES for label in LABELS]
-    return judge_preferences(written(*ROWS), Judge(("j",), pairwise=True), said)
-
-
 RESULTS: dict[str, Callable[[], Any]] = {
     "quality": lambda: made("qasper", "multi_news"),
     "quality of one": lambda: made("needle"),
     "divergence": lambda: divergence(written(*ROWS)),
-    "judge": scores,
-    "judge --pairwise": pairs,
 }
 
 

@@ -11,7 +11,6 @@ FOLDERS = ("perturbkv", "analyses", "figures", "cli")
 SAME = {
     "eviction": "a way to evict, and the commands that ask what it does",
     "head_scores": "scores of heads, and the option of `trace` that measures them",
-    "judging": "asking that judge, for notebooks and by a run",
     "questions": "the open questions: their functions for notebooks, their commands",
     "trace": "a trace, and the command that makes one",
 }

@@ -92,9 +92,7 @@ OWN = {
     "ablation --restrictions": RESTRICTED,
     "ablation --methods": RANKED,
     "correlation": LINKED,
-    "budget --savings": SWEPT,
     "budget": SWEPT,
-    "budget --bytes": STORED,
     "budget --cliff": SWEPT,
     "question split": PARTED,
     "question measures": MEASURED,
@@ -118,10 +116,8 @@ COMMANDS = {
     "needle": [],
     "correlation": [],
     "quality": [],
-    "budget --savings": [],
     "budget --cliff": [],
     "question stability": ["--budget", "0.2"],
-    "budget --bytes": [],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
 

@@ -40,7 +40,6 @@ NUMPY_SIDE = (
 HANDED_OVER: dict[str, set[str]] = {
     "perturbkv.api.answering": {"analyses"},
     "perturbkv.api.auditing": {"analyses"},
-    "perturbkv.api.judging": {"analyses"},
     "perturbkv.api.questions": {"analyses"},
 }
 """What a module imports late, against the arrows: what was measured is concluded."""
@@ -266,7 +265,6 @@ def torch_is_loaded_after(code: str) -> bool:
     "code",
     [
         "import perturbkv",
-        "import perturbkv as pk\npk.judge",
         "import perturbkv.storage.trace.trace_file, perturbkv.storage.run.writer",
         "\n".join(f"import {name}" for name in modules() if part(name) in ("analyses", "figures")),
         "import perturbkv.datasets.dataset_registry, perturbkv.selection.policies.registry, perturbkv.selection.grid",

@@ -21,7 +21,6 @@ from tests.analyses.test_regret_by_hand import regret
 from tests.audit import dumped, planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.figures.test_cliff_and_stability_figures import several
-from tests.figures.test_random_weights_are_said_apart import pairs, scores
 from tests.figures.test_the_patching_figure_shows_its_numbers import made as patching
 from tests.figures.test_the_quality_figure_shows_its_numbers import made as quality
 from tests.house.test_no_label_is_parsed import CONFIGS, asked_of
@@ -62,16 +61,12 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Divergence": lambda: divergence(written(*ROWS)),
     "DumpAudit": dump_audit,
     "DriftSeries": lambda: pk.layer_drift(plain())[0],
-    "EqualBytes": lambda: pk.equal_bytes(asked_of("budget --bytes")),
     "HeadComparisons": lambda: pk.compare_heads(plain(), "attention", ["two-stage"]),
     "Horizon": lambda: pk.horizon(plain()),
-    "JudgeScores": scores,
     "Measures": lambda: pk.measures(asked_of("question measures")),
     "MethodRanking": lambda: pk.methods(asked_of("ablation --methods")),
     "Needle": lambda: pk.needle(plain()),
-    "PairSavings": lambda: pk.savings(asked_of("budget --savings"))[0],
     "Patching": lambda: patching(permutations=8),
-    "Preferences": pairs,
     "Quality": lambda: quality("qasper", "multi_news"),
     "Regret": regret,
     "Restriction": lambda: pk.restriction(asked_of("ablation --restrictions")),

@@ -1,1 +1,1 @@
-"""Longer answers from evicted caches: generation, recompression, grading, judges."""
+"""Longer answers from evicted caches: generation, recompression, grading."""

@@ -95,7 +95,7 @@ class Generation(Sequence[Answers]):
     Attributes:
         members: the answers, token by token.
         written: the same as in `perturbkv generate --json`, an object per prompt (`json.md`), with the run; the
-            input of `divergence` and `judge`.
+            input of `divergence`.
     """
 
     members: tuple[Answers, ...]
