@@ -24,7 +24,7 @@ from tests.support.judges import planted_judge
 from tests.support.traces import sample_trace, write
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("accelerate", "filelock", "gguf", "huggingface_hub", "jaxtyping", "safetensors", "tokenizers", "torch",
+ABSENT = ("accelerate", "gguf", "huggingface_hub", "jaxtyping", "safetensors", "tokenizers", "torch",
           "transformers")  # fmt: skip
 BEGIN = f"""
 import contextlib, importlib, io, json, sys
