@@ -227,11 +227,10 @@ def coordinating(engine: str, workers: int, samples: int, model: str, folder: st
 
 def _measure_to_file(run: Plan, engine: TimedEngine, path: Path) -> dict[str, float]:
     """Measure a run into a file; return the wall and CPU seconds of writing the file from the journal."""
-    with Lock(path) as lock:
+    with Lock(path):
         writer = TraceWriter(path, run.run, run.prompts.ids, {})
 
         def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-            lock.check()
             writer.append(sample, configs)
 
         engine.measure(run, writer.missing(), finished)

@@ -78,7 +78,6 @@ MEASURING = {
     "gguf": "gguf>=0.10",
     "huggingface_hub": "huggingface_hub>=1.0",
     "jaxtyping": "jaxtyping>=0.3",
-    "filelock": "filelock>=3.12",
 }
 """Modules that only measuring imports -> the requirement that brings each; finished traces are read without them."""
 _PACKAGES = {"yaml": "pyyaml"}

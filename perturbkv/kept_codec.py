@@ -60,14 +60,6 @@ def digests(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts) -> C
     return np.where((lengths == 0) & (counts > 0), 0, result)
 
 
-def are_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether every code lies within `codes` and decodes to `counts` positions within the prompt."""
-    return all(
-        _are_step_codes_valid(codes, offsets[step], lengths[step], counts[step], tokens)
-        for step in _step_slices(len(lengths), mask_bytes(tokens))
-    )
-
-
 def byte_indices(offsets: Counts, lengths: Counts) -> Counts:
     """Return the indices, in the concatenated codes, of all bytes of the codes at `offsets`, in order."""
     before = np.cumsum(lengths) - lengths
@@ -159,15 +151,3 @@ def _positions_from_gaps(gaps: Counts, of_set: Counts) -> Counts:
     sums = np.cumsum(gaps)
     first = np.flatnonzero(np.diff(of_set, prepend=-1))
     return sums - np.repeat((sums - gaps)[first], np.diff(first, append=len(of_set)))
-
-
-def _are_step_codes_valid(codes: Bytes, offsets: Counts, lengths: Counts, counts: Counts, tokens: int) -> bool:
-    """Return whether one step's codes are valid and equal to the encoding of their decoded sets."""
-    if (lengths > mask_bytes(tokens)).any():
-        return False
-    bits = _bit_masks(codes, offsets, lengths, tokens)
-    beyond = bits[:, -1] & ((1 << 8 * mask_bytes(tokens) - tokens) - 1)
-    if beyond.any() or (np.bitwise_count(bits).sum(axis=1) != counts).any():
-        return False
-    encoded, expected = _encode_step(bits, counts)
-    return np.array_equal(expected, lengths) and np.array_equal(encoded, codes[byte_indices(offsets, lengths)])

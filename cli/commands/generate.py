@@ -26,7 +26,7 @@ from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
 from perturbkv.storage import json_lines
 from perturbkv.storage.answers_file import FILE, is_row
-from perturbkv.storage.output import Lock, OutputFolder, resumable, translate_os_errors
+from perturbkv.storage.output import OutputFolder, resumable, translate_os_errors
 from perturbkv.user_files import FileKind
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ def generate(
     header = {"run": json.loads(planned.run.to_json()), "compress_every": compress_every,
               "divergence": divergence}  # fmt: skip
     failed: dict[str, str] = {}
-    with output.claim(resumable(path), writer=path) as lock:
-        rows = _answer_samples(run, planned, path, header, failed, lock)
+    with output.claim(resumable(path), writer=path):
+        rows = _answer_samples(run, planned, path, header, failed)
     if not rows:
         raise FailedRunError(str(path), failed)
     if run.as_json:
@@ -151,7 +151,7 @@ def generate(
 
 
 def _answer_samples(
-    run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str], lock: Lock
+    run: RunOptions, planned: Plan, path: Path, header: dict[str, Any], failed: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Return the rows of all samples in the run's order, after answering the samples without a row.
 
@@ -163,7 +163,7 @@ def _answer_samples(
     first_line, rows = _open_answers(path, header, made_with, run.overwrite)
     try:
         with translate_os_errors(path):
-            _answer_missing(run, planned, path, first_line, rows, failed, lock)
+            _answer_missing(run, planned, path, first_line, rows, failed)
             return _sort_rows(planned, path, first_line, rows)
     except KeyboardInterrupt:
         raise InterruptedRunError(len(rows), len(planned.prompts), path) from None
@@ -254,7 +254,6 @@ def _answer_missing(
     first_line: dict[str, Any],
     rows: list[dict[str, Any]],
     failed: dict[str, str],
-    lock: Lock,
 ) -> None:
     """Answer the prompts without a row, and append each row to `rows` and the file; `failed` gets sample -> reason."""
     from perturbkv.engines import engine_choice
@@ -267,7 +266,6 @@ def _answer_missing(
         return
 
     def on_answer(prompt: Prompt, answer: AnsweredPrompt) -> None:
-        lock.check()
         if rows:
             json_lines.append(path, answer.row)
         else:

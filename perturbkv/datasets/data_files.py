@@ -25,11 +25,9 @@ def hub_file(dataset: str, local: str, repo: str, file: str, revision: str = "")
     `local` is the name under which the file could be in --data-dir. Raises DatasetError, which names both.
     """
     try:
-        repository = hub.find(repo, revision, "dataset")
-        repository.download([file])
+        return hub.download_file(repo, file, revision, "dataset")
     except HubError as error:
         raise DatasetError(
             f"dataset '{dataset}' needs {local}, and the hub did not give {repo}/{file} ({error}); bring it "
             f"with --data-dir DIR (or {DATA_DIR_VARIABLE}) holding {local}, or with a reachable hub or a filled HF_HOME"
         ) from error
-    return repository.folder / file

@@ -36,6 +36,8 @@ from perturbkv.models.sources import RANDOM, READ_SUFFIXES, Source, check_random
 from perturbkv.models.stored_weights import WeightStorage
 
 _WEIGHTS = "model.safetensors"
+_SETTING_PATTERNS = [f"*{suffix}" for suffix in sorted(READ_SUFFIXES - {".safetensors", ".bin", ".gguf"})]
+"""Names of the hub's files that may belong to configuration or tokenizer."""
 
 
 def download_settings(source: Source) -> Source:
@@ -46,32 +48,22 @@ def download_settings(source: Source) -> Source:
     if not source.hub_id:
         return source
     with _explain_hub_errors(source):
-        repository = hub.find(source.hub_id, source.revision)
-        repository.download({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
-    return replace(source, location=str(repository.folder), repository=repository)
+        if source.gguf_file:
+            folder = hub.download_file(source.hub_id, source.gguf_file, source.revision)
+            for _ in PurePosixPath(source.gguf_file).parts:
+                folder = folder.parent
+        else:
+            folder = hub.download_folder(source.hub_id, _SETTING_PATTERNS, source.revision)
+    return replace(source, location=str(folder), commit=folder.name)
 
 
 def download_weights(source: Source) -> None:
     """Download the safetensors of a source of the hub. Raises ModelError where the hub does not deliver them."""
-    if source.repository is not None and source.gguf_file is None:
+    if source.commit and source.gguf_file is None:
+        index = source.path / f"{_WEIGHTS}.index.json"
         with _explain_hub_errors(source):
-            source.repository.download({_WEIGHTS} & source.repository.names() or _indexed_files(source))
-
-
-def _indexed_files(source: Source) -> set[str]:
-    """Return the file names in the index of a source's safetensors.
-
-    Raises HubError where it has no index, ModelError for an invalid one.
-    """
-    index = source.path / f"{_WEIGHTS}.index.json"
-    if not index.is_file():
-        raise HubError(f"it holds neither {_WEIGHTS} nor {index.name}")
-    return stored_weights.index_files(index)
-
-
-def _is_setting(name: str) -> bool:
-    """Return whether a hub file may belong to configuration or tokenizer, judged by its name."""
-    return "/" not in name and PurePosixPath(name).suffix in READ_SUFFIXES - {".safetensors", ".bin", ".gguf"}
+            for name in sorted(stored_weights.index_files(index)) if index.is_file() else [_WEIGHTS]:
+                hub.download_file(source.hub_id, name, source.commit)
 
 
 @contextmanager
@@ -268,7 +260,7 @@ def open_model(name: str, seed: int = 0, revision: str = "") -> ModelFiles:
             True, OpenArguments(name, seed, ""),
         )  # fmt: skip
     source = download_settings(resolve(name, revision))
-    arguments = OpenArguments(name, seed, revision if source.repository is None else source.repository.commit)
+    arguments = OpenArguments(name, seed, source.commit or revision)
     if source.gguf_file is not None:
         return replace(_open_gguf(source), open_arguments=arguments)
     config, tokenizer = _read_settings(source)
@@ -441,8 +433,8 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: i
 
 def _revision(source: Source) -> str:
     """Return the revision of a source of safetensors: the hub's commit, or a digest of the local files."""
-    if source.repository is not None:
-        return source.repository.commit
+    if source.commit:
+        return source.commit
     with explain_errors(source, "a file"):
         settings = [path for name in _SETTINGS if (path := source.path / name).is_file()]
         files = [*stored_weights.files(source.path), *settings]

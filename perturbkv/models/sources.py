@@ -16,7 +16,6 @@ from perturbkv import memory
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
 from perturbkv.models import user_cache, wheels
 from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
-from perturbkv.models.hub import Repository
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
@@ -47,8 +46,8 @@ READ_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".
 class Source:
     """Location of a model's files: arguments for transformers' from_pretrained, and the name for messages.
 
-    For a model of the hub, `revision` is the requested branch, tag or commit, and `repository` is None until it is
-    found; its location is then the folder that it is downloaded to.
+    For a model of the hub, `revision` is the requested branch, tag or commit, and `commit` is empty until it is found;
+    its location is then the folder that it is downloaded to.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Source:
     gguf_file: str | None = None
     hub_id: str = ""
     revision: str = ""
-    repository: Repository | None = field(default=None, compare=False)
+    commit: str = field(default="", compare=False)
 
     @property
     def arguments(self) -> dict[str, Any]:

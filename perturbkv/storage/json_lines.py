@@ -41,10 +41,10 @@ def parse(path: Path, text: str, kind: FileKind) -> list[Document]:
 
 
 def write(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file atomically, one JSON object per line."""
+    """Write a file in an existing folder atomically, one JSON object per line."""
     text = "".join(map(format_line, documents))
     clear_leftovers(path)
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, lambda stream: stream.write(text.encode()), folders=False)
 
 
 def append(path: Path, document: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class SampleLines:
     """
 
     rows: list[dict[str, Any]]
-    _lock: Lock | None = field(default=None, repr=False)
+    _path: Path | None = field(default=None, repr=False)
 
     @property
     def finished(self) -> set[str]:
@@ -92,9 +92,8 @@ class SampleLines:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a sample's row, and flush it to the disk if there is a file."""
-        if self._lock is not None:
-            self._lock.check()
-            append(self._lock.path, row)
+        if self._path is not None:
+            append(self._path, row)
         self.rows.append(row)
 
     def select(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -117,10 +116,10 @@ def open_sample_lines(
     if path is None:
         yield SampleLines([])
         return
-    with Lock(path, wait) as lock, translate_os_errors(path):
+    with Lock(path, wait), translate_os_errors(path):
         rows = [] if overwrite else _finished_rows(path, header)
         write(path, [header, *rows])
-        yield SampleLines(rows, lock)
+        yield SampleLines(rows, path)
 
 
 def _finished_rows(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -258,7 +258,7 @@ def journal_removed(run: DisturbedRun, draw: random.Random, rest: Way, way: Way)
 
 
 def two_writers(run: DisturbedRun, draw: random.Random, rest: Way) -> str | None:
-    """Start a second run, which is told who writes, and a third one, which waits for the first."""
+    """Start a second run, which is told of it, and a third one, which waits for the first."""
     (first,) = run.begin(HERE)
     run.until(lambda: any(run.shared.glob(".*.lock")), [first])
     second = run.begin(HERE)[0].outcome(LONGEST_S)
@@ -280,11 +280,11 @@ def two_take_over(run: DisturbedRun, draw: random.Random, rest: Way) -> str | No
 
 
 def _flaw_of_second(outcome: Outcome) -> str | None:
-    """Return what is wrong with the run that came second: it is told who holds the output, or finds all finished."""
+    """Return what is wrong with the run that came second: it is told of the other, or finds all finished."""
     if outcome.code == 0:
         return None if f"{len(IDS)} of {len(IDS)} samples are there" in outcome.err else "two runs measured at once"
     return flaw_of_outcome(outcome, (2,)) or (
-        None if "held by process" in outcome.err else f"no holder: {outcome.last}"
+        None if "for this command alone" in outcome.err else f"not told of the other: {outcome.last}"
     )
 
 

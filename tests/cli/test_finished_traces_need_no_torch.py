@@ -23,7 +23,7 @@ from tests.support.commands import every_command
 from tests.support.traces import sample_trace, write
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("accelerate", "filelock", "gguf", "huggingface_hub", "jaxtyping", "safetensors", "tokenizers", "torch",
+ABSENT = ("accelerate", "gguf", "huggingface_hub", "jaxtyping", "safetensors", "tokenizers", "torch",
           "transformers")  # fmt: skip
 BEGIN = f"""
 import contextlib, importlib, io, json, sys

@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,19 +142,18 @@ def test_a_command_that_waits_goes_on_from_what_the_other_left(
     perturbkv: Run, tiny: list[object], made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perturbkv.storage.output._POLL_S", 0.01)
-    other = Lock(Path(made))
-    other.__enter__()
-    polls = iter(range(5))
+    held = threading.Event()
 
-    def sleep(seconds: float, before: Callable[[float], None] = time.sleep) -> None:
-        if next(polls) == 3:
-            other.__exit__(None, None, None)
-        before(seconds)
+    def hold() -> None:
+        with Lock(Path(made)):
+            held.set()
+            time.sleep(0.6)
 
-    monkeypatch.setattr("perturbkv.storage.output.time.sleep", sleep)
+    threading.Thread(target=hold).start()
+    held.wait()
     ran = perturbkv("trace", *tiny, "-o", made, "--wait")
     assert ran.code == 0, ran.err
-    assert "waiting for" in ran.err
+    assert "waiting for the process that writes" in ran.err
     assert "2 of 2" in ran.err
     assert not lock_path(Path(made)).exists()
 

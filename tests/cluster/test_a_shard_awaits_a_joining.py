@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from perturbkv.configs.run import Shard
 from perturbkv.errors import LockedOutputError
 from perturbkv.pipeline.run import sharding
-from perturbkv.storage.output import Lock, lock_path
+from perturbkv.storage.output import Lock
 from perturbkv.storage.run.shard_merging import ShardWriter
 from perturbkv.storage.run.shards import ShardJournal, ShardRecord
 from tests.support.growing import CONFIGS, measured
@@ -20,12 +21,22 @@ from tests.support.traces import run_config
 
 def begun(folder: Path, joining: bool) -> bool:
     """Begin a shard while its trace is held, for a moment more where somebody joins; whether the trace is free then."""
-    trace, ended = folder / "t.h5", threading.Event()
-    with Lock(trace):
-        if joining:
-            threading.Timer(0.2, lambda: (lock_path(trace).unlink(), ended.set())).start()
+    trace, held, ended = folder / "t.h5", threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with Lock(trace):
+            held.set()
+            time.sleep(0.5)
+            ended.set()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait()
+    try:
         with sharding._lock_shard(trace, folder / "t.h5.shard-1-of-2", wait=False, all_done=lambda: joining):
             return ended.is_set()
+    finally:
+        other.join()
 
 
 def test_a_shard_waits_for_who_joins_all_of_them(tmp_path: Path) -> None:
@@ -33,7 +44,7 @@ def test_a_shard_waits_for_who_joins_all_of_them(tmp_path: Path) -> None:
 
 
 def test_of_any_other_writer_it_is_told(tmp_path: Path) -> None:
-    with pytest.raises(LockedOutputError, match="held by process"):
+    with pytest.raises(LockedOutputError, match="locked by another"):
         begun(tmp_path, joining=False)
     assert list(tmp_path.iterdir()) == []
 

@@ -177,7 +177,7 @@ def test_questions_whose_documents_are_too_long_are_passed_over(tmp_path: Path) 
 def test_missing_data_is_told_with_what_to_bring(
     task: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perturbkv.models.hub.unreachable", lambda: "no route to the hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DatasetError, match=told) as error:
         made(task, data_dir=tmp_path)
     assert "\n" not in str(error.value)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.hub_models import asked_anew, folder, hub
+from tests.support.hub_models import folder, hub
 
-__all__ = ["asked_anew", "folder", "hub"]
+__all__ = ["folder", "hub"]

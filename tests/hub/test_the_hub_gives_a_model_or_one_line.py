@@ -12,7 +12,6 @@ from huggingface_hub import constants
 import perturbkv as pk
 from perturbkv.datasets.data_files import hub_file
 from perturbkv.errors import DatasetError, ModelError
-from perturbkv.models import hub as ours
 from tests.support.folders import model_folder
 from tests.support.gguf_files import gguf_file
 from tests.support.hub import Hub, Trouble
@@ -36,17 +35,7 @@ def test_what_was_brought_is_not_asked_for_again(hub: Hub, folder: Path) -> None
     pk.load_model(ID, device="cpu")
     hub.asked.clear()
     pk.load_model(ID, device="cpu")
-    assert [path for path, _ in hub.asked] == [f"/api/models/{ID}"]
-
-
-def test_the_hubs_own_client_finds_what_we_brought(hub: Hub, folder: Path) -> None:
-    from huggingface_hub import snapshot_download
-
-    commit = hub.add(ID, folder)
-    pk.load_model(ID, device="cpu")
-    found = Path(snapshot_download(ID, local_files_only=True))
-    assert found.name == commit
-    assert (found / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert hub.asked == [f"/api/models/{ID}/revision/main"]
 
 
 def test_a_branch_a_tag_and_a_commit_are_told_apart(hub: Hub, folder: Path, tmp_path: Path) -> None:
@@ -69,7 +58,7 @@ def test_a_model_that_is_measured_in_some_layers_is_pinned_too(family: str, hub:
 
 def test_a_revision_that_is_none_is_refused(hub: Hub, folder: Path) -> None:
     hub.add(ID, folder)
-    assert "revision 'v9' of owner/tiny is no branch, tag or commit" in refused(revision="v9")
+    assert "owner/tiny has no such branch, tag or commit; leave out --revision" in refused(revision="v9")
 
 
 @pytest.mark.parametrize("name", ["random:mistral-7b", "smollm2-135m-q4_1", "folder", "file"])
@@ -87,7 +76,6 @@ def test_without_the_hub_its_cache_is_taken_at_every_revision_it_knows(
     for name in ("v1", None):
         pk.load_model(ID, device="cpu", revision=name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ours.unreachable.cache_clear()
     hub.asked.clear()
     assert [pk.load_model(ID, device="cpu", revision=name).revision for name in ("v1", commit, None)] == [commit] * 3
     assert hub.asked == []
@@ -99,8 +87,7 @@ def test_a_cache_that_lacks_a_file_says_which(hub: Hub, folder: Path, monkeypatc
     pk.load_model(ID, device="cpu")
     next((Path(constants.HF_HUB_CACHE)).glob(f"models--owner--tiny/snapshots/*/{WEIGHTS}")).unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ours.unreachable.cache_clear()
-    assert "neither model.safetensors nor model.safetensors.index.json" in refused()
+    assert "model.safetensors is not in the cache on disk, and HF_HUB_OFFLINE is set" in refused()
 
 
 @pytest.mark.parametrize("where", ["HF_TOKEN", "file"])
@@ -161,24 +148,30 @@ def test_a_repository_without_safetensors_is_named(hub: Hub, folder: Path, tmp_p
     bare = Path(shutil.copytree(folder, tmp_path / "bare"))
     (bare / WEIGHTS).unlink()
     hub.add(ID, bare)
-    assert "holds neither model.safetensors nor" in refused()
+    assert "model.safetensors is not in the repository" in refused()
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(hub: Hub, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a.safetensors", "a.safetensors is not in the repository"), ("../../elsewhere", "'../../elsewhere'")],
+)
+def test_an_index_that_names_what_is_not_there_is_refused(
+    name: str, words: str, hub: Hub, folder: Path, tmp_path: Path
+) -> None:
     bad = Path(shutil.copytree(folder, tmp_path / "bad"))
     (bad / WEIGHTS).unlink()
-    (bad / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../../elsewhere"}}))
+    (bad / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     hub.add(ID, bad)
-    assert "../../elsewhere is not in the repository" in refused()
+    assert words in refused()
 
 
 def test_a_data_sets_file_goes_the_same_way(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "data.zip").write_bytes(b"zip" * 1000)
     hub.add("owner/data", tmp_path / "data", "dataset")
-    hub.troubles["data.zip"] = Trouble(cut=700)
-    with pytest.raises(DatasetError, match="the hub did not give owner/data/data.zip .*was cut at 700 bytes"):
+    hub.troubles["data.zip"] = Trouble(status=404)
+    with pytest.raises(DatasetError, match="the hub did not give owner/data/data.zip "):
         hub_file("qasper", "qasper.jsonl", "owner/data", "data.zip")
     hub.troubles.clear()
     assert hub_file("qasper", "qasper.jsonl", "owner/data", "data.zip").read_bytes() == b"zip" * 1000
-    assert hub.downloads("data.zip") == ["", "bytes=700-", "bytes=700-"]
+    assert hub.downloads("data.zip") == 1

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from perturbkv.errors import ModelError
-from perturbkv.models import aliases, hub, wheels
+from perturbkv.models import aliases, wheels
 from perturbkv.models.aliases import ALIASES
 from perturbkv.models.sources import resolve
 from perturbkv.models.weight_parts import WeightParts
@@ -139,10 +139,9 @@ def test_the_makers_own_file_comes_first_where_it_is_the_same(
         NAME,
         dataclasses.replace(ALIASES[NAME], parts=dataclasses.replace(parts, hub_file="owner/a:tiny.gguf")),
     )
-    etag = parts.sha256 if same else "0" * 64
-    there = SimpleNamespace(files={"tiny.gguf": hub.RemoteFile("tiny.gguf", 1, etag)}, folder=tmp_path,
-                            download=lambda names: None)  # fmt: skip
-    monkeypatch.setattr(wheels.hub, "find", lambda name: there)
+    if not same:
+        (tmp_path / "tiny.gguf").write_bytes(b"another file")
+    monkeypatch.setattr(wheels.hub, "download_file", lambda repository, name: tmp_path / name)
     monkeypatch.setattr(wheels.subprocess, "run", lambda words, **more: SimpleNamespace(returncode=1, stderr="offline"))
     if same:
         assert resolve(NAME).path == tmp_path / "tiny.gguf"

@@ -57,7 +57,7 @@ def test_the_same_command_without_a_shard_measures_the_rest_alone(
     with Lock(held.path):
         refused(perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "1/2"), "t.h5.shard-1-of-2 for this command alone")
     with Lock(Path("t.h5")):
-        refused(perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "2/2"), "t.h5 for this command alone, got it held")
+        refused(perturbkv("trace", *tiny, "-o", "t.h5", "--shard", "2/2"), "t.h5 for this command alone, got it locked")
     assert "1 of 2 samples are there already" in perturbkv("trace", *tiny, "-o", "t.h5").err
     assert asked == [["p0"], ["p1"]]
     assert sorted(path.name for path in Path().iterdir()) == ["t.h5"]

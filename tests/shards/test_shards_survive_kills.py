@@ -28,12 +28,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return in_one_process(tmp_path_factory.mktemp("one") / "one.h5", **FEW)
 
 
-def _forget_locks(folder: Path) -> None:
-    """Those of the killed process, which this one plays."""
-    for file in folder.glob(".*.lock"):
-        file.unlink()
-
-
 def assert_merged(path: Path, expected: Path) -> None:
     merge(path)
     assert_same_trace(path, expected)
@@ -61,7 +55,6 @@ def test_a_merge_killed_at_its_operations_goes_on(
         number, renamed = number + STEP, path.exists()
         if (state := left_on_disk(path.parent)) not in states:
             states.add(state)
-            _forget_locks(path.parent)
             written.clear()
             assert_merged(path, expected)
             assert written == ([] if renamed else ["once"]), "after the rename the shards are only removed"
@@ -87,7 +80,6 @@ def test_a_shard_killed_at_its_operations_goes_on_with_the_same_command(tmp_path
         number += STEP
         if (state := left_on_disk(path.parent)) not in states:
             states.add(state)
-            _forget_locks(path.parent)
             if not all(one.is_done() for one in find_shards(path)) or len(find_shards(path)) < COUNT:
                 with pytest.raises(TraceError, match="got 1: 1/2 is missing; this measures 1/2: perturbkv trace"):
                     merge(path)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from perturbkv.errors import TraceError
-from perturbkv.storage.run.journal import Entry, journal_path, write_entry
+from perturbkv.storage.run.journal import Entry, Journal, journal_path, write_entry
 from tests.support.growing import CONFIGS, NEW, OLD, assert_same_file, fill, measured, opened
+from tests.support.traces import run_config, sample_trace
 
 
 @pytest.fixture
@@ -102,3 +103,11 @@ def test_a_journal_left_behind_by_a_killed_removal_changes_nothing(tmp_path: Pat
     again.finish()
     assert (path.read_bytes(), path.stat().st_mtime_ns) == (content, written)
     assert not journal_path(path).exists()
+
+
+def test_a_journal_file_that_names_a_configuration_twice_is_damaged(tmp_path: Path) -> None:
+    journal = Journal(journal_path(tmp_path / "t.h5"))
+    journal.begin(run_config())
+    journal.append(sample_trace("whole"), run_config().labels())
+    journal.append(sample_trace("twice"), run_config().labels()[:1] * 2)
+    assert journal.sample_ids() == ["whole"]

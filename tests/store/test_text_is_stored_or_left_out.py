@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from perturbkv.errors import TraceError
 from perturbkv.schema import TEXT
 from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
 from perturbkv.storage.trace.trace_file import describe, read_trace
@@ -144,24 +143,6 @@ def test_a_finished_file_is_left_as_it_is_where_its_text_is_as_asked(tmp_path: P
     assert path.stat().st_mtime_ns == stamp
     TraceWriter(path, run, names, {}, texts={}).finish()
     assert describe(path).with_text == ()
-
-
-def longer(file: h5py.File) -> None:
-    file["prompt_count"][2] = 999
-
-
-def before_the_first(file: h5py.File) -> None:
-    file["prompt_offset"][0] = -1
-
-
-@pytest.mark.parametrize("spoil", [longer, before_the_first])
-@pytest.mark.parametrize("read", [read_trace, describe, ExistingTrace])
-def test_places_outside_the_tokens_are_refused(tmp_path: Path, spoil: Any, read: Any) -> None:
-    path = written(tmp_path / "t.h5")
-    with changing(path) as file:
-        spoil(file)
-    with pytest.raises(TraceError, match="prompt_offset and prompt_count within the .* along 'prompt_entry'"):
-        read(path)
 
 
 def test_a_variable_and_an_axis_of_a_later_writer_are_passed_over(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from perturbkv.trace import FailedSample, Trace
 from tests.support.traces import sample_trace, write
 
 Change = Callable[[h5py.File], object]
-AXES = ("sample", "config", "step", "layer", "head")
-SUMS = "crc32"
 
 
 def whole_file(path: Path) -> Path:
@@ -59,16 +57,8 @@ def refusal(path: Path) -> str:
     return said.replace(f" in {path}", "")
 
 
-def without_sums(file: h5py.File) -> None:
-    """The file as one of a writer that sums nothing, as those before had no sums."""
-    for item in (file, *file.values()):
-        if SUMS in item.attrs:
-            del item.attrs[SUMS]
-
-
 @contextmanager
 def changing(path: Path) -> Iterator[h5py.File]:
-    """The file, open for changes that no sum tells of."""
+    """The file, open for changes."""
     with h5py.File(path, "r+") as file:
-        without_sums(file)
         yield file

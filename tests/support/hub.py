@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +29,10 @@ class Held:
 
 @dataclass
 class Trouble:
-    """What goes wrong with a file: cut behind so many bytes, stalled there, another status; `times` in all."""
+    """What goes wrong with a file, or with the API: it is cut behind so many bytes, or another status comes."""
 
     cut: int | None = None
-    stall: float = 0.0
     status: int = 200
-    times: int = 10**9
-    spoiled: bool = False
 
 
 @dataclass
@@ -46,8 +42,8 @@ class Hub:
     address: str = ""
     held: dict[str, Held] = field(default_factory=dict)
     troubles: dict[str, Trouble] = field(default_factory=dict)
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    """Path and range of every request."""
+    asked: list[str] = field(default_factory=list)
+    """Path of every GET."""
 
     def add(self, name: str, folder: Path, kind: str = "model", revision: str = "main", **more: Any) -> str:
         """Put a folder's files there as another commit of a repository. Returns the commit."""
@@ -57,9 +53,9 @@ class Hub:
         held.commits[commit], held.names[revision] = files, commit
         return commit
 
-    def downloads(self, name: str) -> list[str]:
-        """The ranges in which a file was asked for."""
-        return [asked for path, asked in self.asked if path.endswith(f"/{name}")]
+    def downloads(self, name: str) -> int:
+        """How often a file was asked for."""
+        return sum(path.endswith(f"/{name}") for path in self.asked)
 
 
 def etag(name: str, content: bytes) -> str:
@@ -68,10 +64,10 @@ def etag(name: str, content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def _sibling(name: str, content: bytes) -> dict[str, Any]:
-    large = {"lfs": {"size": len(content), "sha256": etag(name, content), "pointerSize": 130}}
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    large = {"lfs": {"size": len(content), "oid": etag(name, content), "pointerSize": 130}}
     blob = hashlib.sha1(b"pointer" + content).hexdigest() if name.endswith(LARGE) else etag(name, content)
-    return {"rfilename": name, "size": len(content), "blobId": blob, **(large if name.endswith(LARGE) else {})}
+    return {"type": "file", "path": name, "size": len(content), "oid": blob, **(large if name.endswith(LARGE) else {})}
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -83,14 +79,19 @@ class _Answers(BaseHTTPRequestHandler):
     def log_message(self, *about: object) -> None:
         """Silence."""
 
+    def do_HEAD(self) -> None:  # noqa: N802
+        self.do_GET()
+
     def do_GET(self) -> None:  # noqa: N802
         path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((path, self.headers.get("Range", "")))
-        if self._fails(self.hub.troubles.get("api" if path.startswith("/api/") else path.rpartition("/")[2])):
-            return
-        if path.startswith(("/api/models/", "/api/datasets/")):
+        if self.command == "GET":
+            self.hub.asked.append(path)
+        trouble = self.hub.troubles.get("api" if path.startswith("/api/") else path.rpartition("/")[2], Trouble())
+        if trouble.status != 200:
+            self._send(trouble.status, b"{}")
+        elif path.startswith(("/api/models/", "/api/datasets/")):
             kind, owner, name, *rest = path.removeprefix("/api/").split("/", 4)
-            self._about(f"{kind}/{owner}/{name}", rest[-1] if rest else "main")
+            self._about(f"{kind}/{owner}/{name}", rest[-1] if rest else "main", rest[:1] == ["tree"])
         elif path.startswith("/api/"):
             self._send(404, b"{}")
         else:
@@ -98,72 +99,51 @@ class _Answers(BaseHTTPRequestHandler):
             revision, _, name = rest.partition("/")
             self._file(where if where.startswith("datasets/") else f"models/{where}", revision, name)
 
-    def _fails(self, trouble: Trouble | None) -> bool:
-        """Whether the answer is a status, or nothing at all."""
-        if trouble is None or trouble.times < 1:
-            return False
-        if trouble.status != 200:
-            trouble.times -= 1
-            self._send(trouble.status, b"{}")
-            return True
-        if trouble.stall and trouble.cut is None:
-            trouble.times -= 1
-            time.sleep(trouble.stall)
-            self.close_connection = True
-            return True
-        return False
-
     def _commit(self, where: str, revision: str) -> str | None:
         """The commit that is asked for, if it may be read; else the refusal is sent."""
         held = self.hub.held.get(where)
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if held is None or (held.login and given != held.login):
             gated = held is not None and held.gated
-            self._send(403 if gated and given else 401, b"{}", "GatedRepo" if gated else "RepoNotFound")
+            code = "GatedRepo" if gated else "RepoNotFound"
+            self._send(403 if gated and given else 401, b"{}", {"X-Error-Code": code})
             return None
         commit = held.names.get(revision, revision)
         if commit not in held.commits:
-            self._send(404, b"{}", "RevisionNotFound")
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return None
         return commit
 
-    def _about(self, where: str, revision: str) -> None:
-        if commit := self._commit(where, revision):
-            files = [_sibling(*one) for one in self.hub.held[where].commits[commit].items()]
-            name = where.partition("/")[2]
-            document = {"id": name, "modelId": name, "sha": commit, "siblings": files, "tags": [], "private": False}
-            self._send(200, json.dumps(document | {"downloads": 0, "likes": 0}).encode())
+    def _about(self, where: str, revision: str, tree: bool) -> None:
+        if not (commit := self._commit(where, revision)):
+            return
+        name = where.partition("/")[2]
+        about = {"id": name, "modelId": name, "sha": commit, "siblings": [], "tags": [], "private": False}
+        files = [_entry(*one) for one in self.hub.held[where].commits[commit].items()]
+        self._send(200, json.dumps(files if tree else {**about, "downloads": 0, "likes": 0}).encode())
 
     def _file(self, where: str, revision: str, name: str) -> None:
         if not (commit := self._commit(where, revision)):
             return
         content = self.hub.held[where].commits[commit].get(name)
         if content is None:
-            self._send(404, b"", "EntryNotFound")
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
+        about = {"ETag": f'"{etag(name, content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         asked = self.headers.get("Range", "")
         start = int(asked.removeprefix("bytes=").rstrip("-") or 0)
-        self._send(206 if asked else 200, content, start=start, trouble=self.hub.troubles.get(name))
+        trouble = self.hub.troubles.get(name, Trouble())
+        self._send(206 if asked else 200, content[start:], about, trouble.cut)
 
-    def _send(
-        self, status: int, content: bytes, code: str = "", start: int = 0, trouble: Trouble | None = None
-    ) -> None:
+    def _send(self, status: int, content: bytes, headers: dict[str, str] = {}, cut: int | None = None) -> None:  # noqa: B006
         self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", str(len(content) - start))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if trouble is None or trouble.times < 1:
-            self.wfile.write(content[start:])
-            return
-        trouble.times -= 1
-        if trouble.spoiled:
-            self.wfile.write(bytes(byte ^ 1 for byte in content[start:]))
-            return
-        self.wfile.write(content[start : trouble.cut])
-        self.wfile.flush()
-        time.sleep(trouble.stall)
-        self.close_connection = True
+        if self.command == "GET":
+            self.wfile.write(content[:cut])
+            self.close_connection = cut is not None
 
 
 @contextmanager

@@ -13,9 +13,6 @@ from huggingface_hub import close_session, constants
 
 import perturbkv as pk
 from perturbkv.errors import ModelError
-from perturbkv.models import hub as hub_download
-from perturbkv.models import hub as hub_repository
-from perturbkv.models import hub as ours
 from tests.support.folders import model_folder
 from tests.support.hub import Hub, serving
 from tests.support.models import tiny_model
@@ -38,7 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def point(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
-    """The hub's client and ours ask there, into an empty cache, without a login."""
+    """The hub's client asks there, into an empty cache, without a login."""
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in {
         "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False,
@@ -48,17 +45,9 @@ def point(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("PERTURBKV_CACHE", str(home / "converted"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(hub_download, "PAUSE", 0.01)
-    monkeypatch.setattr(hub_repository, "PAUSE", 0.01)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    ours.unreachable.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    yield
-    ours.unreachable.cache_clear()
 
 
 def sharded(folder: Path, beside: Path) -> Path:
@@ -83,7 +72,3 @@ def refused(name: str = ID, **more: Any) -> str:
     assert "\n" not in said and TOKEN not in said and ";" in said
     assert said.startswith(f"model '{name}' needs {name.partition(':')[0]} and the hub did not give it: ")
     return said.partition("did not give it: ")[2]
-
-
-def partials(home: Path) -> list[Path]:
-    return sorted((home / "cache").rglob("*.perturbkv-partial"))

@@ -176,33 +176,25 @@ def run_to_file(
     for it. Raises InterruptedRunError on Ctrl-C, and PerturbkvErrors; finished samples survive all of them.
     """
     check_writable(path)
-    with Lock(path, wait) as lock:
-        return _run(planned, engine, path, lock, overwrite, progress)
+    with Lock(path, wait):
+        shards = resumable_shards(path, planned.run, overwrite, wait)
+        attributes, journals = joint_provenance(provenance(planned), shards), [shard.journal for shard in shards]
+        writer = TraceWriter(
+            path, planned.run, planned.prompts.ids, attributes, overwrite, texts_of(planned), journals, planned.kept
+        )
+        _log_earlier_samples(planned, writer.missing())
+        _log_text_changes(planned, writer.count_text_changes())
+        _log_kept_changes(*writer.count_kept_changes())
+        return measure_missing(planned, engine, writer, path, len(planned.prompts), progress)
 
 
-def _run(planned: Plan, engine: Engine, path: Path, lock: Lock, overwrite: bool, progress: Progress) -> Path:
-    """Measure and write a trace as `run_to_file` does, under the already held `lock`."""
-    shards = resumable_shards(path, planned.run, overwrite, lock.wait)
-    attributes, journals = joint_provenance(provenance(planned), shards), [shard.journal for shard in shards]
-    writer = TraceWriter(
-        path, planned.run, planned.prompts.ids, attributes, overwrite, texts_of(planned), journals, planned.kept
-    )
-    _log_earlier_samples(planned, writer.missing())
-    _log_text_changes(planned, writer.count_text_changes())
-    _log_kept_changes(*writer.count_kept_changes())
-    return measure_missing(planned, engine, writer, lock, path, len(planned.prompts), progress)
-
-
-def measure_missing(
-    planned: Plan, engine: Engine, writer: Writer, lock: Lock, path: Path, total: int, progress: Progress
-) -> Path:
+def measure_missing(planned: Plan, engine: Engine, writer: Writer, path: Path, total: int, progress: Progress) -> Path:
     """Measure a writer's missing samples, of `total`, and return the finished file's path. Raises as `run_to_file`."""
     missing = writer.missing()
     _log_peculiarities(planned)
     left, done = {name: len(configs) for name, configs in missing.items()}, set[str]()
 
     def finished(sample: SampleTrace | FailedSample, configs: Sequence[EvictionConfig]) -> None:
-        lock.check()
         writer.append(sample, configs)
         left[sample.sample_id] = 0 if isinstance(sample, FailedSample) else left[sample.sample_id] - len(configs)
         if left[sample.sample_id] <= 0:
@@ -213,7 +205,6 @@ def measure_missing(
         if missing:
             progress(total - len(missing), total)
             engine.measure(planned, missing, finished)
-        lock.check()
         return writer.finish()
     except KeyboardInterrupt:
         raise InterruptedRunError(len(writer.done()), total, path) from None

@@ -12,7 +12,7 @@ from perturbkv.configs.run import Shard
 from perturbkv.errors import LockedOutputError, MissingShardError
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import Engine, Progress, measure_missing, provenance, texts_of
-from perturbkv.storage.output import Lock, check_free, check_writable, wait_until_free
+from perturbkv.storage.output import Lock, check_writable, wait_until_free
 from perturbkv.storage.run.shard_merging import ShardWriter, measured_shards, merge_shards
 from perturbkv.storage.run.shards import Command, ShardJournal, ShardRecord
 
@@ -68,14 +68,14 @@ def run_shard(
     record = ShardRecord(shard, planned.run, ids, attrs, planned.text, command, planned.kept)
     journal = ShardJournal(path, shard).path
     check_writable(journal)
-    with _lock_shard(path, journal, wait, lambda: _all_done(path, record, overwrite)) as lock:
+    with _lock_shard(path, journal, wait, lambda: _all_done(path, record, overwrite)):
         writer = ShardWriter(path, record, texts_of(planned), overwrite)
         samples, configs = record.share(shard)
         missing = writer.missing()
         if len(missing) < len(samples):
             _log.info("%d of %d samples of shard %s are there already; going on", len(samples) - len(missing),
                       len(samples), shard)  # fmt: skip
-        measure_missing(planned, engine, writer, lock, path, len(samples), progress)
+        measure_missing(planned, engine, writer, path, len(samples), progress)
         failures = writer.failures()
     if _join_if_complete(planned, path, record, overwrite):
         return path
@@ -83,25 +83,22 @@ def run_shard(
 
 
 @contextmanager
-def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[Lock]:
-    """Take and yield the lock of a shard, unless another process has locked the trace.
+def _lock_shard(path: Path, journal: Path, wait: bool, all_done: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock of a shard, unless another process has locked the trace.
 
     Where the trace is locked, this waits with `wait` and while all shards are joined, and raises LockedOutputError
     otherwise. The shard is not locked meanwhile, as joining takes the two locks in the other order.
     """
     while True:
-        try:
-            check_free(path)
-        except LockedOutputError:
-            wait_until_free(path, wait or all_done())
-        with Lock(journal, wait) as lock:
+        wait_until_free(path, wait or all_done())
+        with Lock(journal, wait):
             try:
-                check_free(path)
+                wait_until_free(path)
             except LockedOutputError:
                 if not (wait or all_done()):
                     raise
                 continue
-            yield lock
+            yield
             return
 
 

@@ -12,7 +12,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig, Shard
 from perturbkv.errors import LockedOutputError, MissingShardError, TraceError
 from perturbkv.schema import TEXT
-from perturbkv.storage.output import Lock, remove_stale_lock, wait_until_free
+from perturbkv.storage.output import Lock, wait_until_free
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import (
     ShardJournal,
@@ -56,21 +56,21 @@ def merge_shards(path: Path, *, overwrite: bool = False, wait: bool = False, tex
     `texts` are the texts to store in the trace; None: those of the shards, all or none of which have text.
     """
     if not (shards := find_shards(path)):
-        remove_stale_lock(path)  # of a merge that was killed at its very end
+        with suppress(LockedOutputError):
+            wait_until_free(path)  # removes the file of a merge that was killed at its very end
         remove_stale_files(path)
         describe(path)
         return 0
     _wait_for(shards, wait)
     if records := _read_records(path, shards):
         _check_all_finished(path, records[0], overwrite)  # before locking the trace, which others may need
-    with Lock(path, wait) as lock:
+    with Lock(path, wait):
         shards = find_shards(path)
         _wait_for(shards, wait)
         if records := _read_records(path, shards):
             _check_all_finished(path, records[0], overwrite)
             stored_texts = _texts_to_store(path, records, overwrite) if texts is None else texts
             writer = _create_writer(path, records, [shard.journal for shard in shards], stored_texts, overwrite)
-            lock.check()
             writer.finish()
         for shard in shards:
             shard.journal.discard()

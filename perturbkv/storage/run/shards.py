@@ -12,15 +12,16 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import BY, DIGESTS, METRICS, RunConfig, Shard
-from perturbkv.errors import OutputError, PerturbkvError, TraceError
+from perturbkv.errors import LockedOutputError, OutputError, PerturbkvError, TraceError
 from perturbkv.storage.atomic_files import write_atomically
-from perturbkv.storage.output import TEMPORARY, real_path, remove_stale_lock
+from perturbkv.storage.output import TEMPORARY, real_path, wait_until_free
 from perturbkv.storage.run.journal import DONE, SHARD, SUFFIX, Journal, journal_path
 
 
@@ -192,7 +193,8 @@ def remove_stale_files(trace: Path) -> None:
     target = real_path(trace)
     shards = f".{glob.escape(target.name)}.shard-*-of-*"
     for file in target.parent.glob(f"{shards}.lock"):
-        remove_stale_lock(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
+        with suppress(LockedOutputError):
+            wait_until_free(file.with_name(file.name.removeprefix(".").removesuffix(".lock")))
     for file in target.parent.glob(f"{shards}{TEMPORARY}*"):
         file.unlink(missing_ok=True)
 

@@ -16,31 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import TraceError
-from perturbkv.schema import ANSWER_TEXT, KEPT, MEASURED_LAYERS, ROWS, TEXT, VARIABLES
+from perturbkv.schema import ANSWER_TEXT, KEPT, TEXT, VARIABLES
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shards import find_shards
-from perturbkv.storage.trace import layout
-from perturbkv.storage.trace.hdf5 import StoredFile, check_heaps, open_file
+from perturbkv.storage.trace.hdf5 import StoredFile, open_file
 from perturbkv.storage.trace.layout import AXES, STORED
 from perturbkv.storage.trace.validation import (
-    check_codes,
-    check_configs,
-    check_coordinate,
-    check_expected_answers,
+    check_dims,
     check_numbers,
-    check_ranges,
-    check_run,
-    check_samples,
-    check_shapes,
-    check_states,
     check_step_counts,
-    check_structure,
-    check_text,
     check_version,
-    known_axes,
     known_variables,
     parse_run,
 )
@@ -49,16 +36,8 @@ from perturbkv.user_files import FileKind, is_path
 
 
 def read_sample(file: StoredFile, names: Iterable[str], index: int) -> dict[str, NDArray[Any]]:
-    """Return name -> array of the named variables that a complete sample has, as in a `SampleTrace`.
-
-    Raises TraceError where its codes are no valid kept positions.
-    """
-    arrays = sample_arrays(file.read, [name for name in names if name in file], index)
-    if KEPT[2] in arrays:
-        counts = {name: file.read(name, index)[np.newaxis] for name in ("kept_count", "prompt_tokens")}
-        counts |= {name: arrays[name][np.newaxis] for name in KEPT[:2] if name in arrays}
-        check_codes(file.path, counts, np.array([True]), arrays[KEPT[2]])
-    return arrays
+    """Return name -> array of the named variables that a complete sample has, as in a `SampleTrace`."""
+    return sample_arrays(file.read, [name for name in names if name in file], index)
 
 
 class LazyArrays(Mapping[str, NDArray[np.generic]]):
@@ -82,8 +61,8 @@ class LazyArrays(Mapping[str, NDArray[np.generic]]):
 
 
 _FILE = FileKind("a trace file (HDF5)", TraceError, max_bytes=2**63)
-_FORMAT_ATTRIBUTES = ("run", "_NCProperties", layout.CHECKSUM)
-"""Root attributes of the format itself, which are no provenance."""
+_FORMAT_ATTRIBUTES = ("run", "_NCProperties", "crc32")
+"""Root attributes that are no provenance; `crc32` are sums that earlier files carry."""
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -118,23 +97,9 @@ def _variable_reader(path: Path) -> Callable[[str], Any]:
 
     def read(name: str) -> Any:
         with open_trace(path, stamp) as file:
-            contents = file.read(name)
-            _check_contents(file, name, contents)
-            return contents
+            return file.read(name)
 
     return read
-
-
-def _check_contents(file: StoredFile, name: str, contents: Any) -> None:
-    """Raise TraceError for a large variable with positions outside prompt or text, or with invalid text lists."""
-    if name == "kept_code":
-        related = {other: file.read(other) for other in (*KEPT[:2], "kept_count", "prompt_tokens")}
-        check_codes(file.path, related, file.read("complete") != 0, contents)
-    elif name == "prompt_start":
-        related = {other: file.read(other) for other in ("prompt_offset", "prompt_count", "prompt_text")}
-        check_text(file.path, related, contents)
-    elif name == "expected_answers":
-        check_expected_answers(file.path, contents)
 
 
 @dataclass(frozen=True)
@@ -248,9 +213,7 @@ def open_trace(path: Path, stamp: int | None = None) -> Iterator[StoredFile]:
         raise TraceError(_missing_message(path))
     _FILE.check(path)
     with open_file(path) as file:
-        if stamp is None:  # with a stamp it was checked before
-            check_heaps(path)
-        elif path.stat().st_mtime_ns != stamp:
+        if stamp is not None and path.stat().st_mtime_ns != stamp:
             raise TraceError(f"expected the trace at {path} as it was, got one written since; open it again")
         yield file
 
@@ -271,45 +234,13 @@ def _missing_message(path: Path) -> str:
 
 
 def _check_and_read_run(file: StoredFile) -> RunConfig:
-    """Return the run of a file after checking its structure, axes, shapes, states and offsets.
-
-    Raises TraceError for an invalid file, such as one with offsets outside their axes or with a sample that is neither
-    complete nor failed.
-    """
+    """Return the run of a file after checking its version, names, dims and steps. Raises TraceError."""
     check_version(file)
     run = parse_run(file)
-    check_structure(file)
-    path, names = file.path, file.names()
-    lengths = {axis: file.shape(axis)[0] for axis in known_axes(names)}
-    check_configs(path, run.labels(), _read_names(file, "config"))
-    check_run(path, lengths, run)
-    check_samples(path, _read_names(file, "sample"))
-    check_shapes(path, lengths, {name: file.shape(name) for name in known_variables(names)})
-    for axis in lengths:
-        if axis not in ("sample", "config", *ROWS):
-            check_coordinate(path, axis, file.read(axis), _measured_layers(file) if axis == "layer" else None)
+    check_dims(file, run)
     if "steps_measured" in file:
-        check_step_counts(path, file.read("steps_measured"), file.read("complete") != 0, lengths["step"])
-    check_states(path, file.read("complete"), file.read("failure"))
-    for axis, variables in ROWS.items():
-        if {*variables, axis} <= set(names):
-            offset, count = map(file.read, variables)
-            check_ranges(path, axis, variables, offset, count, lengths[axis])
+        check_step_counts(file.path, file.read("steps_measured"), file.read("complete") != 0, run.steps)
     return run
-
-
-def _measured_layers(file: StoredFile) -> tuple[int, ...] | None:
-    """Return the indices of the measured layers; None if not stored. Raises TraceError for an invalid list."""
-    text = file.attributes.get(MEASURED_LAYERS)
-    if text is None:
-        return None
-    try:
-        layers, count = layer_types.parse_measured(str(text))
-    except ValueError:
-        layers, count = (), 0
-    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
-        file.refuse(f"{MEASURED_LAYERS} such as '5 11 17 of 18'", f"'{text}'")
-    return layers
 
 
 def _read_names(file: StoredFile, axis: str) -> list[str]:

@@ -27,7 +27,6 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.schema import MEASURED_LAYERS, ROWS, Variable
 from perturbkv.storage.atomic_files import atomic_path
 from perturbkv.storage.run.sample_parts import Shapes
-from perturbkv.storage.trace import layout
 from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.trace.texts import storable_text
 from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, trace_sizes, write_sample
@@ -168,11 +167,6 @@ def write_trace(
                     _write_sample(variables, index, sample(name), filled)
                 for variable in variables.values():
                     variable.finish()
-                meanings = {
-                    name: layout.checksum_text(item.attrs["units"], item.attrs["long_name"])
-                    for name, item in file.items()
-                }
-                file.attrs[layout.CHECKSUM] = layout.checksum_document(texts, meanings)
             stream.check()
 
     run_uninterrupted(write)
@@ -192,7 +186,7 @@ def _create_variables(
     names: set[str],
     sample_ids: Sequence[str],
     labels: list[str],
-) -> dict[str, _ChecksummedVariable]:
+) -> dict[str, _BufferedVariable]:
     """Write the file's attributes and coordinates, and return name -> new, empty variable."""
     file.attrs["format_version"] = FORMAT_VERSION
     for name, text in attrs.items():
@@ -200,7 +194,7 @@ def _create_variables(
     measured = attrs.get(MEASURED_LAYERS)
     _write_coordinates(file, sizes, sample_ids, labels, layer_types.parse_measured(measured)[0] if measured else None)
     return {
-        name: _ChecksummedVariable(_create_variable(file, name, variable, sizes), variable)
+        name: _BufferedVariable(_create_variable(file, name, variable, sizes), variable)
         for name, variable in STORED.items()
         if name in names | FLAGS.keys()
     }
@@ -231,7 +225,6 @@ def _write_coordinates(
             values = texts[axis] if is_text else numbers.get(axis, np.arange(length))
             block = np.array(values, dtype=object if is_text else "<i8")
             scale = file.create_dataset(axis, data=block, **_storage("str" if is_text else "int64", block.shape))
-            scale.attrs[layout.CHECKSUM] = np.array([layout.checksum_of(block)], dtype=np.uint32)
         scale.make_scale(f"{_WITHOUT_VARIABLE}{length:10d}" if axis in ROWS else axis)
         scale.attrs["units"], scale.attrs["long_name"] = "1", AXES[axis]
 
@@ -264,8 +257,8 @@ def _create_variable(file: h5py.File, name: str, variable: Variable, sizes: Mapp
     return dataset
 
 
-class _ChecksummedVariable:
-    """A variable that is written by whole samples or consecutive rows, and its checksums."""
+class _BufferedVariable:
+    """A variable that is written by whole samples or consecutive rows, small ones several at a time."""
 
     def __init__(self, dataset: h5py.Dataset, variable: Variable) -> None:
         self._dataset = dataset
@@ -274,9 +267,6 @@ class _ChecksummedVariable:
         self._begin, self._end, self._bytes = 0, 0, 0
         self._rows_per_write = dataset.chunks[0] if dataset.ndim > 1 and dataset.chunks else _SCALARS_PER_WRITE
         self._waiting: list[NDArray[Any]] = []
-        empty = np.full(self._shape, fill_value(variable.dtype), dtype=self._dtype)
-        initial = 0 if variable.in_rows else layout.checksum_of(empty)
-        self._checksums = np.full(1 if variable.in_rows else dataset.shape[0], initial, dtype=np.uint32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,17 +276,14 @@ class _ChecksummedVariable:
     def __setitem__(self, where: int | slice, value: Any) -> None:
         block = np.asarray(_storable_texts(value) if self._dtype.kind == "O" else value, dtype=self._dtype)
         if isinstance(where, slice):
-            self._checksums[0] = layout.checksum_of(block, int(self._checksums[0]))
             self._buffer(where.start, block)
         else:
             whole = block if block.shape == self._shape else np.broadcast_to(block, self._shape)
-            self._checksums[where] = layout.checksum_of(whole)
             self._buffer(where, whole[np.newaxis])
 
     def finish(self) -> None:
-        """Write the remaining buffered blocks and the checksums."""
+        """Write the remaining buffered blocks."""
         self._write()
-        self._dataset.attrs[layout.CHECKSUM] = self._checksums
 
     def _buffer(self, begin: int, block: NDArray[Any]) -> None:
         """Buffer a block of rows that starts at row `begin`, and write the buffer once it fills a chunk."""
@@ -320,7 +307,7 @@ class _ChecksummedVariable:
 
 
 def _write_sample(
-    variables: Mapping[str, _ChecksummedVariable],
+    variables: Mapping[str, _BufferedVariable],
     index: int,
     sample: SampleTrace | FailedSample,
     filled: dict[str, int],
