@@ -24,8 +24,7 @@ def audit_engine(eviction: str, run: Any) -> int:
     `run` has the options of `perturbkv audit`, of which `--situation`, `--dtype`, `--device`, `--seed`, `--revision`,
     `--json` and, to keep the dumps, `--output` are used. Raises ConfigError for any other.
     """
-    from perturbkv.analyses.audit.dump_verdict import conclude
-    from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
+    from perturbkv.auditing import DEFAULT_SITUATIONS, audit_vllm
 
     option_refusals.check_file("audit of an engine", run, Path(eviction), _USED)
     situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
@@ -36,8 +35,7 @@ def audit_engine(eviction: str, run: Any) -> int:
             eviction.removeprefix(_ENGINE) or DEFAULT, situations, dtype=run.dtype, device=run.device, seed=run.seed,
             revision=run.revision or "", folder=folder, progress=bar.advance,
         )  # fmt: skip
-        for name, trace in audits:
-            result = conclude(trace)
+        for name, result in audits:
             codes.append(result.exit_code)
             documents[name] = result.to_dict()
             if not run.as_json:

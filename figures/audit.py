@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from perturbkv.analyses.audit.audit import Audit
+from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.audit.dump_verdict import DumpAudit
-from perturbkv.audit_trace import FLOORS
 from perturbkv.escaping import escape_line
 from perturbkv.figures import style
 
@@ -29,7 +29,7 @@ def draw(result: Audit, width_mm: float = style.WIDE_MM) -> Figure:
         kept, far = figure.subplots(*shape)
         _draw_kept_share(figure, kept, result)
         _draw_distance(far, result)
-        style.set_title(figure, f"{escape_line(result.trace.eviction)}: {result.verdict}")
+        style.set_title(figure, f"{escape_line(result.eviction)}: {result.verdict}")
         style.draw_foot(
             figure, result.identity, "floors: of runs of the plain model that keep the same entries, the worst head"
         )
@@ -101,16 +101,16 @@ def draw_dump(result: DumpAudit, width_mm: float = style.WIDE_MM) -> Figure:
 
 def _draw_entries(axes: Axes, result: DumpAudit, kind: int) -> None:
     """Draw the distances of keys (0) or values (1) by layer; a note where nothing was compared."""
-    requests = [request for request in result.trace.requests if request.compared]
+    requests = result.requests
     if not requests:
         style.draw_note(axes, "nothing was compared", at="middle")
         return
     floors = result.floors[:, kind]
-    differing = np.fmax.reduce([request.differing_distance[:, kind] for request in requests])
+    differing = np.fmax.reduce([request.differing_distances[:, kind] for request in requests])
     lines = {
         "farthest that differs": (differing, ("", "x", 4)),
         "limit of an entry": (result.limits[:, kind], ("--", "", 0)),
-        "farthest that does not differ": (np.fmax.reduce([one.distance[:, kind] for one in requests]), ("-", "o", 2)),
+        "farthest that does not differ": (np.fmax.reduce([one.distances[:, kind] for one in requests]), ("-", "o", 2)),
         "noise floor": (floors, ("-", "o", 2)),
         "typical": (result.typical[:, kind], ("-", "o", 2)),
     }

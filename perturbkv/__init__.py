@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.questions import patching as patching
     from perturbkv.api.questions import regret as regret
-    from perturbkv.auditing.dumps.dump_file import write_dump as write_dump
+    from perturbkv.auditing import write_dump as write_dump
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.entry_counts import Budget as Budget
     from perturbkv.configs.eviction import EvictionConfig as EvictionConfig
@@ -93,7 +93,7 @@ _PUBLIC = {
     "bound_tightness": "perturbkv.analyses.bounds.bound_tightness",
     "audit": "perturbkv.api.auditing",
     "audit_dump": "perturbkv.api.auditing",
-    "write_dump": "perturbkv.auditing.dumps.dump_file",
+    "write_dump": "perturbkv.auditing",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
     "generate": "perturbkv.api.answering",

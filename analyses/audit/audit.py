@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from functools import cached_property
 from math import isnan
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import numpy as np
-from numpy.typing import NDArray
 
-from perturbkv.analyses.audit.audited_runs import AuditedEntries, AuditedRun, AuditLoss, CacheUse, audited_run
-from perturbkv.analyses.audit.faults import (
-    Fault,
-    fault_of_run,
-    fault_order,
-    floors_text,
-    layer_floors,
-    worst_floors,
-)
-from perturbkv.analyses.columns import Line, column, derived, record, table
+from perturbkv.analyses import text
+from perturbkv.analyses.audit.audited_runs import AuditedRun, Fault, floors_text, worst_floors
+from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
+from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.result import Result
-from perturbkv.audit_trace import FLOORS, IN_CACHE, SITUATIONS, AuditRun, AuditTrace, CacheEntries, DecodeDistances
+from perturbkv.configs.audit_settings import IN_CACHE, SITUATIONS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.escaping import escape_line
@@ -37,24 +31,112 @@ _LOSSES = ("cache_share", "isolated", "propagated", "drift", "kl")
 
 
 @record
-class Audit(Result):
-    """The verdict on an external eviction, with its measurements.
+class PlainUse(Record):
+    """Plain use of the cache with transformers, where no positions are given."""
 
-    Attributes:
-        trace: the measurements.
-        identity: of the run.
-    """
+    position: int | None = column("where `model(token, past_key_values=cache)` puts the next token; null: it fails")
+    expected: int = column("where it belongs: at n")
+    fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
+    continued: str = column("what `generate` with the last id alone raises; empty where it goes on")
+    failed: str = column("what `generate` with all ids raises; empty where it goes on")
+
+    def summary(self) -> str:
+        """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
+        next_token = f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
+        if self.position is None:
+            next_token = "fails: the cache does not say how many tokens it has seen"
+        elif self.position == self.expected:
+            next_token = f"right: the next token stands at {self.expected}"
+        again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
+        fed = "right: feeds the new token alone" if self.fed == 1 else again
+        return "\n".join([
+            "plain use of this cache",
+            f"model(token): {next_token}",
+            f"generate(all ids): {f'fails: {self.failed}' if self.failed else fed}",
+            f"generate(last id): {f'fails: {self.continued}' if self.continued else 'goes on'}",
+        ])  # fmt: skip
+
+
+@record
+class Loss(Record):
+    """The loss of the audited kept sets, or of a control, at the first decoding step, mean over prompts."""
+
+    name: str = column("its kept sets, or a control of the same cache share and protection")
+    cache_share: float = column("entries over those of the full cache", key="held", heading="#cache\nshare")
+    isolated: float = column(
+        "L1 perturbation of all heads over Σ ‖o_h‖₁, each layer cut on its own",
+        heading="#isolated",
+        text=text.three_digits,
+    )
+    propagated: float = column(
+        "the same with every earlier layer's error included", heading="#propagated", text=text.three_digits
+    )
+    drift: float = column(
+        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.three_digits
+    )
+    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
+
+
+def loss_table(title: str, losses: Sequence[Loss]) -> list[Part]:
+    """Return the table of losses, as a list; empty without losses."""
+    lines = [Line(loss.name, (loss,)) for loss in losses]
+    return [table(title, lines, _LOSSES, "kept sets")] if lines else []
+
+
+def write_junit(suite: ElementTree.Element, *tags: str) -> str:
+    """Return a JUnit test suite as XML, with its number of test cases, and of those with each of the tags."""
+    names = {"failure": "failures", "error": "errors", "skipped": "skipped"}
+    counts = {names[tag]: str(len(suite.findall(f"testcase/{tag}"))) for tag in tags}
+    suite.attrib |= {"tests": str(len(suite)), **counts}
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+@record
+class Audit(Result):
+    """The verdict on an external eviction, with its measurements."""
 
     SECTION: ClassVar[str] = "audit"
     DOCUMENT: ClassVar[str] = "of an audit"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "intact", "worst", "difference")
     FIRST: ClassVar[str] = "prompt"
 
-    trace: AuditTrace
-    faults: tuple[Fault, ...] = column(
-        "the first difference of each prompt, situation and row that has one, the one to look at first first"
+    eviction: str = column("the eviction that was audited, as it was written")
+    kind: str = column("function, cache class, press or positions file")
+    about: dict[str, str] = column("model, data, dtype, device, versions")
+    layers: int = column("layers of the model")
+    query_heads: int = column("query heads per layer of the model")
+    kv_heads: int = column("key/value heads per layer of the model")
+    runs: tuple[AuditedRun, ...] = column("one per prompt, situation and row of its batch", default=())
+    unreadable: str = column("reason why nothing could be audited; empty where something was", default="")
+    plain_use: PlainUse | None = column(
+        "plain use of the cache with transformers, where no positions are given", default=None
     )
-    identity: RunIdentity
+    losses: tuple[Loss, ...] = column("the loss of the kept sets, then of controls that hold as much", default=())
+    lossless: str = column("reason why no loss was measured", default="")
+    protected_first: int = column("first entries that every kept set holds", default=0)
+    protected_recent: int = column("most recent entries that every kept set holds", default=0)
+    controls_protect_less: bool = column(
+        "true if controls protect fewer entries, as the eviction keeps hardly more than it protects", default=False
+    )
+    configs: tuple[EvictionConfig, ...] = column(
+        "the configuration of the kept sets, then those of the controls", default=()
+    )
+
+    @cached_property
+    def identity(self) -> RunIdentity:  # type: ignore[override]  # as read-only as a frozen field
+        """The identity of the run."""
+        about = self.about
+        return RunIdentity(
+            model=about["model"], dataset=about.get("dataset", "prompts"), samples=int(about["samples"]), failed=0,
+            configs=self.configs, trace="", random_weights=about["random_weights"] == "true",
+            made_with=f"perturbkv {about['perturbkv_version']}",
+        )  # fmt: skip
+
+    @derived()
+    def faults(self) -> tuple[Fault, ...]:
+        """The first difference of each prompt, situation and row that has one, the one to look at first first."""
+        return tuple(sorted((run.fault for run in self.runs if run.fault is not None), key=Fault.order))
 
     @derived()
     def verdict(self) -> str:
@@ -63,7 +145,7 @@ class Audit(Result):
             return UNREADABLE
         if self.faults:
             return DIFFERS
-        if not any(run.entries.evicted for run in self.trace.runs if run.entries):
+        if not any(run.entries.evicted for run in self.runs if run.entries):
             return IDLE
         return EXACT if self.compared else UNCOMPARED
 
@@ -81,107 +163,26 @@ class Audit(Result):
         }  # fmt: skip
         return f"{self.verdict}: {clauses[self.verdict]()}"
 
-    @derived()
-    def eviction(self) -> str:
-        """The eviction that was audited, as it was written."""
-        return self.trace.eviction
-
-    @derived()
-    def kind(self) -> str:
-        """Function, cache class, press or positions file."""
-        return self.trace.kind
-
-    @derived()
-    def about(self) -> dict[str, str]:
-        """Model, data, dtype, device, versions."""
-        return dict(self.trace.about)
-
-    @derived()
-    def layers(self) -> int:
-        """Layers of the model."""
-        return self.trace.layers
-
-    @derived()
-    def query_heads(self) -> int:
-        """Query heads per layer of the model."""
-        return self.trace.query_heads
-
-    @derived()
-    def kv_heads(self) -> int:
-        """Key/value heads per layer of the model."""
-        return self.trace.kv_heads
-
-    @derived()
-    def unreadable(self) -> str:
-        """Reason why nothing could be audited; empty where something was."""
-        return self.trace.unreadable
-
-    @derived()
-    def runs(self) -> tuple[AuditedRun, ...]:
-        """One per prompt, situation and row of its batch."""
-        by_run = {(fault.sample, fault.situation, fault.row): fault for fault in self.faults}
-        return tuple(
-            audited_run(self.trace, run, by_run.get((run.sample, run.situation, run.row))) for run in self.trace.runs
-        )
-
-    @derived()
-    def plain_use(self) -> CacheUse | None:
-        """Plain use of the cache with transformers, where no positions are given."""
-        return None if self.trace.plain is None else CacheUse(**asdict(self.trace.plain))
-
-    @derived()
-    def losses(self) -> tuple[AuditLoss, ...]:
-        """The loss of the kept sets, then of controls that hold as much."""
-        return tuple(
-            AuditLoss(loss.name, loss.held, loss.isolated, loss.propagated, loss.drift, loss.kl)
-            for loss in self.trace.losses
-        )
-
-    @derived()
-    def lossless(self) -> str:
-        """Reason why no loss was measured."""
-        return self.trace.lossless
-
-    @derived()
-    def protected_first(self) -> int:
-        """First entries that every kept set holds."""
-        return self.trace.protected[0]
-
-    @derived()
-    def protected_recent(self) -> int:
-        """Most recent entries that every kept set holds."""
-        return self.trace.protected[1]
-
-    @derived()
-    def controls_protect_less(self) -> bool:
-        """True if controls protect fewer entries, as the eviction keeps hardly more than it protects."""
-        return self.trace.freed
-
-    @derived()
-    def configs(self) -> tuple[EvictionConfig, ...]:
-        """The configuration of the kept sets, then those of the controls."""
-        return self.trace.configs
-
     @property
     def obstacle(self) -> str:
         """Reason why there is no verdict; empty if the audit has a verdict."""
-        runs = self.trace.runs
+        runs = self.runs
         judged = any(run.entries is not None or run.damage for run in runs)
-        if judged and (self.faults or not self.trace.unreadable):
+        if judged and (self.faults or not self.unreadable):
             return ""
-        if self.trace.unreadable or not runs:
-            return self.trace.unreadable
+        if self.unreadable or not runs:
+            return self.unreadable
         return runs[0].failed or f"it refuses every situation: {runs[0].refused}"
 
     @property
-    def compared(self) -> list[tuple[AuditRun, CacheEntries, DecodeDistances]]:
-        """The runs whose decoding was compared with the reference, with their entries and distances."""
-        return [(run, run.entries, run.decoded) for run in self.trace.runs if run.entries and run.decoded]
+    def compared(self) -> list[AuditedRun]:
+        """The runs whose decoding was compared with the reference."""
+        return [run for run in self.runs if run.entries and run.steps]
 
     @property
     def has_figure(self) -> bool:
         """True if something was compared or measured that a figure shows."""
-        return bool(self.compared) or any(run.entries is not None for run in self.trace.runs)
+        return bool(self.compared) or any(run.entries is not None for run in self.runs)
 
     def conclusion(self) -> str:
         """Return the verdict in one line."""
@@ -201,12 +202,8 @@ class Audit(Result):
 
     def caveats(self) -> Sequence[str]:
         """Return the note on how many noise floors a difference must exceed, where distances were measured."""
-        known = any(run.worst is not None for run in self.runs)
-        return (
-            [f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."]
-            if known
-            else []
-        )
+        note = f"Floors are of the plain model with the same entries kept; more than {FLOORS} are a difference."
+        return [note] if any(run.steps for run in self.runs) else []
 
     def explain(self) -> list[Part]:
         """Return the meaning of every column and the further tables; nothing where no situation was run."""
@@ -227,13 +224,13 @@ class Audit(Result):
         """Return a row per prompt, situation, row of the batch, step and layer."""
         return [
             {
-                "sample": run.sample, "situation": run.situation, "row": run.row, "step": step, "layer": layer,
-                "floors": float(floors), "kept": sum(len(kept_set) for kept_set in entries.kept[layer]),
-                "altered": "; ".join(change.what for changes in entries.altered[layer] for change in changes),
+                "sample": run.sample, "situation": run.situation, "row": run.row, "step": step.step, "layer": layer,
+                "floors": float(floors), "kept": sum(run.entries.kept[layer]),
+                "altered": "; ".join(change.what for change in run.entries.altered if change.layer == layer),
             }
-            for run, entries, decoded in self.compared
-            for step, layers in enumerate(layer_floors(decoded))
-            for layer, floors in enumerate(layers)
+            for run in self.compared if run.entries
+            for step in run.steps
+            for layer, floors in enumerate(step.layer_floors)
         ]  # fmt: skip
 
     def to_junit(self) -> str:
@@ -247,35 +244,33 @@ class Audit(Result):
                 failure.text = _fault_clause(run.fault)
             elif run.refused:
                 ElementTree.SubElement(case, "skipped", message=escape_line(run.refused))
-        if self.verdict not in (EXACT, DIFFERS) or self.trace.unreadable:
+        if self.verdict not in (EXACT, DIFFERS) or self.unreadable:
             case = ElementTree.SubElement(suite, "testcase", classname=escape_line(self.eviction), name="verdict")
-            kind = UNREADABLE if self.trace.unreadable else self.verdict
+            kind = UNREADABLE if self.unreadable else self.verdict
             tag = "failure" if kind == IDLE else "error"
             ElementTree.SubElement(case, tag, type=kind, message=escape_line(self.summary))
-        counts = {tag: str(len(suite.findall(f"testcase/{tag}"))) for tag in ("failure", "error", "skipped")}
-        suite.attrib |= {
-            "tests": str(len(suite)), "failures": counts["failure"], "errors": counts["error"],
-            "skipped": counts["skipped"],
-        }  # fmt: skip
-        ElementTree.indent(suite)
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+        return write_junit(suite, "failure", "error", "skipped")
 
-    def kept_share(self, most: int) -> NDArray[np.float64]:
+    def kept_share(self, most: int) -> Floats:
         """Return the share of positions that are kept, (layer, bin), mean over kept sets and prompts.
 
         Bins are equal shares of each prompt: `most` of them, fewer where a prompt is shorter. NaN without entries.
         """
-        whole = [(run.entries, run.tokens) for run in self.trace.runs if run.entries and run.row == 0]
+        whole = [run.entries for run in self.runs if run.entries and run.row == 0]
         if not whole:
-            return np.full((self.trace.layers, 1), np.nan)
-        bins = min(most, *(tokens for _, tokens in whole))
-        return np.asarray(np.mean([_kept_shares(entries, tokens, bins) for entries, tokens in whole], axis=0))
+            return np.full((self.layers, 1), np.nan)
+        bins, shares = min(most, *(entries.tokens for entries in whole)), []
+        for entries in whole:
+            edges = np.linspace(0, entries.tokens, bins + 1).round()
+            counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept_sets]
+            shares.append(np.asarray(counts / np.diff(edges)))
+        return np.asarray(np.mean(shares, axis=0))
 
-    def by_layer(self) -> dict[str, NDArray[np.float64]]:
+    def by_layer(self) -> dict[str, Floats]:
         """Return situation -> largest distance in noise floors over prompts, rows and steps, (layer,)."""
-        worst: dict[str, NDArray[np.float64]] = {}
-        for run, _, decoded in self.compared:
-            floors = layer_floors(decoded).max(axis=0)
+        worst: dict[str, Floats] = {}
+        for run in self.compared:
+            floors = np.array([step.layer_floors for step in run.steps]).max(axis=0)
             worst[run.situation] = np.fmax(worst.get(run.situation, floors), floors)
         return worst
 
@@ -284,33 +279,25 @@ class Audit(Result):
         first = self.faults[0]
         others = [name for name in dict.fromkeys(fault.situation for fault in self.faults) if name != first.situation]
         also = f"; also in {' and '.join(others)}" if others else ""
-        then = f"; then unreadable: {self.trace.unreadable}" if self.trace.unreadable else ""
+        then = f"; then unreadable: {self.unreadable}" if self.unreadable else ""
         return f"{_fault_clause(first)}{also}{then}"
 
     def _exact_clause(self) -> str:
         """Return a clause that the eviction is exact, with its largest distance from the reference."""
-        decoded = [run.on_own_entries or run.decoded for run in self.trace.runs if run.decoded is not None]
-        most = floors_text(max(worst_floors(one) for one in decoded if one is not None))
+        decoded = [run.own_steps or run.steps for run in self.runs if run.steps]
+        most = floors_text(max(map(worst_floors, decoded)))
+        in_cache = any(run.positions == IN_CACHE for run in self.runs)
+        moved = "; keys stand at their places in the cache, new tokens after them" if in_cache else ""
+        unevicted = [run.name for run in self.runs if run.entries and not run.entries.evicted]
+        idle = f"; nothing was evicted in {', '.join(unevicted)}" if unevicted else ""
         return (
             f"only lossy, as its kept sets imply: at most {most} noise floors from the masked reference in "
-            f"{plural(len(decoded), 'run')}{self._positions_clause()}{self._allowed_clause()}"
-            f"{self._evicted_ends_clauses()}{self._idle_runs_clause()}"
+            f"{plural(len(decoded), 'run')}{moved}{self._allowed_clause()}{self._evicted_ends_clauses()}{idle}"
         )
-
-    def _idle_runs_clause(self) -> str:
-        """Return a clause on the runs in which nothing was evicted; empty where something was in all."""
-        pairs = zip(self.runs, self.trace.runs, strict=True)
-        idle = [run.name for run, measured in pairs if measured.entries and not measured.entries.evicted]
-        return f"; nothing was evicted in {', '.join(idle)}" if idle else ""
-
-    def _positions_clause(self) -> str:
-        """Return a clause that keys stand at their places in the cache; empty where they do not."""
-        moved = any(run.positions == IN_CACHE for run in self.trace.runs)
-        return "; keys stand at their places in the cache, new tokens after them" if moved else ""
 
     def _idle_clause(self) -> str:
         """Return a clause that nothing was evicted."""
-        runs = [run for run in self.trace.runs if run.entries]
+        runs = [run for run in self.runs if run.entries]
         tokens = max(run.tokens for run in runs)
         return f"no entry was evicted in any head or step of {plural(len(runs), 'run')}, of at most {tokens:,} tokens"
 
@@ -320,14 +307,13 @@ class Audit(Result):
 
     def _allowed_clause(self) -> str:
         """Return a clause on allowed changes and the distance from the reference that they cause; empty for none."""
-        changed = [
-            (change, run) for run in self.trace.runs if run.entries
-            for layer in run.entries.altered for changes in layer for change in changes
-        ]  # fmt: skip
-        if not changed:
+        altered = [run for run in self.runs if run.entries and run.entries.altered]
+        words = " and ".join(
+            dict.fromkeys(change.what for run in altered if run.entries for change in run.entries.altered)
+        )
+        if not words:
             return ""
-        words = " and ".join(dict.fromkeys(change.what for change, _ in changed))
-        most = max(worst_floors(run.decoded) for _, run in changed if run.decoded is not None)
+        most = max(worst_floors(run.steps) for run in altered if run.steps)
         return f"; {words}, as allowed, which moves it by at most {floors_text(most)}"
 
     def _evicted_ends_clauses(self) -> str:
@@ -335,17 +321,17 @@ class Audit(Result):
 
         They are of every prompt's first situation, and of other rows only where these lack more.
         """
-        runs = {}
-        for run in reversed(self.runs):
-            if run.entries:
-                runs[run.sample, run.row] = run.entries
-        return "".join(
-            _missing_clause(words, {key: getattr(entries, name) for key, entries in runs.items()}, runs)
-            for words, name in (
-                ("the first entry, a sink,", "without_first"),
-                ("the most recent entry", "without_last"),
-            )
-        )
+        first = {(run.sample, run.row): run.entries for run in reversed(self.runs) if run.entries}
+        clauses = []
+        for what, name in (("the first entry, a sink,", "without_first"), ("the most recent entry", "without_last")):
+            for row in sorted({row for _, row in first}):
+                entries = [own for (_, own_row), own in first.items() if own_row == row]
+                if count := sum(getattr(own, name) for own in entries):
+                    where = f" of row {row} of a batch" if row else ""
+                    sets = sum(own.sets for own in entries)
+                    clauses.append(f"; {what} goes in {count} of {sets} kept sets{where}")
+                    break
+        return "".join(clauses)
 
     def _kept_table(self) -> list[Part]:
         """Return a table of the entries that each run keeps, with a note; empty where no run has entries."""
@@ -366,21 +352,14 @@ class Audit(Result):
         """Return the table of losses with a note, or the reason why no loss was measured."""
         if not self.losses:
             return [f"no loss measured: {self.lossless}"] if self.lossless else []
-        lines = [Line(loss.name, (loss,)) for loss in self.losses]
         sets = f"every kept set holds the first {self.protected_first} and the last {self.protected_recent} entries"
         less = "; controls protect less, as it keeps hardly more" if self.controls_protect_less else ""
         controls = less or ", and so do the controls'"
         prompts = plural(self.identity.samples, "prompt")
         return [
-            table("what the loss is, first decoding step", lines, _LOSSES, "kept sets"),
+            *loss_table("what the loss is, first decoding step", self.losses),
             f"isolated, propagated: L1 perturbation of all heads over Σ ‖o_h‖₁; mean over {prompts}; {sets}{controls}.",
         ]
-
-
-def conclude(trace: AuditTrace) -> Audit:
-    """Return the verdict on the measurements of an audit."""
-    faults = [fault for run in trace.runs if (fault := fault_of_run(run, trace.allowed)) is not None]
-    return Audit(trace, tuple(sorted(faults, key=fault_order)), _identity(trace))
 
 
 def _fault_clause(fault: Fault) -> str:
@@ -389,37 +368,3 @@ def _fault_clause(fault: Fault) -> str:
     far = "" if isnan(fault.floors) else f", {floors_text(fault.floors)} noise floors"
     row = f", row {fault.row}" if fault.situation == "batch" else ""
     return f"{where}{fault.what} ({escape_line(fault.sample)}, {fault.situation}{row}{far})"
-
-
-def _missing_clause(
-    what: str, missing: Mapping[tuple[str, int], int], entries: Mapping[tuple[str, int], AuditedEntries]
-) -> str:
-    """Return a clause on the kept sets that lack an entry, by prompt and row of a batch; empty where none does."""
-    for row in sorted({row for _, row in missing}):
-        keys = [key for key in missing if key[1] == row]
-        if count := sum(missing[key] for key in keys):
-            where = f" of row {row} of a batch" if row else ""
-            return f"; {what} goes in {count} of {sum(entries[key].sets for key in keys)} kept sets{where}"
-    return ""
-
-
-def _kept_shares(entries: CacheEntries, tokens: int, bins: int) -> NDArray[np.float64]:
-    """Return the share of positions that one prompt's kept sets hold, (layer, bin)."""
-    edges = np.linspace(0, tokens, bins + 1).round()
-    counts = [np.histogram(np.concatenate(sets), edges)[0] / len(sets) for sets in entries.kept]
-    return np.asarray(counts / np.diff(edges))
-
-
-def _identity(trace: AuditTrace) -> RunIdentity:
-    """Return the identity of an audit's run."""
-    about = trace.about
-    return RunIdentity(
-        model=about["model"],
-        dataset=about.get("dataset", "prompts"),
-        samples=int(about["samples"]),
-        failed=0,
-        configs=trace.configs,
-        trace="",
-        random_weights=about["random_weights"] == "true",
-        made_with=f"perturbkv {about['perturbkv_version']}",
-    )

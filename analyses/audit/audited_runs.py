@@ -1,117 +1,103 @@
-"""The records of an audit: each run, the entries of its cache, its decoding, plain use and losses."""
+"""The runs of an audit: a prompt in a situation, its decoding, its first difference (METHOD: Audit, 1 to 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import isnan, nan
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import text
-from perturbkv.analyses.audit.faults import (
-    Fault,
-    floors_text,
-    head_floors,
-    logit_floors,
-    worst_floors,
-)
+from perturbkv.analyses.audit.cache_entries import CHANGES, FLOORS, CacheEntries
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.measurements import Floats
-from perturbkv.audit_trace import AuditRun, AuditTrace, CacheEntries, DecodeDistances
+from perturbkv.configs.audit_settings import ORIGINAL, SITUATIONS
 from perturbkv.escaping import escape_line
 
-_LAYERS = ("layer",)
-_SETS = ("layer", "kept set")
-Integers = NDArray[np.int64]
+_LARGE = 1e4
+KINDS: Mapping[str, str] = {
+    "model": "the eviction changed the model, so that nothing can be compared any more",
+    "uneven": "a layer was not evicted, and the others were",
+    "empty": "a layer keeps no entry of the prompt",
+    "row": CHANGES["row"],
+    "padding": "padding is attended to",
+    "repeated": "every entry is cached once per query head",
+    "foreign": "entries like none of the prompt's",
+    **{kind: meaning for kind, meaning in CHANGES.items() if kind not in ("row", "changed")},
+    "duplicate": "an entry is cached several times",
+    "hidden": "a mask hides entries that the cache holds",
+    "positions": "new tokens stand at wrong positions",
+    "mask": "the mask of a block does not fit",
+    "raised": "reading or decoding raises an error",
+    "changed": CHANGES["changed"],
+    "decoding": "decoding differs, for no reason that was looked for",
+}
+"""Kind of a fault -> its meaning, the most telling first."""
+
+
+def floors_text(floors: float, _: Any = None) -> str:
+    """Return a number of noise floors as text: '0.7', '120', '3e6'."""
+    if isnan(floors):
+        return "–"
+    if floors >= _LARGE:
+        return f"{floors:.0e}".replace("e+0", "e")
+    return f"{floors:,.1f}" if floors < 100 else f"{floors:,.0f}"
 
 
 @record
-class Alteration(Record):
-    """A kept set with entries that are not the full cache's."""
+class Fault(Record):
+    """The first difference of one prompt in one situation."""
 
-    layer: int = column("from 0")
-    head: int = column("kept set")
-    kind: str = column("kind of the change")
-    what: str = column("what was done to keys or values, where it is known")
-    entry: int = column("position in the prompt of the first entry concerned; −1 where it is of none")
+    sample: str = column("of the prompt")
+    situation: str = column("single, block or batch")
+    row: int = column("of the batch")
+    kind: str = column(f"kind of the difference: {', '.join(KINDS)}")
+    what: str = column("what is wrong")
+    layer: int = column("the first that differs, from 0; −1 where it is of none", default=-1)
+    head: int = column(
+        "a kept set of the cache where its entries differ, else a query head; −1 where it is of none", default=-1
+    )
+    step: int = column("forward pass after the eviction, from 0; −1 where it is of none", default=-1)
+    entry: int = column("position in the prompt of the first entry concerned; −1 where it is of none", default=-1)
+    floors: float = column(
+        "noise floors between decoding and its reference in that layer at that step; null where none was measured",
+        default=nan,
+    )
+
+    def location(self) -> str:
+        """Return layer, head, entry and step as text, without unknown parts: 'layer 3, head 1'."""
+        parts = (("layer", self.layer), ("head", self.head), ("entry", self.entry), ("step", self.step))
+        return ", ".join(f"{name} {index}" for name, index in parts if index >= 0)
+
+    def order(self) -> tuple[int, int, int]:
+        """Return the sort key of an audit's faults: the most telling kind first, then by situation and row."""
+        return list(KINDS).index(self.kind), list(SITUATIONS).index(self.situation), self.row
+
+    def order_in_run(self) -> tuple[int, int, int, int]:
+        """Return the sort key of a run's differences: by step, layer, kind and head."""
+        return self.step, self.layer, list(KINDS).index(self.kind), self.head
 
 
 @record
-class AuditedEntries(Record):
-    """The entries of an audited cache.
+class DecodingStep(Record):
+    """A forward pass after the eviction, against the masked reference, in noise floors.
+
+    Distances are relative, ‖measured − reference‖₂ / ‖reference‖₂, the largest over the tokens of the pass; floors are
+    the same distance between runs of the plain model that keep the same entries and round otherwise.
 
     Attributes:
-        ends: (kept set of any layer, 2) how many first and last entries a set holds without a gap.
+        head_floors: (layer, head) distance of the head's output before the output projection, over the larger of its
+            own norm and the layer's root mean square norm; NaN where only logits are known.
     """
-
-    cache_share: float = column("entries over those of the full cache", key="held_share", heading="#cache\nshare")
-    kept: list[list[int]] = column("(layer, kept set) entries of the prompt")
-    without_first: int = column("kept sets that lack the first entry, a sink")
-    without_last: int = column("kept sets that lack the most recent entry")
-    padded: Integers = column("(layer, kept set) entries of padding that are attended to", dims=_SETS)
-    strangers: Integers = column("(layer, kept set) entries like none of the prompt's", dims=_SETS)
-    duplicates: Integers = column("(layer, kept set) entries whose position another one has", dims=_SETS)
-    hidden: Integers = column(
-        "(layer, kept set) entries of the prompt that the cache holds and a mask hides", dims=_SETS
-    )
-    unordered: list[int] = column("layers whose entries lie in another order than in the prompt")
-    repeated: list[int] = column("layers that hold every entry once per query head")
-    changed: list[int] = column("forward passes at which entries of the prompt went or changed")
-    altered: list[Alteration] = column("entries that are not the full cache's")
-    key_floors: Floats = column(
-        "(layer) distance of the worst key from the full cache's, in noise floors", dims=_LAYERS
-    )
-    value_floors: Floats = column("(layer) the same of values", dims=_LAYERS)
-    ends: Integers
-
-    @derived(heading="#per set", json=False)
-    def per_set(self) -> str:
-        """Entries per kept set, fewest and most."""
-        return _range_text([count for layer in self.kept for count in layer])
-
-    @derived(heading="#first", json=False)
-    def first(self) -> str:
-        """Entries of the prompt's beginning that a kept set holds without a gap."""
-        return _range_text(self.ends[:, 0].tolist())
-
-    @derived(heading="#last", json=False)
-    def last(self) -> str:
-        """Entries of the prompt's end that a kept set holds without a gap."""
-        return _range_text(self.ends[:, 1].tolist())
-
-    @derived(heading="odd", json=False)
-    def odd(self) -> str:
-        """Oddities of the entries: padding, duplicates, another order, changes."""
-        named = (
-            (self.padded, "padding"),
-            (self.strangers, "unlike any"),
-            (self.duplicates, "twice"),
-            (self.hidden, "hidden by a mask"),
-        )
-        words = [f"{int(counts.sum())} {word}" for counts, word in named if counts.sum()]
-        words += ["in another order"] if self.unordered else []
-        words += [f"changes from step {self.changed[0]} on"] if self.changed else []
-        return ", ".join(words)
-
-    @property
-    def sets(self) -> int:
-        """Kept sets of all layers."""
-        return sum(map(len, self.kept))
-
-
-@record
-class AuditedStep(Record):
-    """A forward pass after the eviction, against the masked reference."""
 
     step: int = column("forward pass after the eviction, from 0", heading="#step", json=False)
     tokens: int = column("of the forward pass", heading="#tokens")
-    heads: Floats = column(
-        "(layer) distance of the worst head from the masked reference, in noise floors", dims=_LAYERS
-    )
-    hidden: Floats = column("(layer) the same of the residual stream", dims=_LAYERS)
+    head_floors: Floats
+    hidden: Floats = column("distance of the residual stream after the layer, in noise floors", dims=("layer",))
     logits: float = column(
-        "distance of the logits, in noise floors", heading="#logits", text=lambda floors, _: floors_text(floors)
+        "distance of the logits, each less their mean, in noise floors", heading="#logits", text=floors_text
     )
     same_token: bool = column(
         "whether the most likely token is the reference's",
@@ -120,15 +106,30 @@ class AuditedStep(Record):
     )
     behind: float = column("positions that the new tokens stand too early; null where their keys are rotated otherwise")
 
-    @derived(heading="#heads", json=False, text=lambda floors, _: floors_text(floors))
+    @derived(dims=("layer",))
+    def heads(self) -> Floats:
+        """Distance of the worst head from the masked reference, in noise floors."""
+        return np.asarray(self.head_floors.max(axis=-1))
+
+    @derived(heading="#heads", json=False, text=floors_text)
     def worst_head(self) -> float:
         """Distance of the worst head of all layers, in noise floors."""
         return float(self.heads.max())
 
-    @derived(heading="#hidden", json=False, text=lambda floors, _: floors_text(floors))
+    @derived(heading="#hidden", json=False, text=floors_text)
     def worst_hidden(self) -> float:
         """Distance of the residual stream where it is largest, in noise floors."""
         return float(self.hidden.max())
+
+    @property
+    def layer_floors(self) -> Floats:
+        """Each layer's distance, (layer,): the larger of its worst head's and its stream's."""
+        return np.asarray(np.fmax(self.heads, self.hidden))
+
+
+def worst_floors(steps: tuple[DecodingStep, ...]) -> float:
+    """Return the largest distance in noise floors over all steps, of layers and logits."""
+    return float(np.nanmax([[*step.layer_floors, step.logits] for step in steps]))
 
 
 @record
@@ -136,8 +137,13 @@ class AuditedRun(Record):
     """The audit of one prompt in one situation: its entries, decoding steps and first difference.
 
     Attributes:
-        fault: its first difference.
-        worst: largest distance in noise floors; None where nothing was decoded.
+        own_steps: distances of decoding from the plain model with the cache's own entries; empty where those are the
+            full cache's, or no change is allowed.
+        allowed: kinds of changed entries that are no fault.
+        failed_layer: the layer that explains the error, as it was not evicted; −1 without one.
+        damage: what the eviction changed in the model, in words; empty where it is as before.
+        sees_later: whether a token of a block attends to later tokens.
+        hides: whether a token of a block misses an entry that the last token attends to.
     """
 
     sample: str = column("of the prompt")
@@ -145,18 +151,22 @@ class AuditedRun(Record):
     row: int = column("of the batch")
     tokens: int = column("tokens of the prompt (n), padding not counted", heading="#tokens")
     padding: int = column("entries of padding before the prompt")
-    positions: str = column("original, or in-cache: keys at 0, 1, … and new tokens after them")
-    failed: str = column("what the eviction or its decoding raised, and where")
-    refused: str = column("what an eviction that does not take this situation said")
-    entries: AuditedEntries | None = column("what the cache keeps")
-    steps: tuple[AuditedStep, ...] = column("forward passes after the eviction")
-    fault: Fault | None
-    worst: float | None = column(
-        "distance from the masked reference in noise floors, the worst of heads, layers and steps",
-        heading="#floors",
-        text=lambda floors, _: floors_text(floors),
-        json=False,
-    )
+    positions: str = column("original, or in-cache: keys at 0, 1, … and new tokens after them", default=ORIGINAL)
+    failed: str = column("what the eviction or its decoding raised, and where", default="")
+    refused: str = column("what an eviction that does not take this situation said", default="")
+    entries: CacheEntries | None = column("what the cache keeps", default=None)
+    steps: tuple[DecodingStep, ...] = column("forward passes after the eviction", default=())
+    own_steps: tuple[DecodingStep, ...] = ()
+    allowed: tuple[str, ...] = ()
+    failed_layer: int = -1
+    damage: str = ""
+    sees_later: bool = False
+    hides: bool = False
+
+    @derived(heading="#floors", json=False, text=floors_text)
+    def worst(self) -> float | None:
+        """Distance from the masked reference in noise floors, the worst of heads, layers and steps."""
+        return worst_floors(self.steps) if self.steps else None
 
     @derived(heading="#cache\nshare", json=False)
     def cache_share(self) -> float | None:
@@ -168,11 +178,8 @@ class AuditedRun(Record):
         """Text on the kept keys and values: as in the full cache, or in how many kept sets they are not."""
         if self.entries is None:
             return None
-        return (
-            f"{len({(one.layer, one.head) for one in self.entries.altered})} of {self.entries.sets} sets altered"
-            if self.entries.altered
-            else "intact"
-        )
+        altered = {(one.layer, one.head) for one in self.entries.altered}
+        return f"{len(altered)} of {self.entries.sets} sets altered" if altered else "intact"
 
     @derived(heading="first difference", json=False)
     def difference(self) -> str:
@@ -187,131 +194,81 @@ class AuditedRun(Record):
         """The prompt, the situation and the row of a batch, as text."""
         return f"{escape_line(self.sample)}: {self.situation}{f', row {self.row}' if self.situation == 'batch' else ''}"
 
+    @derived(json=False)
+    def fault(self) -> Fault | None:
+        """The first difference from the reference.
 
-@record
-class CacheUse(Record):
-    """Plain use of the cache with transformers, where no positions are given."""
+        Changes of the kinds `allowed` are none; decoding is then compared with the plain model on the changed entries.
+        """
+        if self.damage:
+            return self._fault("model", f"{self.damage}, and {self.failed}" if self.failed else self.damage)
+        changes = [] if self.entries is None else [*self._entry_differences(self.entries)]
+        refused = [fault for fault in changes if fault.kind not in self.allowed]
+        decoded = self.steps if len(refused) == len(changes) or not self.own_steps else self.own_steps
+        first = min([*refused, *self._decoding_differences(decoded)], key=Fault.order_in_run, default=None)
+        if self.failed and (first is None or first.kind == "decoding"):
+            first = self._fault("uneven" if self.failed_layer >= 0 else "raised", self.failed, self.failed_layer)
+        if first is None or not self.steps or first.step >= len(self.steps):
+            return first
+        step = self.steps[first.step]
+        return replace(first, floors=float(step.logits if first.layer < 0 else step.layer_floors[first.layer]))
 
-    SECTION: ClassVar[str] = "plain use"
+    def _fault(self, kind: str, what: str, layer: int = -1, head: int = -1, step: int = -1, entry: int = -1) -> Fault:
+        """Return a fault of this run, without its distance."""
+        return Fault(self.sample, self.situation, self.row, kind, what, layer, head, step, entry)
 
-    position: int | None = column("where `model(token, past_key_values=cache)` puts the next token; null: it fails")
-    expected: int = column("where it belongs: at n")
-    fed: int = column("tokens that `generate` feeds when it gets all ids and the first new one: 1 is right")
-    continued: str = column("what `generate` with the last id alone raises; empty where it goes on")
-    failed: str = column("what `generate` with all ids raises; empty where it goes on")
+    def _entry_differences(self, entries: CacheEntries) -> Iterator[Fault]:
+        """Yield all differences between a cache's entries and the full cache's, kind by kind."""
+        for layer in entries.repeated:
+            sets = entries.kept_sets[entries.repeated[0]]
+            same = [np.array_equal(kept_set, sets[0]) for kept_set in sets]
+            times = same.index(False) if False in same else len(sets)
+            what = f"every entry is cached {times} times, once per query head (repeat_kv before caching)"
+            yield self._fault("repeated", what, layer, 0, 0)
+        for layer, kept in enumerate(entries.kept):
+            if not any(kept) and not entries.strangers[layer].any() and not entries.padded[layer].any():
+                yield self._fault("empty", "no entry of the prompt is kept", layer, step=0)
+        for change in entries.altered:
+            yield self._fault(change.kind, change.what, change.layer, change.head, 0, change.entry)
+        nowhere = np.full_like(entries.padded, -1)
+        for kind, counts, first, words in (
+            ("padding", entries.padded, nowhere, "{} of padding attended to"),
+            ("foreign", entries.strangers, nowhere, "{} like none of the prompt's"),
+            ("duplicate", entries.duplicates, entries.duplicated, "{} kept twice"),
+            ("hidden", entries.hidden, entries.first_hidden, "a mask hides {} that the cache holds"),
+        ):
+            for layer, head in np.argwhere(counts > 0):
+                count = int(counts[layer, head])
+                what = words.format(f"{count:,} {'entry' if count == 1 else 'entries'}")
+                yield self._fault(kind, what, int(layer), int(head), 0, int(first[layer, head]))
 
-    def summary(self) -> str:
-        """Return the outcomes of a forward pass and two calls of `generate` as text, one per line."""
-        again = f"wrong: feeds the prompt's last {self.fed - 1} tokens again"
-        fed = "right: feeds the new token alone" if self.fed == 1 else again
-        return "\n".join([
-            "plain use of this cache",
-            f"model(token): {self._next_token_text()}",
-            f"generate(all ids): {f'fails: {self.failed}' if self.failed else fed}",
-            f"generate(last id): {f'fails: {self.continued}' if self.continued else 'goes on'}",
-        ])  # fmt: skip
+    def _decoding_differences(self, steps: tuple[DecodingStep, ...]) -> Iterator[Fault]:
+        """Yield the first step, layer and head where decoding differs from the reference; nothing where none does."""
+        for name, words in (
+            ("head_floors", ""),
+            ("hidden", "the residual stream differs from the reference's"),
+            ("logits", "the logits differ from the reference's"),
+        ):
+            differs: NDArray[np.int64] = np.argwhere(np.array([getattr(step, name) for step in steps]) > FLOORS)
+            if not len(differs):
+                continue
+            step, layer, head = (*map(int, differs[0]), -1, -1)[:3]
+            kind, what = ("decoding", words) if words else self._cause(steps[step].behind)
+            yield self._fault(kind, what, layer, head, step)
+            return
 
-    def _next_token_text(self) -> str:
-        """Return the position that the next token gets, and whether it is right, as text."""
-        if self.position is None:
-            return "fails: the cache does not say how many tokens it has seen"
-        if self.position == self.expected:
-            return f"right: the next token stands at {self.expected}"
-        return f"wrong: the next token stands at {self.position}, not {self.expected}; give position_ids"
+    def _cause(self, behind: float) -> tuple[str, str]:
+        """Return the cause of a decoding difference as its kind and as text: positions, masks, or unknown.
 
-
-@record
-class AuditLoss(Record):
-    """The loss of the audited kept sets, or of a control, at the first decoding step, mean over prompts."""
-
-    name: str = column("its kept sets, or a control")
-    cache_share: float = column("entries over those of the full cache", key="held", heading="#cache\nshare")
-    isolated: float = column(
-        "L1 perturbation of all heads over Σ ‖o_h‖₁, each layer cut on its own",
-        heading="#isolated",
-        text=text.three_digits,
-    )
-    propagated: float = column(
-        "the same with every earlier layer's error included", heading="#propagated", text=text.three_digits
-    )
-    drift: float = column(
-        "L1 distance of the last layer's residual stream, over its norm", heading="#drift", text=text.three_digits
-    )
-    kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
-
-
-def audited_run(trace: AuditTrace, run: AuditRun, fault: Fault | None) -> AuditedRun:
-    """Return the table's record of a run, with its first difference from the reference (`fault`)."""
-    decoded = run.decoded
-    return AuditedRun(
-        sample=run.sample,
-        situation=run.situation,
-        row=run.row,
-        tokens=run.tokens,
-        padding=run.padding,
-        positions=run.positions,
-        failed=run.failed,
-        refused=run.refused,
-        entries=None if run.entries is None else _audited_entries(trace, run, run.entries),
-        steps=() if decoded is None else tuple(_audited_step(run, decoded, step) for step in range(len(run.forwards))),
-        fault=fault,
-        worst=None if decoded is None else worst_floors(decoded),
-    )
-
-
-def _audited_entries(trace: AuditTrace, run: AuditRun, entries: CacheEntries) -> AuditedEntries:
-    """Return the record of a run's cache entries."""
-    kept = [[len(kept_set) for kept_set in layer] for layer in entries.kept]
-    every = [kept_set for layer in entries.kept for kept_set in layer]
-    return AuditedEntries(
-        cache_share=sum(map(sum, kept)) / (trace.layers * trace.kv_heads * run.tokens),
-        kept=kept,
-        without_first=sum(0 not in kept_set for kept_set in every),
-        without_last=sum(run.tokens - 1 not in kept_set for kept_set in every),
-        padded=entries.padded,
-        strangers=entries.strangers,
-        duplicates=entries.duplicates,
-        hidden=entries.hidden,
-        unordered=[layer for layer, heads in enumerate(entries.unordered) if np.any(heads)],
-        repeated=list(entries.repeated),
-        changed=list(entries.changed),
-        altered=[
-            Alteration(layer, head, change.kind, change.what, change.entry)
-            for layer, heads in enumerate(entries.altered) for head, changes in enumerate(heads) for change in changes
-        ],
-        key_floors=_worst_head_floors(entries.key_distance, entries.key_floor),
-        value_floors=_worst_head_floors(entries.value_distance, entries.value_floor),
-        ends=np.array([_gapless_ends(kept_set, run.tokens) for kept_set in every]),
-    )  # fmt: skip
-
-
-def _worst_head_floors(distance: Floats, floor: Floats) -> Floats:
-    """Return each layer's largest distance over heads, in noise floors, (layer,); 0 where the distance is 0."""
-    worst = distance.max(axis=-1)
-    return np.asarray(np.divide(worst, floor, out=np.zeros_like(worst), where=worst > 0))
-
-
-def _gapless_ends(kept: Integers, tokens: int) -> tuple[int, int]:
-    """Return how many first and how many last entries a kept set holds without a gap."""
-    first = int(np.append(kept != np.arange(len(kept)), True).argmax())
-    last = int(np.append(tokens - 1 - kept[::-1] != np.arange(len(kept)), True).argmax())
-    return first, last
-
-
-def _range_text(counts: Sequence[int]) -> str:
-    """Return the least and the largest count as text: '12–48', or '12' where they are equal."""
-    low, high = min(counts), max(counts)
-    return f"{low}" if low == high else f"{low}–{high}"
-
-
-def _audited_step(run: AuditRun, decoded: DecodeDistances, step: int) -> AuditedStep:
-    """Return the record of decoding step `step` of a run."""
-    return AuditedStep(
-        step=step,
-        tokens=run.forwards[step],
-        heads=head_floors(decoded)[step].max(axis=-1),
-        hidden=decoded.hidden[step] / decoded.hidden_floor,
-        logits=float(logit_floors(decoded)[step]),
-        same_token=bool(decoded.agrees[step]),
-        behind=float(decoded.behind[step]),
-    )
+        `behind`: positions that the new tokens stand too early, NaN for a wrong rotation.
+        """
+        if isnan(behind):
+            return "positions", "keys of new tokens are not rotated to their positions"
+        if behind:
+            count, side = abs(behind), "early" if behind > 0 else "late"
+            return "positions", f"new tokens stand {count:,.0f} {'position' if count == 1 else 'positions'} too {side}"
+        if self.sees_later:
+            return "mask", "the mask of a block lets its tokens see those behind them"
+        if self.hides:
+            return "mask", "the mask of a block hides kept entries from some of its tokens"
+        return "decoding", "decoding differs from the masked reference, its entries do not"

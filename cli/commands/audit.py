@@ -10,7 +10,6 @@ import typer
 from typer import Argument, Option
 
 from perturbkv.analyses.pairing import plural
-from perturbkv.audit_trace import ALLOWED, AUTO, ENGINE_SITUATIONS, KEPT_FILE, KEPT_SUFFIXES, SITUATIONS, is_dump
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
@@ -20,6 +19,16 @@ from perturbkv.cli.options import FigureOptions, JsonOption
 from perturbkv.cli.planned_run import encode_prompts, run_folder
 from perturbkv.cli.run_time import WORTH_A_NOTE_S, duration
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
+from perturbkv.configs.audit_settings import (
+    ALLOWED,
+    AUTO,
+    ENGINE_SITUATIONS,
+    KEPT_FILE,
+    KEPT_SUFFIXES,
+    SITUATIONS,
+    AuditSettings,
+    is_dump,
+)
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -30,7 +39,6 @@ from perturbkv.storage.output import OutputFile, OutputFolder
 if TYPE_CHECKING:
     from perturbkv.analyses.audit.audit import Audit
     from perturbkv.analyses.audit.dump_verdict import DumpAudit
-    from perturbkv.auditing.audit import Settings
 
 _FILE, _STEM = "audit.json", "audit"
 _QUICK, _QUICK_LENGTH = ["block", "batch"], ["300"]
@@ -88,14 +96,12 @@ class AuditOptions(DataOptions):
         return tuple(check_distinct("--situation", self.situation or default))
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> AuditSettings:
         """The settings of the audit. Raises ConfigError or UnknownNameError for invalid ones."""
-        from perturbkv.auditing.audit import Settings
-
         losses = not self.quick if self.loss is None else self.loss
         steps = (2 if self.quick else 4) if self.steps is None else self.steps
         allow = tuple(check_distinct("--allow", self.allow or []))
-        return Settings(steps, self.situations, losses, allow, self.positions, plain_use=not self.quick)
+        return AuditSettings(steps, self.situations, losses, allow, self.positions, plain_use=not self.quick)
 
 
 @with_options
@@ -157,9 +163,7 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
     """Return the audit of a cache dump, with the model in the type that the engine computes with."""
-    from perturbkv.analyses.audit.dump_verdict import conclude
-    from perturbkv.auditing.dumps.dump_audit import audit_dump
-    from perturbkv.auditing.dumps.llamacpp_slot import open_dump
+    from perturbkv.auditing import audit_dump, open_dump
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
     device = pick_device(run.device)
@@ -168,21 +172,17 @@ def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
     dtype = dump.compute if run.dtype == "auto" and dump.compute in _TYPES else run.dtype
     adapter = load_weights(files, pick_dtype(dtype, device), device, run.seed)
     with console.progress("layers", dump.layers) as bar:
-        return conclude(audit_dump(adapter, dump, losses=run.loss is not False, progress=bar.advance))
+        return audit_dump(adapter, dump, losses=run.loss is not False, progress=bar.advance)
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     """Return the audit of an external eviction; options are checked before weights are loaded."""
-    from perturbkv.analyses.audit.audit import conclude
-    from perturbkv.auditing.audit import audit as measure
-    from perturbkv.auditing.audit import estimate_seconds
-    from perturbkv.auditing.evictions import load
-    from perturbkv.auditing.positions_file import KeptFile
+    from perturbkv.auditing import KeptFile, audit_eviction, estimate_seconds, load_eviction
     from perturbkv.datasets import dataset_registry as datasets
     from perturbkv.models.loading import load_weights, open_model, pick_device, pick_dtype
 
     budget = None if run.budget is None else Budget.parse(run.budget)
-    settings, external = run.settings, load(eviction, budget)
+    settings, external = run.settings, load_eviction(eviction, budget)
     datasets.check_name(run.dataset)
     device = pick_device(run.device)
     files = open_model(run.model, run.seed, run.revision or "")
@@ -197,7 +197,7 @@ def _run_audit(eviction: str, run: AuditOptions) -> Audit:
     if seconds >= WORTH_A_NOTE_S:
         console.note(f"{plural(len(prompts), 'prompt')} to audit, {duration(seconds)} by a quick estimate")
     with console.progress("prompts", len(prompts)) as bar:
-        return conclude(measure(adapter, prompts, external, settings, source, progress=bar.advance))
+        return audit_eviction(adapter, prompts, external, settings, source, progress=bar.advance)
 
 
 def _save_and_show(result: Audit | DumpAudit, folder: Path, run: AuditOptions, look: FigureOptions) -> None:

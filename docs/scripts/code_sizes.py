@@ -1,6 +1,6 @@
 """The size of the code by feature, for CONTRIBUTING: statements without imports and docstrings, and lines of tests.
 
-`make sizes` puts the table into CONTRIBUTING.md. A file counts for the feature that has the longest beginning of its path.
+`make sizes` puts the table into CONTRIBUTING.md. A file counts for the feature with the longest beginning of its path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ FEATURES: dict[str, str] = {
     "choices: configurations, budgets, runs": "perturbkv/configs",
     "models": "perturbkv/models tests/loading tests/hub tests/quantised tests/real",
     "prompts and metrics": "perturbkv/datasets tests/datasets",
-    "scores, selections, policies": "perturbkv/scoring perturbkv/selection perturbkv/optimum tests/optimum tests/kvpress",
+    "scores, selections, policies": "perturbkv/scoring perturbkv/selection perturbkv/optimum "
+    "tests/optimum tests/kvpress",
     "measuring: prefill, caches, decoding": "perturbkv perturbkv/cache perturbkv/pipeline perturbkv/engines "
     "tests/core tests/pipeline tests/oracle tests/cluster",
     "what waits for a GPU": "perturbkv/selfcheck tests/selfcheck tests/rehearsal",
@@ -90,8 +91,8 @@ def table() -> str:
     tests = sum(count["test lines"] for count in counts.values())
     head = "| feature | files | statements | lines of tests |\n|---|---:|---:|---:|"
     end = (
-        f"Without studies and benchmarks: {total['statements']:,} statements in {total['files']} files, {tests:,} lines of "
-        f"tests; the median function has {median(functions):.0f} statements."
+        f"Without studies and benchmarks: {total['statements']:,} statements in {total['files']} files, {tests:,} lines "
+        f"of tests; the median function has {median(functions):.0f} statements."
     )
     return "\n".join([head, *rows, "", end]) + "\n"
 

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perturbkv.api.inputs import check_model, collect_prompts
-from perturbkv.audit_trace import AUTO, SITUATIONS
-from perturbkv.auditing import audit as audits
-from perturbkv.auditing.dumps.dump_audit import audit_dump as measure_dump
-from perturbkv.auditing.dumps.llamacpp_slot import open_dump
-from perturbkv.auditing.evictions import load as load_eviction
+from perturbkv.auditing import audit_dump as measure_dump
+from perturbkv.auditing import audit_eviction, load_eviction, open_dump
+from perturbkv.configs.audit_settings import AUTO, SITUATIONS, AuditSettings
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -77,15 +75,13 @@ def audit(
     >>> pk.audit(model, prompt, recent, situations=["single"], losses=False, progress=False).verdict
     'exact'
     """
-    from perturbkv.analyses.audit.audit import conclude
-
-    settings = audits.Settings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
+    settings = AuditSettings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
     external = load_eviction(eviction, _as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)
     source = {"dataset": collected.dataset, "seed": str(collected.seed)}
     with bar("prompts", len(collected), shown=progress) as progress_bar, user_model.eval_mode(model):
-        return conclude(audits.audit(model, collected, external, settings, source, resources, progress_bar.advance))
+        return audit_eviction(model, collected, external, settings, source, resources, progress_bar.advance)
 
 
 def audit_dump(
@@ -125,12 +121,10 @@ def audit_dump(
     ...     pk.audit_dump(model, path, progress=False).verdict
     'exact'
     """
-    from perturbkv.analyses.audit.dump_verdict import conclude
-
     check_model(model)
     opened = open_dump(Path(dump), model.config)
     with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model):
-        return conclude(measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance))
+        return measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance)
 
 
 def _as_budget(value: Any) -> Budget | None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import recover
 
@@ -168,13 +168,8 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
     """Return whether nearly all entries are much nearer to their candidate than the full cache's entry is."""
     distance = torch.linalg.vector_norm(entries.float() - candidate, dim=-1)
     plain = torch.linalg.vector_norm(full.float() - candidate, dim=-1)
-    return bool((distance <= torch.maximum(0.2 * plain, _rounding(entries))).float().mean() > 0.95)
-
-
-def _rounding(entries: Tensor) -> Tensor:
-    """Return the distance of each entry explicable by rounding to its dtype."""
-    length: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1)
-    return 2 * torch.finfo(entries.dtype).eps * length
+    rounding = 2 * torch.finfo(entries.dtype).eps * torch.linalg.vector_norm(entries.float(), dim=-1)
+    return bool((distance <= torch.maximum(0.2 * plain, rounding)).float().mean() > 0.95)
 
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
@@ -211,10 +206,6 @@ def describe_head(
 
 def holds(known: Float[Tensor, "position d_head"], entries: Float[Tensor, "entry d_head"]) -> bool:
     """Return whether every entry is bit-equal to one of those known."""
-    (kept,) = recover([(single_head(entries), single_head(entries))], [(single_head(known), single_head(known))])
+    own, full = entries[None, None], known[None, None]
+    (kept,) = recover([(own, own)], [(full, full)])
     return not bool(kept.key_distance[0].any())
-
-
-def single_head(entries: Float[Tensor, "entry d_head"]) -> Float[Tensor, "1 1 entry d_head"]:
-    """Return a head's entries as a batch with one row and one head."""
-    return entries[None, None]

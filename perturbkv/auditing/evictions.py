@@ -11,16 +11,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from perturbkv.audit_trace import KEPT_SUFFIXES
-from perturbkv.auditing.positions_file import KeptFile, read
-from perturbkv.configs.choice import UNNAMED, Choice, parse
+from perturbkv.auditing.positions_file import KeptFile, read_positions
+from perturbkv.configs.audit_settings import KEPT_SUFFIXES
+from perturbkv.configs.choice import UNNAMED, parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.option import KINDS
 from perturbkv.configs.plugins import external_code, format_error, load_module
@@ -115,7 +114,8 @@ def eviction(
     masks = getattr(target, "masks", False) is True
     if inspect.isclass(target) and issubclass(target, Cache):
         _check_options(target, name, arguments)
-        _check_constructible(target, name, arguments)
+        with external_code(f"{name} cannot be made:", ConfigError):  # before a model is loaded
+            target(**arguments)
         return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode, masks)
     if inspect.isclass(target) or not callable(target):
         raise ConfigError(
@@ -148,16 +148,12 @@ def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: t
             f"{', '.join(known) or 'nothing'}"
         ) from None
     for option, value in options.items():
-        _check_option_type(signature.parameters.get(option), option, value, name)
-
-
-def _check_option_type(parameter: inspect.Parameter | None, option: str, value: Any, name: str) -> None:
-    """Raise ConfigError for a value whose type differs from the option's annotation or default."""
-    if parameter is None or value is None or (kind := _option_type(parameter)) is None:
-        return
-    accepted, description = KINDS[kind]
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
-        raise ConfigError(f"expected {option} of {name} to be {description} ({parameter}), got '{value}'")
+        parameter = signature.parameters.get(option)
+        if parameter is None or value is None or (kind := _option_type(parameter)) is None:
+            continue
+        accepted, description = KINDS[kind]
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
+            raise ConfigError(f"expected {option} of {name} to be {description} ({parameter}), got '{value}'")
 
 
 def _option_type(parameter: inspect.Parameter) -> type | None:
@@ -167,12 +163,6 @@ def _option_type(parameter: inspect.Parameter) -> type | None:
         return float if type(default) is int else type(default) if type(default) in KINDS else None
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removesuffix(" | None")
     return {kind.__name__: kind for kind in KINDS}.get(name)
-
-
-def _check_constructible(cache_class: type[Cache], name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a cache class that cannot be instantiated with these options, before a model is loaded."""
-    with external_code(f"{name} cannot be made:", ConfigError):
-        cache_class(**options)
 
 
 def press_eviction(text: str, budget: Budget) -> Eviction:
@@ -204,7 +194,7 @@ def _padding_arguments(attention_mask: Tensor) -> dict[str, Tensor]:
 _FORMS = "file.py:name(option=value, …), a .npz or .json file of kept positions, or kvpress:Press(…)"
 
 
-def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
+def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
     """Return the eviction, or the file of kept positions, denoted by a text or an object; only presses take `budget`.
 
     Raises ConfigError, PluginError or UnknownNameError in one line for anything that cannot be audited.
@@ -228,31 +218,18 @@ def load(source: Any, budget: Budget | None = None) -> Eviction | KeptFile:
 def _parse_eviction(text: str) -> Eviction | KeptFile:
     """Return the eviction or the file of kept positions named by a text, presses excluded."""
     if Path(text).suffix in KEPT_SUFFIXES:
-        return read(Path(text))
+        return read_positions(Path(text))
     choice = parse(text)
     path, colon, name = choice.name.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ConfigError(f"expected an eviction as {_FORMS}, got '{text}'")
     module = load_module(Path(path))
-    return eviction(_lookup(module, name, path), text, _options(choice, text), getattr(module, "decode", None))
-
-
-def _lookup(module: ModuleType, name: str, path: str) -> Any:
-    """Return the object of the given name in a file's module. Raises UnknownNameError, listing the defined names."""
-    own = [
-        own_name
-        for own_name, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    ]
     if not hasattr(module, name):
+        callables = [(own, value) for own, value in vars(module).items() if callable(value)]
+        own = [own for own, value in callables if getattr(value, "__module__", "") == module.__name__]
         raise UnknownNameError(name, f"name in {path}", own)
-    return getattr(module, name)
-
-
-def _options(choice: Choice, text: str) -> dict[str, Any]:
-    """Return option name -> value of a choice. Raises ConfigError for an unnamed option."""
     if UNNAMED in choice.options:
         raise ConfigError(
             f"expected every option of '{text}' by its name, as {choice.name}(option=value), got one without"
         )
-    return dict(choice.options)
+    return eviction(getattr(module, name), text, choice.options, getattr(module, "decode", None))

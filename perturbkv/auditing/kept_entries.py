@@ -6,18 +6,26 @@ rotation, a quantisation, another head's entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import FLOORS, IN_CACHE, ORIGINAL, CacheEntries, Change, Integers
-from perturbkv.auditing import changes
+from perturbkv.analyses.audit.cache_entries import FLOORS, Alteration, CacheEntries, Integers
+from perturbkv.analyses.measurements import Floats
+from perturbkv.auditing.changes import (
+    NEAR,
+    describe_head,
+    describe_quantisation,
+    describe_rotation,
+    describe_rounding,
+    describe_scale,
+    holds,
+)
+from perturbkv.auditing.forward_passes import ForwardPass, Situation, boolean_mask
 from perturbkv.auditing.positions import (
     Held,
     convention_distances,
@@ -25,11 +33,12 @@ from perturbkv.auditing.positions import (
     held_entries,
     match_all_at_zero,
 )
-from perturbkv.auditing.reference import EntryFloors, ForwardPass, boolean_mask
-from perturbkv.auditing.situations import Situation
 from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
+from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.errors import UnreadableCacheError
 from perturbkv.models.adapter import Adapter
+
+_KEYS = 0
 
 
 @dataclass
@@ -47,7 +56,7 @@ class EntryTracker:
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
         unmoved: `full` with keys at the prompt's own positions, where those of `full` are moved to places in the cache.
         held: per pass the entries that the cache holds, where those of `full` are moved.
-        rolls: whether keys are moved to their places in the cache again after entries went while decoding.
+        keys_move: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
     """
 
@@ -62,7 +71,7 @@ class EntryTracker:
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     unmoved: Layers | None = None
     held: list[Held] = field(default_factory=list)
-    rolls: bool = False
+    keys_move: bool = False
     masks_itself: bool = False
     _decoded: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     _last: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -74,18 +83,15 @@ class EntryTracker:
         """
         layers = range(len(self.full))
         entries = [record.previous_entries(layer) for layer in layers]
-        attended = [_attended_entries(record, layer) for layer in layers]
-        if self._is_unchanged(entries) and all(seen is None for seen in attended):
+        attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
+        if self._is_unchanged(entries) and all(bool(seen.all()) for seen in attended):
             self.masks.append([_append_new(mask, self._new_count) for mask in self.masks[-1]])
             self.held += [self._held_with_new(self.held[-1])] if self.held else []
         else:
-            self._match(entries, attended)
+            self._match(entries, attended, by_mask)
         self._decoded.append([record.new_entries(layer) for layer in layers])
         self._last = [(record.key[layer], record.value[layer]) for layer in layers]
-        return [
-            torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen.all
-            for (keys, _), seen in zip(entries, attended, strict=True)
-        ]
+        return list(attended)
 
     @property
     def _new_count(self) -> int:
@@ -99,8 +105,11 @@ class EntryTracker:
             for tensor, previous in zip(layer, last, strict=True)
         )  # fmt: skip
 
-    def _match(self, entries: Layers, attended: Sequence[Attended | None]) -> None:
-        """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass."""
+    def _match(self, entries: Layers, attended: Sequence[Tensor], by_mask: Sequence[Tensor]) -> None:
+        """Match all entries with those of the prompt and the decoded tokens, and add the masks of the pass.
+
+        `attended` and `by_mask` say per layer which entries are attended to, as `_attended_entries` does.
+        """
         if len(heads := {keys.shape[1] for keys, _ in entries}) > 1:
             raise UnreadableCacheError(f"layers hold different numbers of heads: {', '.join(map(str, sorted(heads)))}")
         known = self._all_entries(self.full, entries)
@@ -110,29 +119,31 @@ class EntryTracker:
         ]
         if self.unmoved is not None:
             rows = self._match_in_cache(self.unmoved, entries, known, rows)
-        masks, by_layer = [], []
-        for layer, (keys, _) in enumerate(entries):
-            seen = attended[layer]
-            if seen is not None and not self.masks_itself:
-                self._record_hidden(layer, [layers[layer] for layers in rows], seen)
-            by_row = list(torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen.all)
-            masks.append(self._mask([layers[layer] for layers in rows], by_row, known[layer][0].shape[2]))
-            by_layer.append(by_row)
+        masks = []
+        for layer, seen in enumerate(attended):
+            by_row = [layers[layer] for layers in rows]
+            if not self.masks_itself:
+                self._record_hidden(layer, by_row, seen, by_mask[layer])
+            mask = torch.zeros(*seen.shape[:2], known[layer][0].shape[2], dtype=torch.bool, device=seen.device)
+            for row, (kept, padding) in enumerate(zip(by_row, self.situation.padding, strict=True)):
+                for head, positions in enumerate(kept.positions):
+                    mask[row, head, positions[seen[row, head] & (positions >= padding)]] = True
+            masks.append(mask)
         if self.first:
             self._record_changes(masks)
         else:
             self.first, self.cached, self.changed = rows, entries, [[] for _ in rows]
-            self.attended = [list(layers) for layers in zip(*by_layer, strict=True)]
+            self.attended = [list(by_layer) for by_layer in zip(*attended, strict=True)]
         self.masks.append(masks)
 
-    def _record_hidden(self, layer: int, rows: Sequence[LayerKept], seen: Attended) -> None:
+    def _record_hidden(self, layer: int, rows: Sequence[LayerKept], attended: Tensor, by_mask: Tensor) -> None:
         """Record the entries of the prompts that a layer's cache holds and its mask hides from all new tokens."""
         for row, (kept, padding) in enumerate(zip(rows, self.situation.padding, strict=True)):
             for head, positions in enumerate(kept.positions):
-                shown = seen.by_mask[row, head]
-                if bool(shown.all()):
+                masked = positions[~by_mask[row, head]]
+                if not len(masked):
                     continue
-                hidden = set(positions[~shown].tolist()) - set(positions[seen.all[row, head]].tolist())
+                hidden = set(masked.tolist()) - set(positions[attended[row, head]].tolist())
                 if hidden := {position - padding for position in hidden if position >= padding}:
                     self.hidden.setdefault((row, layer, head), set()).update(hidden)
 
@@ -154,11 +165,11 @@ class EntryTracker:
         """Return the matches of a pass by the places in the cache of now, where these fit better than `rows`."""
         everything = self._all_entries(unmoved, entries)
         before_pass = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
-        if self.rolls or entries[0][0].shape[2] < before_pass:  # keys may have moved up
+        if self.keys_move or entries[0][0].shape[2] < before_pass:  # keys may have moved up
             distances = self._distances(entries[0], known[0], everything[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
                 rotation = self.situation.padding, self._known_positions(), self.adapter.frequencies
-                rows, self.rolls = match_all_at_zero(entries, everything, *rotation), True
+                rows, self.keys_move = match_all_at_zero(entries, everything, *rotation), True
         self.held.append(held_entries(rows))
         return rows
 
@@ -181,16 +192,6 @@ class EntryTracker:
             joined = tuple(torch.cat(kind, dim=2) for kind in zip(*parts, strict=True))
             layers.append(repeat_heads((joined[0], joined[1]), cached[layer][0].shape[1]))
         return layers
-
-    def _mask(self, rows: Sequence[LayerKept], attended: Sequence[Tensor], entries: int) -> Tensor:
-        """Return the mask (row, kept_head, entry) of a layer, True for attended entries other than padding."""
-        masks = []
-        for kept, seen, padding in zip(rows, attended, self.situation.padding, strict=True):
-            mask = torch.zeros(len(kept.positions), entries, dtype=torch.bool, device=seen.device)
-            for head, positions, attended_by_head in zip(mask, kept.positions, seen, strict=True):
-                head[positions[attended_by_head & (positions >= padding)]] = True
-            masks.append(mask)
-        return torch.stack(masks)
 
     def evicted(self, row: int) -> int:
         """Return the number of the prompt's entries that a row lacks, summed over kept sets, the most of all passes."""
@@ -224,43 +225,27 @@ def _append_new(mask: Tensor, new: int) -> Tensor:
     return torch.cat([mask, mask.new_ones(*mask.shape[:2], new)], dim=-1)
 
 
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """The earlier entries of a layer that any new token attends to, as masks (row, kept_head, entry).
-
-    Attributes:
-        all: by everything that hides entries.
-        by_mask: by the attention mask alone.
-    """
-
-    all: Bool[Tensor, "row kept_head entry"]
-    by_mask: Bool[Tensor, "row kept_head entry"]
-
-
-def _attended_entries(record: ForwardPass, layer: int) -> Attended | None:
-    """Return the earlier entries attended to by any new token; None if all are attended to."""
+def _attended_entries(
+    record: ForwardPass, layer: int
+) -> tuple[Bool[Tensor, "row kept_head entry"], Bool[Tensor, "row kept_head entry"]]:
+    """Return which earlier entries any new token attends to: by everything that hides entries, by the mask alone."""
     rows, heads, entries = record.key[layer].shape[:3]
     new, hidden = record.query[layer].shape[2], record.hidden_keys[layer]
-    allowed = boolean_mask(record.mask[layer], entries, new)
-    if allowed is None and hidden is None:
-        return None
     by_mask = torch.ones(rows, heads, entries - new, dtype=torch.bool, device=record.key[layer].device)
+    allowed = boolean_mask(record.mask[layer], entries, new)
     if allowed is not None:
         seen = allowed.any(dim=-2)[..., : entries - new]
         by_mask = by_mask & seen[:, :: max(1, seen.shape[1] // heads)]
     attended = by_mask.clone()
     if hidden is not None:
         attended[tuple(torch.as_tensor(index, device=attended.device) for index in hidden)] = False
-    return None if bool(attended.all()) else Attended(attended, by_mask)
-
-
-_KEYS = 0
+    return attended, by_mask
 
 
 class EntryComparison:
     """A comparison of one row's entries, at the first forward pass, with those of the full cache."""
 
-    def __init__(self, tracker: EntryTracker, row: int, floors: EntryFloors) -> None:
+    def __init__(self, tracker: EntryTracker, row: int, floors: Float[Tensor, "kind layer"]) -> None:
         self.tracker = tracker
         self.row = row
         self.floors = floors
@@ -270,57 +255,42 @@ class EntryComparison:
 
     def entries(self) -> CacheEntries:
         """Return the kept sets, distances and changes of the row's entries (METHOD: Audit, 1 and 2)."""
-        layers = range(len(self.layers))
+        shape = len(self.layers), len(self.layers[0].positions)
+        padded, strangers, duplicates, hidden = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        duplicated, first_hidden = np.full(shape, -1), np.full(shape, -1)
+        distance = np.zeros((2, *shape))
+        kept_sets: list[tuple[Integers, ...]] = []
+        altered: list[Alteration] = []
+        for layer, entries in enumerate(self.layers):
+            sets = []
+            for head, (positions, seen) in enumerate(zip(entries.positions, self.attended[layer], strict=True)):
+                place, distances = (layer, head), (entries.key_distance[head], entries.value_distance[head])
+                matched = positions[seen & (positions != NOWHERE)]
+                in_prompt = (positions[seen & (positions >= self.padding)] - self.padding).sort().values
+                twice = in_prompt[1:][in_prompt[1:] == in_prompt[:-1]]
+                is_padding = (positions >= 0) & (positions < self.padding) & (torch.maximum(*distances) <= STRANGE)
+                masked = self.tracker.hidden.get((self.row, *place), set())
+                sets.append(np.unique(in_prompt.cpu().numpy()))
+                padded[place] = int((is_padding & seen).sum())
+                strangers[place] = int((positions[seen] == NOWHERE).sum())
+                duplicates[place] = len(matched) - len(set(matched.tolist()))
+                duplicated[place] = int(twice[0]) if len(twice) else -1
+                hidden[place], first_hidden[place] = len(masked), min(masked, default=-1)
+                for kind, own in enumerate(distances):
+                    distance[kind, layer, head] = float(own[seen].amax()) if bool(seen.any()) else 0.0
+                altered += self._changes(layer, head, distance[:, layer, head])
+            kept_sets.append(tuple(sets))
+        adapter, layers = self.tracker.adapter, range(shape[0])
         return CacheEntries(
-            kept=tuple(tuple(self._per_head(layer, self._kept_set)) for layer in layers),
-            padded=self._per_layer(self._padding_counts),
-            strangers=self._per_layer(lambda layer: self._per_head(layer, _unknown_count)),
-            duplicates=self._per_layer(lambda layer: self._per_head(layer, _duplicate_count)),
-            duplicated=self._per_layer(lambda layer: self._per_head(layer, self._first_duplicate)),
-            hidden=self._per_layer(lambda layer: [len(positions) for positions in self._hidden(layer)]),
-            first_hidden=self._per_layer(
-                lambda layer: [min(positions, default=-1) for positions in self._hidden(layer)]
-            ),
-            unordered=self._per_layer(lambda layer: self.layers[layer].ascending) == 0,
-            key_distance=self._per_layer(lambda layer: self._largest_distances(layer, self.layers[layer].key_distance)),
-            value_distance=self._per_layer(
-                lambda layer: self._largest_distances(layer, self.layers[layer].value_distance)
-            ),
-            key_floor=self.floors.key.double().numpy(),
-            value_floor=self.floors.value.double().numpy(),
-            altered=tuple(tuple(self._describe_changes(layer)) for layer in layers),
-            repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
-            changed=tuple(self.tracker.changed[self.row]),
-            evicted=self.tracker.evicted(self.row),
-        )
-
-    def _per_layer(self, function: Callable[[int], Any]) -> NDArray[Any]:
-        """Return an array (layer, head) of the values that `function` returns per layer."""
-        return np.array([list(function(layer)) for layer in range(len(self.layers))])
-
-    def _per_head(self, layer: int, function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
-        """Return the value of `function` per head of a layer, given its entries' positions and attended mask."""
-        pairs = zip(self.layers[layer].positions, self.attended[layer], strict=True)
-        return [function(positions, seen) for positions, seen in pairs]
-
-    def _largest_distances(self, layer: int, distances: Sequence[Tensor]) -> list[float]:
-        """Return the largest distance per head over its attended entries."""
-        pairs = zip(distances, self.attended[layer], strict=True)
-        return [float(distance[seen].amax()) if bool(seen.any()) else 0.0 for distance, seen in pairs]
-
-    def _kept_set(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> Integers:
-        """Return a head's kept set: the distinct prompt positions of attended entries, ascending."""
-        kept = positions[seen & (positions >= self.padding)] - self.padding
-        return np.unique(kept.cpu().numpy())
-
-    def _padding_counts(self, layer: int) -> list[int]:
-        """Return, per head, how many attended entries are padding, in both keys and values."""
-        kept = self.layers[layer]
-        heads = zip(kept.positions, kept.key_distance, kept.value_distance, self.attended[layer], strict=True)
-        return [
-            int(((places >= 0) & (places < self.padding) & (torch.maximum(key, value) <= STRANGE) & seen).sum())
-            for places, key, value, seen in heads
-        ]
+            kept_sets=tuple(kept_sets), tokens=self.tracker.situation.entries - self.padding, kv_heads=adapter.kv_heads,
+            padded=padded, strangers=strangers, duplicates=duplicates, duplicated=duplicated,
+            hidden=hidden, first_hidden=first_hidden,
+            unordered=tuple(layer for layer in layers if not all(self.layers[layer].ascending)),
+            key_distance=distance[0], value_distance=distance[1],
+            key_floor=self.floors[0].double().numpy(), value_floor=self.floors[1].double().numpy(),
+            altered=tuple(altered), repeated=tuple(layer for layer in layers if self._is_repeated(layer)),
+            changed=tuple(self.tracker.changed[self.row]), evicted=self.tracker.evicted(self.row),
+        )  # fmt: skip
 
     def _is_repeated(self, layer: int) -> bool:
         """Return whether a layer stores entries once per query head, with equal kept sets within each group."""
@@ -330,45 +300,27 @@ class EntryComparison:
             return False
         return all(torch.equal(own, positions[head - head % group]) for head, own in enumerate(positions))
 
-    def _first_duplicate(self, positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-        """Return the first position in the prompt that several of a head's attended entries have; −1 without one."""
-        known = positions[seen & (positions >= self.padding)].sort().values
-        twice = known[1:][known[1:] == known[:-1]]
-        return int(twice[0]) - self.padding if len(twice) else -1
-
-    def _hidden(self, layer: int) -> list[set[int]]:
-        """Return per head the positions of the prompt's entries that a mask hides."""
-        heads = range(len(self.layers[layer].positions))
-        return [self.tracker.hidden.get((self.row, layer, head), set()) for head in heads]
-
-    def _describe_changes(self, layer: int) -> list[tuple[Change, ...]]:
-        """Return per head the changes to its keys and values; none if they are intact."""
-        entries = self.layers[layer]
-        kinds = (
-            (self._largest_distances(layer, entries.key_distance), self.floors.key),
-            (self._largest_distances(layer, entries.value_distance), self.floors.value),
-        )
-        found: list[tuple[Change, ...]] = []
-        for head in range(len(entries.positions)):
-            far = [kind for kind, (distance, floor) in enumerate(kinds) if not distance[head] <= FLOORS * floor[layer]]
-            found.append(self._changes_of_head(layer, head, far) if far else ())
-        return found
-
-    def _changes_of_head(self, layer: int, head: int, far: Sequence[int]) -> tuple[Change, ...]:
-        """Return the changes to a head's keys (0) and values (1), given those that are not the full cache's."""
+    def _changes(self, layer: int, head: int, distance: Floats) -> Iterator[Alteration]:
+        """Yield the changes to a head's keys and values, given their largest distances; none if they are intact."""
+        far = [kind for kind in range(2) if not float(distance[kind]) <= FLOORS * self.floors[kind, layer]]
+        if not far:
+            return
         if (row := self._row_of_entries(layer, head)) is not None:
-            return (Change("row", f"entries of row {row} of the batch", -1),)
-        if self._is_mismatched(layer, head):
-            return (
-                Change("mismatch", "values of other entries than their keys", self._first_changed(layer, head, far)),
-            )
-        return tuple(self._change(layer, head, kind) for kind in far)
+            yield Alteration(layer, head, "row", f"entries of row {row} of the batch", -1)
+        elif self._is_mismatched(layer, head):
+            first = self._first_changed(layer, head, far)
+            yield Alteration(layer, head, "mismatch", "values of other entries than their keys", first)
+        else:
+            for kind in far:
+                explained = (found for found in self._explanations(layer, head, kind) if found[1])
+                change, words = next(explained, ("changed", "changed"))
+                what, first = f"{('keys', 'values')[kind]} {words}", self._first_changed(layer, head, [kind])
+                yield Alteration(layer, head, change, what, first)
 
     def _first_changed(self, layer: int, head: int, kinds: Sequence[int]) -> int:
         """Return the position in the prompt of the first entry whose key or value differs; −1 without a position."""
         kept = self.layers[layer]
-        floors = (self.floors.key[layer], self.floors.value[layer])
-        distances = ((kept.key_distance, kept.value_distance)[kind][head] / floors[kind] for kind in kinds)
+        distances = [(kept.key_distance, kept.value_distance)[kind][head] / self.floors[kind, layer] for kind in kinds]
         differs = torch.stack([~(distance <= FLOORS) for distance in distances]).any(dim=0)
         positions = kept.positions[head][differs & self.attended[layer][head] & (kept.positions[head] >= self.padding)]
         return int(positions.amin()) - self.padding if len(positions) else -1
@@ -379,9 +331,7 @@ class EntryComparison:
         keys, values = (kind[self.row, head, seen] for kind in self.tracker.cached[layer])
         for row in range(self.tracker.situation.rows):
             full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
-            if row != self.row and all(
-                changes.holds(known, own) for known, own in zip(full, (keys, values), strict=True)
-            ):
+            if row != self.row and all(holds(known, own) for known, own in zip(full, (keys, values), strict=True)):
                 return row
         return None
 
@@ -390,10 +340,7 @@ class EntryComparison:
         seen = self.attended[layer][head]
         separate = []
         for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True):
-            own, known = (
-                changes.single_head(cached[self.row, head, seen]),
-                changes.single_head(self._full_entries(full, layer, head)),
-            )
+            own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
             separate.append(recover([(own, own)], [(known, known)])[0])
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
         return exact and not torch.equal(separate[0].positions[0], separate[1].positions[0])
@@ -406,49 +353,25 @@ class EntryComparison:
         """Return the head of the full cache that a head of the external cache belongs to."""
         return head * full.shape[1] // len(self.layers[layer].positions)
 
-    def _change(self, layer: int, head: int, kind: int) -> Change:
-        """Return the change to a head's keys (`kind` 0) or values (1)."""
-        name, first = ("keys", "values")[kind], self._first_changed(layer, head, (kind,))
-        positions = self.layers[layer].positions[head]
+    def _explanations(self, layer: int, head: int, kind: int) -> Iterator[tuple[str, str]]:
+        """Yield kinds of changes, with words where one explains a head's keys (`kind` 0) or values (1), else none."""
+        tracker, positions = self.tracker, self.layers[layer].positions[head]
         known = (positions >= 0) & self.attended[layer][head]
-        entries, positions = self.tracker.cached[layer][kind][self.row, head][known], positions[known]
-        full, floor = self.tracker.full[layer][kind], float((self.floors.key, self.floors.value)[kind][layer])
+        entries, positions = tracker.cached[layer][kind][self.row, head][known], positions[known]
+        full, floor = tracker.full[layer][kind], float(self.floors[kind, layer])
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
-            return Change("changed", f"{name} changed", first)
+            return
         if not bool(entries.isfinite().all()):
-            return Change("infinite", f"{name} not finite", first)
+            yield "infinite", "not finite"
+            return
         head_entries = self._full_entries(full, layer, head)
-        own = head_entries[positions]
-        frequencies, most = self.tracker.adapter.frequencies, 2 * self.tracker.situation.entries
-        tests: list[tuple[str, Callable[[], str]]] = [
-            ("head", lambda: changes.describe_head(entries, full[self.row], self._full_head(full, layer, head))),
-            ("scale", lambda: changes.describe_scale(entries, own, floor)),
-            ("rounded", lambda: changes.describe_rounding(entries, own)),
-            ("quantised", lambda: changes.describe_quantisation(entries, own, head_entries)),
-        ]
+        own, places = head_entries[positions], positions - self.padding
+        yield "head", describe_head(entries, full[self.row], self._full_head(full, layer, head))
         if kind == _KEYS:
-            index = known.nonzero().squeeze(-1)
-            before = self._full_entries((self.tracker.unmoved or self.tracker.full)[layer][kind], layer, head)[
-                positions
-            ]
-            other = lambda: describe_wrong_rotation(  # noqa: E731
-                entries, before, positions - self.padding, index, frequencies, changes.NEAR
-            )
-            tests.insert(1, ("rotation", other))
-            shift = lambda: changes.describe_rotation(entries, own, positions - self.padding, frequencies, most)  # noqa: E731
-            tests.insert(1, ("rotation", shift))
-        return next(
-            (Change(kind_name, f"{name} {words}", first) for kind_name, test in tests if (words := test())),
-            Change("changed", f"{name} changed", first),
-        )
-
-
-def _unknown_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    """Return the number of a head's attended entries without a match in the full cache."""
-    return int((positions[seen] == NOWHERE).sum())
-
-
-def _duplicate_count(positions: Int[Tensor, " entry"], seen: Bool[Tensor, " entry"]) -> int:
-    """Return the number of a head's attended entries that duplicate another attended entry."""
-    known = positions[seen & (positions != NOWHERE)]
-    return len(known) - len(set(known.tolist()))
+            frequencies, index = tracker.adapter.frequencies, known.nonzero().squeeze(-1)
+            yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
+            before = self._full_entries((tracker.unmoved or tracker.full)[layer][kind], layer, head)[positions]
+            yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)
+        yield "scale", describe_scale(entries, own, floor)
+        yield "rounded", describe_rounding(entries, own)
+        yield "quantised", describe_quantisation(entries, own, head_entries)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbkv.audit_trace import Integers, Loss
+from perturbkv.analyses.audit.audit import Loss
+from perturbkv.analyses.audit.cache_entries import Integers
 from perturbkv.configs import layer_types
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
@@ -30,6 +31,12 @@ from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import Trace
 
 _DEFAULT = Resources()
+CONTROLS = ("attention", "two-stage", "random", "hindsight")
+"""Selections of our configurations with which external kept sets are compared."""
+_WINDOW = 32
+OWN = "its kept sets"
+Sets = tuple[tuple[Integers, ...], ...]
+"""Per layer and key/value head, positions."""
 
 
 def external_configuration(name: str, budget: float) -> EvictionConfig:
@@ -75,14 +82,6 @@ def measure_kept_sets(
     return Trace.from_samples(config, measured, {**({MEASURED_LAYERS: layers} if layers else {}), **(attrs or {})})
 
 
-CONTROLS = ("attention", "two-stage", "random", "hindsight")
-"""Selections of our configurations with which external kept sets are compared."""
-_WINDOW = 32
-OWN = "its kept sets"
-Sets = tuple[tuple[Integers, ...], ...]
-"""Per layer and key/value head, positions."""
-
-
 @dataclass(frozen=True)
 class LossComparison:
     """The losses of an eviction's kept sets and of controls.
@@ -91,13 +90,13 @@ class LossComparison:
         losses: the loss of the eviction, then those of the controls.
         protected: first and most recent entries that every kept set holds.
         configs: the eviction's configuration, then the controls'.
-        freed: whether the controls protect less, as the budget would otherwise leave nothing to choose.
+        protect_less: whether the controls protect less, as the budget would otherwise leave nothing to choose.
     """
 
     losses: tuple[Loss, ...]
     protected: tuple[int, int]
     configs: tuple[EvictionConfig, ...]
-    freed: bool = False
+    protect_less: bool = False
 
 
 def protection(kept: Sequence[Sets], tokens: Sequence[int]) -> tuple[int, int]:
@@ -119,17 +118,19 @@ def _prefix_length(positions: Integers) -> int:
     return len(positions) if consecutive.all() else int(consecutive.argmin())
 
 
-def measure(adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources) -> LossComparison:
+def measure_losses(
+    adapter: Adapter, prompts: Sequence[Prompt], kept: Sequence[Sets], resources: Resources
+) -> LossComparison:
     """Return the losses of kept sets and of control configurations at the first decoding step, means over prompts."""
     tokens = [len(prompt.token_ids) for prompt in prompts]
     protected, budget = protection(kept, tokens), _mean_budget(kept, tokens)
     external = external_configuration("audited", budget)
-    controls, freed = _controls(budget, protected, min(tokens))
+    controls, protect_less = _controls(budget, protected, min(tokens))
     masks = [{external: _masks(sets, n)} for sets, n in zip(kept, tokens, strict=True)]
     trace = measure_kept_sets(adapter, prompts, masks, controls, resources)
     names = (OWN, *(config.selection.name for config in controls))
     losses = tuple(_loss(trace, index, name) for index, name in enumerate(names))
-    return LossComparison(losses, protected, (external, *controls), freed)
+    return LossComparison(losses, protected, (external, *controls), protect_less)
 
 
 def _mean_budget(kept: Sequence[Sets], tokens: Sequence[int]) -> int | float:
@@ -148,8 +149,8 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
     """
     most = budget if isinstance(budget, int) else int(budget * tokens)
     first, recent = protected
-    freed = first + max(recent, 1) >= most
-    if freed:
+    protect_less = first + max(recent, 1) >= most
+    if protect_less:
         first, recent = 0, min(recent, max(1, most // 2))
     window = min(_WINDOW, max(1, recent))
     configs = (
@@ -159,7 +160,7 @@ def _controls(budget: float, protected: tuple[int, int], tokens: int) -> tuple[t
         )
         for selection in CONTROLS if most > 1
     )  # fmt: skip
-    return tuple(map(normalise, configs)), freed
+    return tuple(map(normalise, configs)), protect_less
 
 
 def _masks(sets: Sets, tokens: int) -> list[Tensor]:
@@ -184,7 +185,7 @@ def _loss(trace: Trace, config: int, name: str) -> Loss:
 
     return Loss(
         name=name,
-        held=float(arrays["held_share"][:, config].astype(np.float64).mean()),
+        cache_share=float(arrays["held_share"][:, config].astype(np.float64).mean()),
         isolated=mean_ratio(arrays["perturbation_isolated"][:, config, 0], arrays["output_norm"][:, 0]),
         propagated=mean_ratio(arrays["perturbation_propagated"][:, config, 0], arrays["output_norm"][:, 0]),
         drift=mean_ratio(arrays["hidden_drift_l1"][:, config, 0, -1], arrays["hidden_norm"][:, 0, -1]),

@@ -14,28 +14,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import IN_CACHE, ORIGINAL
-from perturbkv.auditing.reference import (
-    EntryFloors,
-    Floors,
-    ForwardPass,
-    PromptEntries,
-    decode,
-    entry_floors,
-    floors,
-)
-from perturbkv.auditing.situations import Situation
+from perturbkv.auditing.forward_passes import ForwardPass, Situation
+from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, floors
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
+from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.models.adapter import Adapter
 from perturbkv.theory import WORK
 
+Held = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
+"""Per row, layer and key/value head the known entries that a cache holds, in its order; `NOWHERE` for others."""
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Keys (entry, d_head), positions from and to (entry,), frequencies (frequency,) → rotated keys."""
-
-
 UNROTATED = "unrotated"
 """The convention of keys that a cache holds without positions."""
+_EXPLAINED = 0.5
+"""Share of moved keys above which a rotation explains them: the first layer's equal tokens are easily mistaken."""
+_SAME_BASE = 0.01
+"""Largest relative difference of two bases that are one."""
+_BASES = (1e4, 1e5, 5e5, 1e6)
+"""Rotary bases that models have, 10,000 the one that code falls back to."""
 
 
 def convention_distances(
@@ -84,27 +82,12 @@ def match_at_zero(
     and get their positions in the prompt's order.
     """
     places = torch.arange(own[0].shape[2], device=own[0].device) if places is None else places
-    at_zero = [
-        (_rotate_to_zero(keys, positions, frequencies).unsqueeze(0), values.unsqueeze(0))
-        for keys, values, positions in (
-            (own[0][row], own[1][row], places),
-            (known[0][row], known[1][row], before[row]),
-        )
-    ]
+    at_zero = []
+    for (keys, values), positions in ((own, places), (known, before[row])):
+        rotated = [_rotate(head, positions, torch.zeros_like(positions), frequencies) for head in keys[row]]
+        at_zero.append((torch.stack(rotated).unsqueeze(0), values[row].unsqueeze(0)))
     (kept,) = recover(at_zero[:1], at_zero[1:], padding=padding)
     return kept
-
-
-def _rotate_to_zero(
-    keys: Float[Tensor, "kv_head entry d_head"], positions: Int[Tensor, " entry"], frequencies: Tensor
-) -> Tensor:
-    """Return the keys of all heads rotated from their positions to 0."""
-    zero = torch.zeros_like(positions)
-    return torch.stack([_rotate(head, positions, zero, frequencies) for head in keys])
-
-
-Held = Sequence[Sequence[Sequence[Int[Tensor, " entry"]]]]
-"""Per row, layer and key/value head the known entries that a cache holds, in its order; `NOWHERE` for others."""
 
 
 def match_all_at_zero(
@@ -139,8 +122,7 @@ def move_to_cache_positions(
         _move_layers(layers, held, before, adapter.frequencies, rotate)
         for layers, rotate in zip((prompts.full, *prompts.others), rotations, strict=True)
     )
-    limits: EntryFloors = entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps)
-    return PromptEntries(full, tuple(others), limits)
+    return PromptEntries(full, tuple(others), entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
 
 def _move_layers(
@@ -165,14 +147,14 @@ def decode_moving(
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
     held: Sequence[Held],
-) -> tuple[list[ForwardPass], Floors]:
+) -> tuple[list[ForwardPass], Distances]:
     """Return the masked reference's forward passes where keys move to their places at every pass, and its noise floors.
 
     `kept` has a mask (row, kept_head, entry) per pass and layer, `held` the entries of each pass. The tokens decoded
     before are the reference's own.
     """
     passes: list[ForwardPass] = []
-    noise: list[Floors] = []
+    noise: list[Distances] = []
     before = situation.prompt_positions()
     for chunk, (masks, entries) in enumerate(zip(kept, held, strict=True)):
         single = replace(situation, chunks=situation.chunks[chunk : chunk + 1], cached=(situation.cached or ())[chunk:])
@@ -187,7 +169,7 @@ def decode_moving(
             others=tuple(_append_entries(layers, new) for layers in prompts.others),
         )
         before = torch.cat([before, situation.positions(chunk)], dim=-1)
-    return passes, Floors(
+    return passes, Distances(
         *(torch.stack([getattr(one, name) for one in noise]).amax(dim=0) for name in ("head", "hidden", "logits"))
     )
 
@@ -213,14 +195,6 @@ def _rotate_by_difference(keys: Tensor, before: Tensor, after: Tensor, frequenci
     half, cosine, sine = angle.shape[-1], angle.cos().to(keys.dtype), angle.sin().to(keys.dtype)
     first, second, rest = torch.split(keys, [half, half, keys.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
-
-
-_EXPLAINED = 0.5
-"""Share of moved keys above which a rotation explains them: the first layer's equal tokens are easily mistaken."""
-_SAME_BASE = 0.01
-"""Largest relative difference of two bases that are one."""
-_BASES = (1e4, 1e5, 5e5, 1e6)
-"""Rotary bases that models have, 10,000 the one that code falls back to."""
 
 
 def describe_wrong_rotation(

@@ -20,10 +20,12 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perturbkv.audit_trace import KEPT_FILE, AuditRun, CacheEntries, DecodeDistances, Integers
-from perturbkv.auditing import reference
-from perturbkv.auditing.situations import Situation
+from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
+from perturbkv.analyses.audit.cache_entries import CacheEntries, Integers
+from perturbkv.auditing.forward_passes import Situation
+from perturbkv.auditing.reference import decode, floors, greedy, logits_distance, prompt_entries
 from perturbkv.cache.external_cache import Layers
+from perturbkv.configs.audit_settings import KEPT_FILE
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
@@ -64,7 +66,11 @@ class KeptFile:
                 expected = f"{' or '.join(map(str, heads))}, as many in every layer"
                 self._refuse(f"layer {layer} has {len(sets)} heads, expected {expected}")
             for head, kept in enumerate(sets):
-                self._check_set(kept, tokens, f"layer {layer}, head {head}")
+                where = f"layer {layer}, head {head}"
+                if len(kept) > tokens:
+                    self._refuse(f"{where} keeps {len(kept)} entries, more than the {tokens} that there were")
+                if len(kept) and not 0 <= kept.min() <= kept.max() < tokens:
+                    self._refuse(f"{where} keeps position {kept.max()} or {kept.min()} of a prompt of {tokens}")
         if self.logits is not None and self.logits.shape[1] != vocab:
             self._refuse(f"its logits have {self.logits.shape[1]} tokens, the model's {vocab}")
         if unknown := [token for token in (*self.token_ids, *self.tokens) if token >= vocab]:
@@ -72,19 +78,12 @@ class KeptFile:
         if self.logits is not None and 0 < len(self.tokens) < len(self.logits):
             self._refuse(f"it has logits of {len(self.logits)} steps and tokens of {len(self.tokens)}")
 
-    def _check_set(self, kept: Integers, tokens: int, where: str) -> None:
-        """Raise UnreadableCacheError for a kept set that does not fit a prompt of `tokens` entries."""
-        if len(kept) > tokens:
-            self._refuse(f"{where} keeps {len(kept)} entries, more than the {tokens} that there were")
-        if len(kept) and not 0 <= kept.min() <= kept.max() < tokens:
-            self._refuse(f"{where} keeps position {kept.max()} or {kept.min()} of a prompt of {tokens}")
-
     def _refuse(self, reason: str) -> NoReturn:
         """Raise UnreadableCacheError for this file, with the given reason."""
         raise UnreadableCacheError(f"{self.name}: {reason}")
 
 
-def read(path: Path) -> KeptFile:
+def read_positions(path: Path) -> KeptFile:
     """Return the kept positions, and any tokens and logits, in a file.
 
     Raises ConfigError where it does not exist, UnreadableCacheError where it does not follow docs/how-to/audit.md.
@@ -204,60 +203,51 @@ def select_prompt(file: KeptFile, prompts: Sequence[Prompt]) -> Prompt:
     return prompts[0]
 
 
-def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditRun:
+def audit_file(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, sample: str) -> AuditedRun:
     """Return the audited run of a file: its kept sets, and the distance of its logits from the masked reference's.
 
-    Raises UnreadableCacheError where the positions do not fit this model and prompt.
+    Keys and values are taken to be the full cache's. Raises UnreadableCacheError where the positions do not fit this
+    model and prompt.
     """
-    sizes = (adapter.kv_heads, adapter.heads)
-    file.check(len(adapter.layers), sizes, len(ids), int(adapter.config.vocab_size))
-    steps = 0 if file.logits is None else len(file.logits)
-    decoded = _compare_logits(adapter, ids, file, steps) if steps else None
-    return AuditRun(
-        sample,
-        "single",
-        0,
-        len(ids),
-        0,
-        (1,) * steps,
-        entries=_entries(file, len(adapter.layers), len(ids)),
-        decoded=decoded,
-    )
-
-
-def _entries(file: KeptFile, layers: int, tokens: int) -> CacheEntries:
-    """Return the kept sets of a file as cache entries with keys and values assumed unchanged."""
+    layers, tokens = len(adapter.layers), len(ids)
+    file.check(layers, (adapter.kv_heads, adapter.heads), tokens, int(adapter.config.vocab_size))
     shape = (layers, len(file.kept[0]))
-    counts, distances, floors = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(layers)
-    return CacheEntries(
-        kept=file.kept, padded=counts, strangers=counts, duplicates=counts, duplicated=counts - 1, hidden=counts,
-        first_hidden=counts - 1, unordered=counts > 0, key_distance=distances, value_distance=distances,
-        key_floor=floors, value_floor=floors, altered=tuple(((),) * shape[1] for _ in range(layers)),
+    counts, distances, noise = np.zeros(shape, dtype=np.int64), np.zeros(shape), np.zeros(layers)
+    entries = CacheEntries(
+        kept_sets=file.kept, tokens=tokens, kv_heads=adapter.kv_heads, padded=counts, strangers=counts,
+        duplicates=counts, duplicated=counts - 1, hidden=counts, first_hidden=counts - 1, unordered=(),
+        key_distance=distances, value_distance=distances, key_floor=noise, value_floor=noise, altered=(),
         evicted=sum(tokens - len(kept) for sets in file.kept for kept in sets),
     )  # fmt: skip
+    steps = () if file.logits is None or not len(file.logits) else _compare_logits(adapter, ids, file, file.logits)
+    return AuditedRun(sample, "single", 0, tokens, 0, entries=entries, steps=steps)
 
 
-def _compare_logits(adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, steps: int) -> DecodeDistances:
+def _compare_logits(
+    adapter: Adapter, ids: Int[Tensor, " token"], file: KeptFile, logits: NDArray[np.float64]
+) -> tuple[DecodingStep, ...]:
     """Return the distances of a file's logits from the masked reference's; NaN for heads and layers."""
     if file.tokens:
-        decoded, full = torch.tensor(file.tokens[:steps], device=adapter.device), None
+        decoded, full = torch.tensor(file.tokens[: len(logits)], device=adapter.device), None
     else:
-        decoded, full = reference.greedy(adapter, ids, steps)
+        decoded, full = greedy(adapter, ids, len(logits))
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
-    prompts = reference.prompt_entries(adapter, single, full)
+    prompts = prompt_entries(adapter, single, full)
     kept = _masks(file, single, prompts.full)
-    passes = list(reference.decode(adapter, prompts.full, single, kept))
-    floors = reference.floors(adapter, passes, prompts, single, kept)
-    external = [torch.as_tensor(row, device=adapter.device) for row in file.logits] if file.logits is not None else []
-    pairs = [(logits, masked.logits[0]) for logits, masked in zip(external, passes, strict=True)]
-    return DecodeDistances(
-        head=np.full((steps, len(adapter.layers), adapter.heads), np.nan), head_floor=floors.head.numpy(),
-        hidden=np.full((steps, len(adapter.layers)), np.nan), hidden_floor=floors.hidden.numpy(),
-        logits=np.array([float(reference.logits_distance(logits.unsqueeze(0), masked)) for logits, masked in pairs]),
-        logits_floor=float(floors.logits),
-        agrees=np.array([bool(logits.argmax() == masked[-1].argmax()) for logits, masked in pairs]),
-        behind=np.zeros(steps),
-    )  # fmt: skip
+    passes = list(decode(adapter, prompts.full, single, kept))
+    noise = float(floors(adapter, passes, prompts, single, kept).logits)
+    steps = []
+    for step, (row, masked) in enumerate(zip(logits, passes, strict=True)):
+        external, expected = torch.as_tensor(row, device=adapter.device), masked.logits[0]
+        steps.append(
+            DecodingStep(
+                step=step, tokens=1, head_floors=np.full((len(adapter.layers), adapter.heads), np.nan),
+                hidden=np.full(len(adapter.layers), np.nan),
+                logits=float(logits_distance(external.unsqueeze(0), expected)) / noise,
+                same_token=bool(external.argmax() == expected[-1].argmax()), behind=0.0,
+            )
+        )  # fmt: skip
+    return tuple(steps)
 
 
 def _masks(file: KeptFile, single: Situation, full: Layers) -> list[list[Tensor]]:

@@ -1,14 +1,14 @@
 """The masked reference: the plain model decodes with a mask of exactly the kept entries.
 
-Forward passes are recorded at the attention, from whatever cache they decode. Noise floors are the distances that
-rounding alone makes at the same kept sets: entries in the opposite order, gathered, of a prompt read in other ways.
+Noise floors are the distances that rounding alone makes at the same kept sets: entries in the opposite order, gathered,
+of a prompt read in other ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,183 +16,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from perturbkv.auditing.situations import Situation
+from perturbkv.auditing.forward_passes import Attend, ForwardPass, Situation, record_pass
 from perturbkv.cache.external_cache import Layers
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
-from perturbkv.pipeline.sample.capture import AttentionFunction, Observer, capture, intercept_attention
+from perturbkv.pipeline.sample.capture import AttentionFunction
 
-Attend = Callable[[int, AttentionFunction, nn.Module, Any, Any], Any]
-"""`(layer, stock, module, args, kwargs)`: the function that replaces the model's attention."""
-
-
-@dataclass
-class ForwardPass:
-    """A recorded forward pass of a batch: layer → tensor, without layers whose attention was not the model's own.
-
-    Attributes:
-        query: after RoPE (row, head, new, d_head).
-        key, value: as the attention gets them (row, kept_head, entry, d_head), those of the new tokens last.
-        mask: as the attention gets it; None where it gets none.
-        head_output: before the output projection (row, new, head, d_head).
-        hidden: residual stream after the layer (row, new, d_model).
-        logits: (row, new, vocab).
-        entries: number of entries that the attention got, with those of the new tokens.
-        hidden_keys: row, head and index of the entries that kvpress masks inside the attention
-            (`masked_key_indices`).
-    """
-
-    query: dict[int, Tensor] = field(default_factory=dict)
-    key: dict[int, Tensor] = field(default_factory=dict)
-    value: dict[int, Tensor] = field(default_factory=dict)
-    mask: dict[int, Tensor | None] = field(default_factory=dict)
-    head_output: dict[int, Tensor] = field(default_factory=dict)
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    logits: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
-    entries: dict[int, int] = field(default_factory=dict)
-    hidden_keys: dict[int, tuple[Tensor, ...] | None] = field(default_factory=dict)
-
-    def is_complete(self, layers: int) -> bool:
-        """Return whether the attention of all layers was recorded."""
-        return len(self.head_output) == layers
-
-    def new_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the new tokens in a layer, each (row, kept_head, new, d_head)."""
-        new = self.query[layer].shape[2]
-        return self.key[layer][:, :, -new:], self.value[layer][:, :, -new:]
-
-    def previous_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the entries before the new tokens in a layer."""
-        new = self.query[layer].shape[2]
-        return self.key[layer][:, :, :-new], self.value[layer][:, :, :-new]
-
-    def forget_entries(self) -> None:
-        """Drop all keys and values except the new tokens', to free memory as large as the cache."""
-        for layer in self.key:
-            keys, values = self.new_entries(layer)
-            self.key[layer], self.value[layer] = keys.clone(), values.clone()
-
-
-@contextmanager
-def record_pass(adapter: Adapter, record: ForwardPass, attend: Attend | None = None) -> Iterator[None]:
-    """Record the forward pass inside the block in `record`; `attend` replaces the model's attention."""
-
-    def watch(stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        layer = adapter.layer_of(module)
-        record.query[layer], record.key[layer], record.value[layer], record.mask[layer] = args[:4]
-        record.entries[layer] = args[1].shape[2]
-        record.hidden_keys[layer] = getattr(module, "masked_key_indices", None)
-        output = stock(module, *args, **kwargs) if attend is None else attend(layer, stock, module, args, kwargs)
-        record.head_output[layer] = output[0]
-        return output
-
-    def hidden(layer: int, output: Tensor) -> None:
-        record.hidden[layer] = output
-
-    with intercept_attention(adapter, watch), capture(adapter, Observer(hidden=hidden)):
-        yield
-
-
+_KERNEL = "sdpa"
+_TINY = torch.finfo(torch.float64).tiny
 Arrange = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """Keys and values (row, kv_head, entry, d_head) and mask (row, head, new, entry) → the same, arranged otherwise."""
 
 
-def _unarranged(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the entries as they are."""
-    return key, value, mask
-
-
-def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange = _unarranged) -> Attend:
-    """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
-
-    `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
-    """
-
-    def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        query, key, value, _, *others = args
-        entries = key, value, _attention_mask(kept[layer], query.shape[1], query.shape[2])
-        return stock(module, query, *arrange(*entries), *others, **kwargs)
-
-    return attend
-
-
-def _reverse(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the entries in the opposite order."""
-    return key.flip(2), value.flip(2), mask.flip(-1)
-
-
-def _gather(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return copies of the entries that any query of a key/value head attends to, without a mask where it says nothing.
-
-    Heads with fewer entries than others are padded with entries that the mask hides, as in a cache that is cut.
-    """
-    visible = mask.any(dim=2).reshape(len(key), key.shape[1], -1, key.shape[2]).any(dim=2)
-    most = int(visible.sum(dim=-1).amax())
-    order = (~visible).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
-    entries = order.unsqueeze(-1).expand(*order.shape, key.shape[-1])
-    heads = order.repeat_interleave(mask.shape[1] // key.shape[1], dim=1)
-    gathered = mask.gather(-1, heads.unsqueeze(2).expand(*heads.shape[:2], mask.shape[2], most))
-    own_values = order.unsqueeze(-1).expand(*order.shape, value.shape[-1])
-    return key.gather(2, entries), value.gather(2, own_values), None if bool(gathered.all()) else gathered
-
-
-def _attention_mask(
-    kept: Bool[Tensor, "row kept_head entry"], heads: int, new: int
-) -> Bool[Tensor, "row head new all"]:
-    """Return the attention mask of `new` tokens over kept entries, then over the new tokens, causally."""
-    sets = kept.repeat_interleave(heads // kept.shape[1], dim=1)
-    causal = torch.ones(new, new, dtype=torch.bool, device=kept.device).tril()
-    previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
-    return torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
-
-
-def boolean_mask(mask: Tensor | None, entries: int, new: int) -> Bool[Tensor, "row head new all"] | None:
-    """Return an attention mask as booleans, True for visible entries; None without a mask."""
-    if mask is None:
-        return None
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return allowed[..., :new, :entries]
-
-
-def attends_to_later(record: ForwardPass) -> bool:
-    """Return whether the mask lets any new token attend to a later token."""
-    new = record.query[0].shape[2]
-    for layer, mask in record.mask.items():
-        allowed = boolean_mask(mask, record.entries[layer], new)
-        if new > 1 and allowed is not None:
-            later = torch.ones(new, new, dtype=torch.bool, device=allowed.device).triu(1)
-            if bool((allowed[..., -new:] & later).any()):
-                return True
-    return False
-
-
-def hides_entries(record: ForwardPass) -> bool:
-    """Return whether the mask hides a new token from itself, or an entry that is visible to a different new token."""
-    new = record.query[0].shape[2]
-    for layer, mask in record.mask.items():
-        entries = record.entries[layer]
-        if new > 1 and mask is None and entries > new:
-            return True
-        allowed = boolean_mask(mask, entries, new)
-        if new > 1 and allowed is not None:
-            previous, own = allowed[..., :-new], allowed[..., -new:]
-            causal = torch.ones(new, new, dtype=torch.bool, device=own.device).tril()
-            if bool((previous.any(dim=-2, keepdim=True) & ~previous).any()) or bool((~own & causal).any()):
-                return True
-    return False
-
-
-_KERNEL = "sdpa"
-_TINY = torch.finfo(torch.float64).tiny
-
-
 @dataclass(frozen=True)
-class Distance:
+class Distances:
     """Relative distances of one row of a forward pass from the reference, the maximum over its tokens.
 
+    As noise floors they are the distances that rounding alone makes (METHOD: protocol, 4), the maximum over a layer's
+    heads, never below the dtype's epsilon.
+
     Attributes:
-        head: before the output projection.
+        head: before the output projection, over the larger of its own length and the layer's root mean square length:
+            the rounding of values does not shrink where their weighted sum nearly cancels.
         hidden: residual stream after the layer.
         logits: less their mean, at the tokens that both have.
     """
@@ -202,28 +48,22 @@ class Distance:
     logits: Tensor
 
 
-@dataclass(frozen=True)
-class Floors:
-    """Relative distances that rounding alone makes (METHOD: protocol, 4): never below the dtype's epsilon.
+@dataclass(frozen=True, eq=False)
+class PromptEntries:
+    """The plain model's entries of a situation's prompts, read in one way and in two that round otherwise.
 
     Attributes:
-        head, hidden, logits: as in `Distance`, the maximum over a layer's heads.
+        full: read as a whole.
+        others: read in two halves, and in growing parts with attention `eager`.
+        floors: noise floors of keys and of values, over the root mean square norm of a head's.
     """
 
-    head: Float[Tensor, " layer"]
-    hidden: Float[Tensor, " layer"]
-    logits: Tensor
+    full: Layers
+    others: tuple[Layers, ...]
+    floors: Float[Tensor, "kind layer"]
 
 
-@dataclass(frozen=True)
-class EntryFloors:
-    """Noise floors of keys and values, over the root mean square norm of a head's keys or values."""
-
-    key: Float[Tensor, " layer"]
-    value: Float[Tensor, " layer"]
-
-
-def check(adapter: Adapter) -> None:
+def check_attention(adapter: Adapter) -> None:
     """Raise ModelError if some layer's attention does not take a mask per head over all entries."""
     check_plain(adapter.config, adapter.name, "an audit")
     name = adapter.config._attn_implementation
@@ -289,7 +129,7 @@ def decode(
     full: Layers,
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
-    arrange: Arrange = _unarranged,
+    arrange: Arrange | None = None,
 ) -> Iterator[ForwardPass]:
     """Yield the forward passes that decode from the full cache under masks of the kept entries.
 
@@ -335,7 +175,7 @@ def floors(
     prompts: PromptEntries,
     situation: Situation,
     kept: Sequence[Sequence[Tensor]],
-) -> Floors:
+) -> Distances:
     """Return the noise floors at the kept sets: distances of the masked reference from runs that only round otherwise.
 
     Those have the entries in the opposite order, gathered, and of a prompt that was read in other ways. Floors are the
@@ -356,54 +196,35 @@ def floors(
         torch.stack([getattr(distance, name).cpu() for distance in distances]).amax(dim=0).clamp(min=least)
         for name in ("head", "hidden", "logits")
     )
-    return Floors(head.amax(dim=-1).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
-
-
-@dataclass(frozen=True, eq=False)
-class PromptEntries:
-    """The plain model's entries of a situation's prompts, read in one way and in two that round otherwise.
-
-    Attributes:
-        full: read as a whole.
-        others: read in two halves, and in growing parts with attention `eager`.
-        floors: noise floors of entries, the largest distance between `full` and `others`; those of a layer are never
-            below those of an earlier layer.
-    """
-
-    full: Layers
-    others: tuple[Layers, ...]
-    floors: EntryFloors
+    return Distances(head.amax(dim=-1, keepdim=True).cummax(dim=0).values, hidden.cummax(dim=0).values, logits)
 
 
 def prompt_entries(adapter: Adapter, situation: Situation, full: Layers | None = None) -> PromptEntries:
     """Return the entries of a situation's prompts, with their noise floors; `full` are those of `read`, if known."""
     tokens, full = situation.entries, full or read(adapter, situation)
     halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
-    kernel = (
-        "eager" if adapter.dtype.itemsize <= 4 else None
-    )  # its softmax is of float32, where a mask of float64 is NaN
+    kernel = "eager" if adapter.dtype.itemsize <= 4 else None  # softmax in float32: a mask of float64 is NaN there
     others = (halves, read(adapter, situation, _doubling_parts(tokens), kernel))
     return PromptEntries(full, others, entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
 
-def entry_floors(full: Layers, others: Sequence[Layers], situation: Situation, least: float) -> EntryFloors:
-    """Return the noise floors of entries: the largest distances between `full` and `others`, and at least `least`."""
-    distances = torch.stack([_entry_distances(full, other, situation) for other in others]).amax(dim=0).clamp(min=least)
-    return EntryFloors(*distances.cummax(dim=-1).values)
+def entry_floors(
+    full: Layers, others: Sequence[Layers], situation: Situation, least: float
+) -> Float[Tensor, "kind layer"]:
+    """Return the noise floors of entries: the largest distances between `full` and `others`, and at least `least`.
 
-
-def _entry_distances(full: Layers, other: Layers, situation: Situation) -> Float[Tensor, "kind layer"]:
-    """Return the largest distance of an entry's key and value from the full cache's, per layer."""
-    return torch.stack([
-        torch.stack([
-            torch.stack([
-                entry_distances(*[entries[kind][row, :, padding:] for entries in (changed, layer, layer)]).amax().cpu()
-                for row, padding in enumerate(situation.padding)
-            ]).amax()
-            for layer, changed in zip(full, other, strict=True)
-        ])
-        for kind in range(2)
-    ])  # fmt: skip
+    Those of a layer are never below those of an earlier layer.
+    """
+    distances = torch.zeros(len(others), 2, len(full), dtype=torch.float32)
+    for reading, other in enumerate(others):
+        for layer, (changed, known) in enumerate(zip(other, full, strict=True)):
+            for kind, (own, expected) in enumerate(zip(changed, known, strict=True)):
+                rows = [
+                    entry_distances(own[row, :, first:], expected[row, :, first:], expected[row, :, first:]).amax()
+                    for row, first in enumerate(situation.padding)
+                ]
+                distances[reading, kind, layer] = torch.stack(rows).amax()
+    return distances.amax(dim=0).clamp(min=least).cummax(dim=-1).values
 
 
 def entry_distances(
@@ -421,12 +242,8 @@ def entry_distances(
     return torch.where(distance.isfinite(), distance, torch.inf)
 
 
-def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distance:
-    """Return the relative distances of one row of a forward pass from the reference pass.
-
-    The distance of a head is over its own length or the layer's root mean square length, whichever is larger: the
-    rounding of values does not shrink where their weighted sum nearly cancels.
-    """
+def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) -> Distances:
+    """Return the relative distances of one row of a forward pass from the reference pass; infinite where one is NaN."""
     heads, hidden = [], []
     for layer in range(layers):
         outputs = reference.head_output[layer][row].double()
@@ -435,13 +252,8 @@ def compare(record: ForwardPass, reference: ForwardPass, row: int, layers: int) 
         distance = torch.linalg.vector_norm(record.head_output[layer][row].double() - outputs, dim=-1)
         heads.append((distance / torch.maximum(length, mean_length).clamp(min=_TINY)).amax(dim=0))
         hidden.append(_relative_distance(record.hidden[layer][row], reference.hidden[layer][row]))
-    logits = logits_distance(record.logits[row], reference.logits[row])
-    return Distance(*(_nan_as_infinity(distance) for distance in (torch.stack(heads), torch.stack(hidden), logits)))
-
-
-def _nan_as_infinity(distance: Tensor) -> Tensor:
-    """Return distances with infinity for NaN: what is not a number is a difference."""
-    return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    found = torch.stack(heads), torch.stack(hidden), logits_distance(record.logits[row], reference.logits[row])
+    return Distances(*(distance.nan_to_num(nan=torch.inf, posinf=torch.inf) for distance in found))
 
 
 def _relative_distance(vectors: Float[Tensor, "new column"], reference: Float[Tensor, "new column"]) -> Tensor:
@@ -455,3 +267,42 @@ def logits_distance(one: Float[Tensor, "new vocab"], other: Float[Tensor, "most 
     """Return the largest relative distance of mean-centred logits, over the last tokens common to both."""
     centred = [logits.double() - logits.double().mean(dim=-1, keepdim=True) for logits in (one, other[-len(one) :])]
     return _relative_distance(centred[0], centred[1])
+
+
+def masked_attention(kept: Sequence[Bool[Tensor, "row kept_head entry"]], arrange: Arrange | None = None) -> Attend:
+    """Return an attention function in which new tokens attend to the kept entries, and causally to each other.
+
+    `kept` are masks per layer. `arrange` puts the entries into another order, which changes only the rounding.
+    """
+
+    def attend(layer: int, stock: AttentionFunction, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        query, key, value, _, *others = args
+        heads, new = query.shape[1:3]
+        causal = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
+        sets = kept[layer].repeat_interleave(heads // kept[layer].shape[1], dim=1)
+        previous = sets.unsqueeze(2).expand(-1, -1, new, -1)
+        mask = torch.cat([previous, causal.expand(*previous.shape[:2], -1, -1)], dim=-1)
+        entries = (key, value, mask) if arrange is None else arrange(key, value, mask)
+        return stock(module, query, *entries, *others, **kwargs)
+
+    return attend
+
+
+def _reverse(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entries in the opposite order."""
+    return key.flip(2), value.flip(2), mask.flip(-1)
+
+
+def _gather(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return copies of the entries that any query of a key/value head attends to, without a mask where it says nothing.
+
+    Heads with fewer entries than others are padded with entries that the mask hides, as in a cache that is cut.
+    """
+    visible = mask.any(dim=2).reshape(len(key), key.shape[1], -1, key.shape[2]).any(dim=2)
+    most = int(visible.sum(dim=-1).amax())
+    order = (~visible).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
+    entries = order.unsqueeze(-1).expand(*order.shape, key.shape[-1])
+    heads = order.repeat_interleave(mask.shape[1] // key.shape[1], dim=1)
+    gathered = mask.gather(-1, heads.unsqueeze(2).expand(*heads.shape[:2], mask.shape[2], most))
+    own_values = order.unsqueeze(-1).expand(*order.shape, value.shape[-1])
+    return key.gather(2, entries), value.gather(2, own_values), None if bool(gathered.all()) else gathered

@@ -85,7 +85,7 @@ def compute_budgets(configs: Sequence[ResolvedConfig], scores: Scores, prompt_to
     first = torch.minimum(kept - recent, protected[..., 0])
     always = first + recent
     if configs[0].has_own_stages:
-        stage1 = torch.stack([scores.first_counts(config, each) for config, each in zip(configs, ends, strict=True)])
+        stage1 = torch.stack([scores.stage1_counts(config, each) for config, each in zip(configs, ends, strict=True)])
     else:
         least = to_device([[config.least_stage1_blocks(prompt_tokens)] for config in configs], device)
         stage1 = _stage1_blocks(_alphas(configs, scores), configs, kept - always, always + blocks.tail_blocks)

@@ -170,7 +170,7 @@ class Scores:
 
         def make() -> Score:
             ranks = rank(self._mask_ends(self.first_stage(config), ends, config.block)).ranks
-            return torch.where(ranks < self.first_counts(config, ends).unsqueeze(-1), score.max(), score)
+            return torch.where(ranks < self.stage1_counts(config, ends).unsqueeze(-1), score.max(), score)
 
         return self.once(("competing", id(score), config.policy, ends), make)
 
@@ -183,13 +183,13 @@ class Scores:
             )
         return self.once(("own stage 1", self.kept_heads(config)), lambda: self.reduce(config, score))
 
-    def first_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
+    def stage1_counts(self, config: ResolvedConfig, ends: Ends) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries in the policy's own stage 1, without always-kept ones."""
         score, policy = self.first_stage(config), config.system
         competing = ends.competing_slice(score.shape[-1])
         return self.once(
             ("own stage 1", config.policy, self.kept_heads(config), ends),
-            lambda: checked.first_counts(policy, config, score, competing).clamp(max=ends.free),
+            lambda: checked.stage1_counts(policy, config, score, competing).clamp(max=ends.free),
         )
 
     def attention(self, config: ResolvedConfig, pooled: bool = True) -> Score:

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from perturbkv import audit_trace
-from perturbkv.analyses.audit.dump_verdict import conclude
-from perturbkv.audit_trace import DUMP_FLOORS
+from perturbkv.analyses.audit import dump_verdict
+from perturbkv.analyses.audit.dump_verdict import DUMP_FLOORS
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import Dump, read_dump, write_dump
@@ -65,7 +64,7 @@ def vllm_dumps(count: int, dtype: str, folder: Path) -> Iterator[Dump]:
 
 def llamacpp_dumps(count: int, kind: str, folder: Path) -> Iterator[Dump]:
     """Yield slots of llama.cpp's server, in this process, of the first request of each draw."""
-    from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+    from perturbkv.auditing.dumps.llamacpp import read_slot
     from tests.llamacpp.conftest import complete, embedded_file, save, start
 
     files = open_model(EMBEDDED)
@@ -106,10 +105,10 @@ def measure(engine: str, dtype: str, count: int) -> None:
         if not stream.tell():
             rows.writerow(FIELDS)
         for dump in DUMPS[engine](count, dtype, Path(folder)):
-            trace = audit_dump(adapter, dump, losses=False)
-            compared = [request for request in trace.requests if request.compared]
-            keys, values = np.nanmax([request.distance / trace.floors for request in compared], axis=(0, 1))
-            logprobs = np.nanmax([request.logprob_distance / request.logprob_floor for request in compared])
+            result = audit_dump(adapter, dump, losses=False)
+            compared = result.requests
+            keys, values = np.nanmax([request.distances / result.floors for request in compared], axis=(0, 1))
+            logprobs = np.nanmax([request.logprobs / request.logprobs_floor for request in compared])
             entries = sum(request.compared for request in compared)
             found = (f"{number:.3g}" for number in (keys, values, logprobs))
             rows.writerow([engine, dtype, dump.path.name, len(compared), entries, *found])
@@ -122,7 +121,7 @@ def count_exact(engine: str, kind: str, count: int) -> None:
     exact = entries = 0
     with tempfile.TemporaryDirectory() as folder:
         for seed, dump in enumerate(DUMPS[engine](count, kind, Path(folder))):
-            result = conclude(audit_dump(adapter, dump, losses=False))
+            result = audit_dump(adapter, dump, losses=False)
             exact += result.verdict == "exact"
             entries += sum(one.compared for one in result.requests)
             if result.verdict != "exact":
@@ -153,5 +152,5 @@ if __name__ == "__main__":
         count_exact(*sys.argv[2:4], int(sys.argv[4]))
     else:
         # nothing differs, so that all distances are told
-        vars(audit_trace)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)
+        vars(dump_verdict)["DUMP_FLOORS"] = dict.fromkeys(DUMP_FLOORS, sys.maxsize)
         measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))

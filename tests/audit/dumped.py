@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
 from perturbkv.models.adapter import Adapter
@@ -102,4 +102,4 @@ class Made:
         )  # fmt: skip
 
     def audited(self, folder: Path) -> DumpAudit:
-        return conclude(audit_dump(model(self.kv_heads), read_dump(self.write(folder))))
+        return audit_dump(model(self.kv_heads), read_dump(self.write(folder)))

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from scipy.linalg import hadamard
 from transformers import DynamicCache
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
-from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+from perturbkv.auditing.dumps.llamacpp import read_slot
 from perturbkv.models.adapter import Adapter
 from tests.support.models import tiny_adapter, token_ids
 
@@ -108,7 +108,7 @@ class Made:
 
     def audited(self, path: Path) -> DumpAudit:
         adapter = model(self.family, self.kv_heads)
-        return conclude(audit_dump(adapter, read_slot(self.write(path), adapter.config), losses=False))
+        return audit_dump(adapter, read_slot(self.write(path), adapter.config), losses=False)
 
 
 def config(**changes: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
@@ -73,7 +73,7 @@ def audited(
             }
 
     request = {"id": "a", "token_ids": IDS, "logprobs": told}
-    return conclude(audit_dump(model(), read_dump(write_dump(folder, [request], layers(), kv_heads=2, head_size=8))))
+    return audit_dump(model(), read_dump(write_dump(folder, [request], layers(), kv_heads=2, head_size=8)))
 
 
 def halved() -> Adapter:
@@ -94,7 +94,7 @@ def audited_halved(folder: Path, factor: float) -> DumpAudit:
 
     request = {"id": "a", "token_ids": IDS, "logprobs": told}
     path = write_dump(folder, [request], layers(), kv_heads=2, head_size=8)
-    return conclude(audit_dump(adapter, read_dump(path)))
+    return audit_dump(adapter, read_dump(path))
 
 
 def test_a_short_request_in_16_bits_is_no_fault_of_decoding(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_freed_entries_in_few_bits_are_a_kept_set(tmp_path: Path) -> None:
             yield {"keys.a": keys, "values.a": values, "positions.a": kept}
 
     path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": IDS}], layers(), kv_heads=2, head_size=8)
-    result = conclude(audit_dump(model(), read_dump(path)))
+    result = audit_dump(model(), read_dump(path))
     assert result.verdict == "exact", result.summary
     (request,) = result.requests
     assert request.removed == 3 * 2 * 10
@@ -199,7 +199,7 @@ def test_keys_at_other_places_are_no_convention_where_nothing_is_gone(tmp_path: 
             yield {"keys.a": moved, "values.a": values[:, order].clone(), "positions.a": order}
 
     path = write_dump(tmp_path / "dump", [{"id": "a", "token_ids": IDS}], layers(), kv_heads=2, head_size=8)
-    assert conclude(audit_dump(model(), read_dump(path))).verdict == "differs"
+    assert audit_dump(model(), read_dump(path)).verdict == "differs"
 
 
 def test_a_constant_factor_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_follows_from_a_fault_while_serving_is_no_fault_of_its_own(tmp_path
     assert float(far.median()) > 0.01
     request = {"id": "a", "token_ids": IDS, "logprobs": told}
     path = write_dump(tmp_path / "dump", [request], layers(), kv_heads=2, head_size=8)
-    result = conclude(audit_dump(model(), read_dump(path)))
+    result = audit_dump(model(), read_dump(path))
     assert [
         (fault.kind, fault.what, fault.first, fault.last, list(fault.layers), list(fault.heads))
         for fault in result.faults

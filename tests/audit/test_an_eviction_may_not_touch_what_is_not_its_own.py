@@ -124,7 +124,7 @@ def test_a_changed_model_is_a_fault_that_is_named(damage: Callable[[Any], None],
     result = audited("llama", after(damage))
     assert (result.verdict, result.faults[0].kind) == ("differs", "model")
     assert f"it changed the model ({words}" in result.conclusion()
-    assert len(result.trace.runs) == 1  # there is no reference any more
+    assert len(result.runs) == 1  # there is no reference any more
     model.cache_clear()
 
 
@@ -300,7 +300,7 @@ def test_an_eviction_that_is_patched_in_once_evicts_in_every_situation() -> None
         result = audited("llama", evict)
         assert result.verdict == "exact", result.conclusion()
         assert "nothing was evicted" not in result.conclusion()
-        assert all(run.entries.evicted for run in result.trace.runs)
+        assert all(run.entries.evicted for run in result.runs)
 
 
 def test_situations_without_eviction_are_named() -> None:

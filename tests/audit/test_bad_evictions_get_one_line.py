@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.audit_trace import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.errors import ConfigError, PerturbkvError, PluginError, UnknownNameError
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited, model
@@ -50,7 +50,7 @@ def test_a_decoding_that_shows_no_keys_is_unreadable() -> None:
 def test_a_refusal_is_no_fault_and_a_failure_is_one() -> None:
     refusing = audited("llama", planted.alone_only)
     assert refusing.verdict == "exact"
-    said = [run.refused for run in refusing.trace.runs if run.situation == "batch"]
+    said = [run.refused for run in refusing.runs if run.situation == "batch"]
     assert said[0].startswith("NotImplementedError: one prompt at a time (planted.py, line ")
     failing = audited("llama", planted.breaks_in_a_batch)
     assert failing.verdict == "differs"
@@ -107,9 +107,9 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
 
 def test_options_reach_a_class_and_a_function(tmp_path: Path) -> None:
     result = audited("llama", f"{FILE}:Streaming(sinks=2, recent=5)", situations=["single"])
-    entries = result.trace.runs[0].entries
+    entries = result.runs[0].entries
     assert entries is not None
-    assert {len(one) for layer in entries.kept for one in layer} == {7}
+    assert {count for layer in entries.kept for count in layer} == {7}
     result = audited("llama", f"{FILE}:rotated_again(layer=2)", situations=["single"])
     assert result.faults[0].layer == 2
 
@@ -127,7 +127,7 @@ def test_a_decode_in_the_file_is_used(tmp_path: Path) -> None:
     )
     result = audited("llama", f"{path}:keep", situations=["single"])
     assert result.faults[0].what == "new tokens stand 3 positions too early"
-    assert result.trace.plain is None
+    assert result.plain_use is None
 
 
 @pytest.mark.parametrize(

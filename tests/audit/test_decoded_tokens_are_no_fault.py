@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.auditing.dumps.distances import Distances, Entries, Limits
+from perturbkv.auditing.dumps.dump_entries import Entries, EntryDistances, Limits
 from perturbkv.datasets.needle import sentences
 
 
@@ -20,7 +20,7 @@ def test_a_block_may_be_two_floors_away_where_all_others_are_equal(floors: float
     distance = torch.zeros(1, 48)
     distance[:, 32:] = floors
     entries = Entries(zeros, zeros, positions, torch.full((48,), -1))
-    measured = Distances(distance, torch.zeros(1, 48), torch.ones(1, 48, dtype=torch.bool))
+    measured = EntryDistances(torch.stack([distance, zeros[..., 0]]), torch.ones(1, 48, dtype=torch.bool))
     assert int(limits.differing(entries, measured).any(dim=0).sum()) == differ
 
 

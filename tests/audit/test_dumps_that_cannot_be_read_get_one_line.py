@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, layer_file, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import Layout
@@ -195,7 +194,7 @@ def test_a_verdict_is_one_line_whatever_a_request_is_called(tmp_path: Path) -> N
     header = json.loads((path / HEADER).read_text())
     header["requests"][0]["id"] = "a\nexact: fine\x01"
     (path / HEADER).write_text(json.dumps(header))
-    result = conclude(audit_dump(model(), read_dump(path)))
+    result = audit_dump(model(), read_dump(path))
     assert "\n" not in result.summary
     ElementTree.fromstring(result.to_junit())
 

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.analyses.audit.faults import KINDS
-from perturbkv.auditing import situations
+from perturbkv.analyses.audit.audited_runs import KINDS
+from perturbkv.auditing.forward_passes import make_situation
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import ALL, audited, model
 
@@ -98,7 +98,7 @@ def test_a_sink_that_only_the_second_row_lacks_is_told() -> None:
 def test_padding_with_the_first_tokens_id_is_no_fault() -> None:
     ids = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
     prompt = pk.Prompt("p", (*ids[:7], ids[-1], *ids[7:]), 0)  # no token is left for padding but the last one
-    batch = situations.situation("batch", torch.tensor(prompt.token_ids), torch.tensor([0]), 1)
+    batch = make_situation("batch", torch.tensor(prompt.token_ids), torch.tensor([0]), 1)
     assert batch.ids[1, 6] == batch.ids[1, 7] == ids[-1]  # the second row begins with the padding's token
     result = pk.audit(model("llama"), prompt, planted.right, steps=2, losses=False, progress=False)
     assert result.verdict == "exact", result.conclusion()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import HEADER, read_dump, write_dump
 from perturbkv.auditing.dumps.layouts import NAMED
@@ -366,7 +365,7 @@ def test_entries_that_are_there_twice_are_named(tmp_path: Path) -> None:
             yield {"keys.b": keys[:, positions], "values.b": values[:, positions], "positions.b": positions}
 
     path = write_dump(tmp_path / "dump", [{"id": "b", "token_ids": ids}], layers(), kv_heads=2, head_size=8)
-    result = conclude(audit_dump(model(), read_dump(path)))
+    result = audit_dump(model(), read_dump(path))
     assert result.verdict == "differs"
     assert [(fault.kind, fault.first, fault.last) for fault in result.faults] == [("duplicate", 6, 6)] * len(
         result.faults
@@ -408,7 +407,7 @@ def test_probabilities_are_held_against_the_plain_models(tmp_path: Path) -> None
         told = [*right[:-1], right[-1] - 0.05] if wrong else right
         header["requests"][1]["logprobs"] = told
         (path / HEADER).write_text(json.dumps(header))
-        result = conclude(audit_dump(model(), read_dump(path)))
+        result = audit_dump(model(), read_dump(path))
         assert result.verdict == ("differs" if wrong else "exact"), result.summary
         assert [fault.kind for fault in result.faults] == ["decoding"] * wrong
         assert result.requests[1].logprobs == pytest.approx(0.05 * wrong, abs=1e-4)

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 import perturbkv as pk
 from perturbkv.analyses.audit.audit import Audit
-from perturbkv.audit_trace import KEPT_FILE
 from perturbkv.auditing import positions_file
+from perturbkv.configs.audit_settings import KEPT_FILE
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import model
 from tests.support.models import token_ids
@@ -60,10 +60,10 @@ def test_both_layouts_are_read_alike(tmp_path: Path) -> None:
     text.write_text(json.dumps({"token_ids": IDS, "kept": KEPT, "tokens": MORE, "logits": logits().tolist()}))
     for path in (npz, text):
         result = audited(path)
-        assert (result.verdict, result.trace.kind) == ("exact", "positions file")
-        (run,) = result.trace.runs
+        assert (result.verdict, result.kind) == ("exact", "positions file")
+        (run,) = result.runs
         assert run.entries is not None
-        assert [[one.tolist() for one in layer] for layer in run.entries.kept] == KEPT
+        assert [[one.tolist() for one in layer] for layer in run.entries.kept_sets] == KEPT
         assert run.decoded is not None
         assert run.decoded.agrees.all()
 
@@ -80,7 +80,7 @@ def test_without_logits_only_the_kept_sets_are_looked_at(tmp_path: Path) -> None
     result = audited(as_npz(tmp_path / "a.npz"), losses=True)
     assert result.conclusion().startswith("not compared: nothing was decoded")
     assert result.exit_code == 2
-    assert result.trace.losses[0].held == pytest.approx(planted.KEPT / 60)
+    assert result.losses[0].cache_share == pytest.approx(planted.KEPT / 60)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perturbkv.auditing import situations
+from perturbkv.auditing.forward_passes import make_situation
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 
@@ -35,7 +35,7 @@ def test_keys_that_move_at_every_step_are_exact(eviction: str, name: str) -> Non
     result = audited(name, getattr(planted, eviction), situations=ALONE, plain_use=False)
     assert result.verdict == "exact", result.conclusion()
     assert IN_CACHE in result.conclusion()
-    assert all(run.positions == "in-cache" and run.decoded is not None for run in result.trace.runs)
+    assert all(run.positions == "in-cache" and run.steps for run in result.runs)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_a_batch_whose_keys_move_is_exact() -> None:
 def test_a_window_that_slides_at_the_prompts_own_positions_is_exact(eviction: str) -> None:
     result = audited("llama", getattr(planted, eviction), situations=ALONE)
     assert result.verdict == "exact", result.conclusion()
-    assert {run.positions for run in result.trace.runs} == {"original"}
+    assert {run.positions for run in result.runs} == {"original"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -74,7 +74,7 @@ def test_keys_that_follow_the_new_tokens_are_not_judged() -> None:
 
 def test_positions_in_a_cache_are_counted_from_the_last_known_length() -> None:
     ids, tokens = torch.arange(20), torch.arange(11)
-    block = situations.situation("block", ids, tokens, 4)
+    block = make_situation("block", ids, tokens, 4)
     once, again = (replace(block, cached=cached) for cached in ((12,), (12, 10)))
     assert [once.positions(chunk)[0, 0].item() for chunk in range(4)] == [12, 20, 21, 22]
     assert [again.positions(chunk)[0, 0].item() for chunk in range(4)] == [12, 10, 11, 12]

@@ -18,7 +18,6 @@ LAYER_MIB = 2 * BLOCKS * BLOCK * 2 * 8 * 4 // MIB
 AUDIT = """
 import sys
 from pathlib import Path
-from perturbkv.analyses.audit.dump_verdict import conclude
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
 from tests.support.models import tiny_adapter
@@ -29,7 +28,7 @@ def peak():
 adapter = tiny_adapter("llama", 4, 2, layers=16)
 audit_dump(adapter, read_dump(Path(sys.argv[1])))
 before = peak()
-result = conclude(audit_dump(adapter, read_dump(Path(sys.argv[2]))))
+result = audit_dump(adapter, read_dump(Path(sys.argv[2])))
 print(result.verdict, (peak() - before) // 1024)
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump, write_dump
 from tests.audit.dumped import TOKENS, entries, model
@@ -73,7 +73,7 @@ def audited(folder: Path, move: Move) -> DumpAudit:
             yield {"keys.a": own[0].contiguous(), "values.a": own[1].contiguous(), "positions.a": KEPT}
 
     path = write_dump(folder, [{"id": "a", "token_ids": IDS}], layers(), kv_heads=2, head_size=8)
-    return conclude(audit_dump(model(), read_dump(path)))
+    return audit_dump(model(), read_dump(path))
 
 
 @pytest.mark.parametrize(("move", "positions"), [(mended, "in-cache"), (left, "original")])

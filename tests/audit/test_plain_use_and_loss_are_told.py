@@ -19,7 +19,7 @@ from tests.support.models import token_ids
 
 
 def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
-    plain = audited("llama", planted.right, situations=["single"]).trace.plain
+    plain = audited("llama", planted.right, situations=["single"]).plain_use
     assert plain is not None
     assert (plain.position, plain.expected) == (planted.KEPT, 60)
     assert plain.fed == 61 - planted.KEPT  # the prompt's tokens b … n − 1 again, then the new one
@@ -28,13 +28,13 @@ def test_a_cache_of_evicted_length_is_used_wrongly_three_times() -> None:
 
 
 def test_a_full_cache_is_used_rightly() -> None:
-    plain = audited("llama", DynamicCache, situations=["single"]).trace.plain
+    plain = audited("llama", DynamicCache, situations=["single"]).plain_use
     assert plain is not None
     assert (plain.position, plain.fed, plain.failed) == (60, 1, "")
 
 
 def test_a_cache_that_counts_what_it_saw_stands_right() -> None:
-    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"]).trace.plain
+    plain = audited("llama", planted.mask_of_evicted_length, situations=["single"]).plain_use
     assert plain is not None
     assert (plain.position, plain.fed) == (60, 1)
 
@@ -66,19 +66,19 @@ def test_protection_is_what_every_kept_set_holds() -> None:
 
 def test_controls_hold_as_much_and_protect_the_same() -> None:
     result = audited("llama", planted.right, losses=True, situations=["single"])
-    own, *controls = result.trace.losses
+    own, *controls = result.losses
     assert own.name == "its kept sets"
     assert [one.name for one in controls] == ["attention", "two-stage", "random", "hindsight"]
-    for one in result.trace.losses:
-        assert one.held == pytest.approx(planted.KEPT / 60)
+    for one in result.losses:
+        assert one.cache_share == pytest.approx(planted.KEPT / 60)
         assert 0 < one.propagated
         assert 0 < one.kl
     # the last of the entries between is the one before the recent ones, so that 9 stay in every set
-    assert result.trace.protected == (4, planted.RECENT + 1)
-    for config in result.trace.configs[1:]:
+    assert (result.protected_first, result.protected_recent) == (4, planted.RECENT + 1)
+    for config in result.configs[1:]:
         assert config.protected_counts(planted.KEPT) == (4, planted.RECENT + 1)
         assert config.granularity.name == "kv"
-    assert not result.trace.freed
+    assert not result.controls_protect_less
 
 
 def test_the_loss_is_that_of_the_trace_of_these_kept_sets() -> None:
@@ -92,25 +92,25 @@ def test_the_loss_is_that_of_the_trace_of_these_kept_sets() -> None:
     config = foreign.external_configuration("mine", planted.KEPT)
     trace = foreign.measure_kept_sets(model("llama"), [pk.Prompt("p", token_ids(60), 0)], [{config: masks}])
     moved, full = trace.arrays["perturbation_isolated"][0, 0, 0], trace.arrays["output_norm"][0, 0]
-    assert result.trace.losses[0].isolated == pytest.approx(float(moved.sum() / full.sum()))
-    assert result.trace.losses[0].kl == pytest.approx(float(trace.arrays["logit_kl"][0, 0, 0]))
+    assert result.losses[0].isolated == pytest.approx(float(moved.sum() / full.sum()))
+    assert result.losses[0].kl == pytest.approx(float(trace.arrays["logit_kl"][0, 0, 0]))
 
 
 def test_where_all_that_is_kept_is_protected_controls_protect_less() -> None:
     result = audited("llama", planted.Streaming, losses=True, situations=["single"])
-    assert result.trace.protected == (4, 8)
-    assert result.trace.freed
-    assert len(result.trace.losses) == 5
+    assert (result.protected_first, result.protected_recent) == (4, 8)
+    assert result.controls_protect_less
+    assert len(result.losses) == 5
     assert result.controls_protect_less
 
 
 @pytest.mark.slow
 def test_sets_per_query_head_have_no_loss_and_say_so() -> None:
     result = audited("llama", planted.per_query_head, losses=True, situations=["single"])
-    assert result.trace.losses == ()
+    assert result.losses == ()
     assert "no kept sets per key/value head" in result.lossless
     repeated = audited("llama", planted.repeated, losses=True, situations=["single"])
-    assert repeated.trace.losses[0].held == pytest.approx(planted.KEPT / 60)
+    assert repeated.losses[0].cache_share == pytest.approx(planted.KEPT / 60)
 
 
 @pytest.mark.slow
@@ -118,5 +118,5 @@ def test_several_prompts_of_other_lengths_are_audited_together(tmp_path: Path) -
     prompts = [pk.Prompt(f"p{tokens}", token_ids(tokens), 0) for tokens in (40, 60)]
     result = pk.audit(model("llama"), prompts, planted.right, steps=2, progress=False)
     assert result.verdict == "exact"
-    assert {run.sample for run in result.trace.runs} == {"p40", "p60"}
-    assert result.trace.losses[0].held == pytest.approx((0.5 + 1 / 3) / 2)
+    assert {run.sample for run in result.runs} == {"p40", "p60"}
+    assert result.losses[0].cache_share == pytest.approx((0.5 + 1 / 3) / 2)

@@ -15,10 +15,9 @@ import torch
 from scipy.linalg import hadamard
 
 from perturbkv.api.auditing import audit_dump
-from perturbkv.audit_trace import is_slot
-from perturbkv.auditing.dumps import llamacpp_types
-from perturbkv.auditing.dumps.llamacpp_slot import read_slot
-from perturbkv.auditing.dumps.llamacpp_types import TYPES, Stored
+from perturbkv.auditing.dumps import llamacpp
+from perturbkv.auditing.dumps.llamacpp import TYPES, Stored, read_slot
+from perturbkv.configs.audit_settings import is_slot
 from perturbkv.errors import PerturbkvError, UnreadableCacheError
 from tests.audit.slots import IDS, LAYERS, SIZE, Made, config, content, entries, model
 
@@ -245,7 +244,7 @@ def test_rounding_to_a_type_is_that_of_its_slot() -> None:
 def test_readings_of_a_type_that_rounds_nothing_are_the_plain_model() -> None:
     exact = [(Stored(CODES["f32"]),) * 2] * LAYERS
     with torch.inference_mode():
-        for reading in llamacpp_types.rounded_entries(model(), IDS, exact, flash=False):
+        for reading in llamacpp.rounded_entries(model(), IDS, exact, flash=False):
             for (keys, values), (plain_keys, plain_values) in zip(reading, entries(), strict=True):
                 np.testing.assert_allclose(keys[0].transpose(0, 1), plain_keys, atol=1e-5)
                 np.testing.assert_allclose(values[0].transpose(0, 1), plain_values, atol=1e-5)

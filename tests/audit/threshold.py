@@ -29,10 +29,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.audit_trace import FLOORS, SITUATIONS, AuditRun
-from perturbkv.auditing import reference, situations
+from perturbkv.analyses.audit.audited_runs import AuditedRun
+from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.auditing import reference
 from perturbkv.auditing.evictions import eviction
 from perturbkv.auditing.external_run import run_eviction
+from perturbkv.auditing.forward_passes import make_situation, token_count
 from perturbkv.auditing.model_state import ModelState
 from perturbkv.models.adapter import Adapter
 from tests.audit import planted
@@ -178,16 +180,16 @@ def clean_eviction(setting: Setting) -> Callable[[Any, Tensor, Tensor], DynamicC
     return evict
 
 
-def worst(run: AuditRun) -> dict[str, float]:
+def worst(run: AuditedRun) -> dict[str, float]:
     """Return the largest distances of a run's entries and decoding in noise floors."""
-    assert run.entries is not None and run.decoded is not None, run.failed or run.refused
-    entries, decoded = run.entries, run.decoded
+    assert run.entries is not None and run.steps, run.failed or run.refused
+    entries = run.entries
     return {
         "keys": float((entries.key_distance / entries.key_floor[:, None]).max()),
         "values": float((entries.value_distance / entries.value_floor[:, None]).max()),
-        "heads": float((decoded.head / decoded.head_floor[:, None]).max()),
-        "hidden": float((decoded.hidden / decoded.hidden_floor).max()),
-        "logits": float((decoded.logits / decoded.logits_floor).max()),
+        "heads": max(step.worst_head for step in run.steps),
+        "hidden": max(step.worst_hidden for step in run.steps),
+        "logits": max(step.logits for step in run.steps),
     }
 
 
@@ -219,8 +221,8 @@ def prompt_ids(setting: Setting, adapter: Adapter) -> Tensor:
 def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
     """Return the largest distances of a clean situation, over the rows of its batch."""
     ids = prompt_ids(setting, adapter)
-    tokens, _ = reference.greedy(adapter, ids, situations.token_count(STEPS, ["block"]))
-    situation = situations.situation(setting.situation, ids, tokens, STEPS)
+    tokens, _ = reference.greedy(adapter, ids, token_count(STEPS, ["block"]))
+    situation = make_situation(setting.situation, ids, tokens, STEPS)
     external = eviction(clean_eviction(setting), "clean")
     prompts, before = reference.prompt_entries(adapter, situation), ModelState.of(adapter.model)
     runs = run_eviction(adapter, external, situation, prompts, before).results("p")
@@ -255,7 +257,7 @@ def measure_faults() -> None:
             result = audited(name, getattr(planted, fault))
             place = [(one.kind, one.layer, one.head, one.entry) for one in result.faults[:1]]
             found = "rightly" if place == [(kind, layer, head, entry)] else "otherwise"
-            runs = [run for run in result.trace.runs if run.situation in where and run.entries and run.decoded]
+            runs = [run for run in result.runs if run.situation in where and run.entries and run.steps]
             floors = max((max(worst(run).values()) for run in runs), default=float("inf"))
             table.writerow([fault, kind, name, found, f"{floors:.3g}"])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from perturbkv.analyses.audit import dump_verdict
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.models.aliases import EMBEDDED
 from tests.support.asked import refused
@@ -30,7 +29,6 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield name, SimpleNamespace(summary=summary, exit_code=code, to_dict=lambda summary=summary: [summary])
 
     monkeypatch.setattr(vllm_audit, "audit_vllm", answer)
-    monkeypatch.setattr(dump_verdict, "conclude", lambda trace: trace)
     return asked
 
 

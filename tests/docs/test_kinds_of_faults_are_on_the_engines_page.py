@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perturbkv.audit_trace import DUMP_FAULTS
+from perturbkv.analyses.audit.dump_verdict import DUMP_FAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "engines.md"
 

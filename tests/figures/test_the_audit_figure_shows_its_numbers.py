@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perturbkv.analyses.audit.audit import Audit
-from perturbkv.audit_trace import FLOORS
+from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.figures.audit import draw_dump
 from tests.audit import planted
 from tests.audit.test_planted_faults_are_told_apart import audited
@@ -60,9 +60,9 @@ def test_the_distances_of_a_dump_are_drawn_by_layer(width_mm: float) -> None:
         lines = {line.get_gid(): np.asarray(line.get_ydata()) for line in axes.lines}
         np.testing.assert_allclose(lines["typical"], result.typical[:, kind])
         np.testing.assert_allclose(lines["noise floor"], result.floors[:, kind])
-        largest = np.max([one.distance[:, kind] for one in result.trace.requests if one.compared], axis=0)
+        largest = np.max([one.distances[:, kind] for one in result.requests], axis=0)
         np.testing.assert_allclose(lines["farthest that does not differ"], largest)
         np.testing.assert_allclose(lines["limit of an entry"], result.limits[:, kind])
         assert np.isfinite(lines["farthest that differs"]).tolist() == [False, True, False]
-        assert lines["farthest that differs"][1] == result.trace.requests[0].differing_distance[1, kind] > 0.5
+        assert lines["farthest that differs"][1] == result.requests[0].differing_distances[1, kind] > 0.5
         assert axes.get_yscale() == "log"

@@ -22,11 +22,11 @@ FLOORS = (
     ("configs", "memory", "kept_codec"),
     ("optimum",),
     ("schema", "models", "scoring"),
-    ("trace", "audit_trace"),
+    ("trace",),
     ("selection", "datasets", "storage"),
     ("cache",),
     ("pipeline",),
-    ("engines", "reporting"),
+    ("engines", "reporting", "analyses"),
     ("auditing", "selfcheck"),
     ("api",),
     ("cli",),
@@ -34,20 +34,17 @@ FLOORS = (
 """Each part imports itself and what lies on lower floors."""
 NUMPY_SIDE = (
     "escaping", "errors", "captions", "display", "user_files", "configs", "kept_codec", "optimum", "schema", "trace",
-    "audit_trace", "storage", "analyses", "figures", "reporting",
+    "storage", "analyses", "figures", "reporting",
 )  # fmt: skip
 """What stays without torch, each importing itself and what stands before it."""
-HANDED_OVER: dict[str, set[str]] = {
-    "perturbkv.api.answering": {"analyses"},
-    "perturbkv.api.auditing": {"analyses"},
-    "perturbkv.api.questions": {"analyses"},
-}
-"""What a module imports late, against the arrows: what was measured is concluded."""
+DOORS = ("perturbkv.auditing",)
+"""Packages of which nobody else imports the modules inside."""
 OUTSIDE = {"benchmarks", "studies", "tests"}
 """Folders beside the package that import it, and that no module of it imports."""
 BY_NAME = {
     "perturbkv": "public names",
     "perturbkv.analyses.result": "the figure of a result",
+    "perturbkv.auditing": "public names",
     "perturbkv.cli.command_line": "modules of commands",
     "perturbkv.configs.plugins": "modules of policies and scores",
     "perturbkv.datasets.external_code": "what a file of another package imports",
@@ -111,8 +108,7 @@ def forbidden(module: str, source: str) -> set[str]:
     mine, outside = part(module), {name.partition(".")[0] for name in imports(source)} & OUTSIDE
     if mine in ("cli", ""):
         return outside
-    at_once = ours(imports(source, everywhere=False))
-    return outside | (ours(imports(source)) - HANDED_OVER.get(module, set()) | at_once) - allowed(mine)
+    return outside | ours(imports(source)) - allowed(mine)
 
 
 def test_every_module_has_its_place() -> None:
@@ -140,6 +136,31 @@ def test_arrows_go_one_way(module: str) -> None:
 )
 def test_a_planted_arrow_is_found(module: str, line: str, part_named: str) -> None:
     assert part_named in forbidden(module, modules()[module] + "\n" + line)
+
+
+def behind_doors(module: str, source: str) -> set[str]:
+    """Modules that a module imports from inside a package of which it should import the door."""
+    names = imports(source) & modules().keys()
+    closed = [door for door in DOORS if not f"{module}.".startswith(f"{door}.")]
+    return {name for name in names if any(name.startswith(f"{door}.") for door in closed)}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_nobody_imports_behind_a_door(module: str) -> None:
+    assert behind_doors(module, modules()[module]) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "inside"),
+    [
+        ("perturbkv.cli.commands.audit", "def f():\n    import perturbkv.auditing.loss", "loss"),
+        ("perturbkv.api.auditing", "from perturbkv.auditing.evictions import Eviction", "evictions"),
+        ("perturbkv", "from perturbkv.auditing import changes", "changes"),
+    ],
+)
+def test_a_planted_import_behind_a_door_is_found(module: str, line: str, inside: str) -> None:
+    assert behind_doors(module, modules()[module] + "\n" + line) == {f"perturbkv.auditing.{inside}"}
+    assert behind_doors("perturbkv.auditing.positions", line) == set()
 
 
 def circle(sources: dict[str, str]) -> list[str]:

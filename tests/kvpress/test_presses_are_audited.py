@@ -22,17 +22,17 @@ def audited(press: str, *situations: str) -> Audit:
 @pytest.mark.parametrize("press", ["SnapKVPress(window_size=8)", "KnormPress", "StreamingLLMPress"])
 def test_a_press_that_removes_entries_is_exact_and_keeps_its_budget(press: str) -> None:
     result = audited(f"kvpress:{press}", "single", "block")
-    assert (result.verdict, result.trace.kind) == ("exact", "press")
-    for run in result.trace.runs:
+    assert (result.verdict, result.kind) == ("exact", "press")
+    for run in result.runs:
         assert run.entries is not None
-        assert {len(one) for layer in run.entries.kept for one in layer} == {KEPT}
+        assert {len(one) for layer in run.entries.kept_sets for one in layer} == {KEPT}
 
 
 def test_a_press_that_only_masks_is_held_against_what_it_does_not_mask() -> None:
     result = audited("kvpress:AdaKVPress(SnapKVPress(window_size=8))", "single")
-    (run,) = result.trace.runs
+    (run,) = result.runs
     assert run.entries is not None
-    counts = [[len(one) for one in layer] for layer in run.entries.kept]
+    counts = [[len(one) for one in layer] for layer in run.entries.kept_sets]
     assert all(sum(layer) == 2 * KEPT for layer in counts)
     assert any(layer[0] != layer[1] for layer in counts)
     assert result.verdict == "exact", result.conclusion()

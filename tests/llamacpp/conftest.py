@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import xllamacpp
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
-from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+from perturbkv.auditing.dumps.llamacpp import read_slot
 from perturbkv.datasets.needle import sentences
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.aliases import EMBEDDED
@@ -127,6 +127,6 @@ def slot(embedded: Path, in_float32: Path, text: tuple[int, ...], tmp_path_facto
 def audited(adapters: dict[str, Adapter]) -> Audited:
     def audit(path: Path, weights: str) -> DumpAudit:
         adapter = adapters[weights]
-        return conclude(audit_dump(adapter, read_slot(path, adapter.config), losses=False))
+        return audit_dump(adapter, read_slot(path, adapter.config), losses=False)
 
     return audit

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+from perturbkv.auditing.dumps.llamacpp import read_slot
 from perturbkv.models.adapter import Adapter
 from tests.llamacpp.conftest import Audited, Save
 

@@ -11,7 +11,7 @@ import torch
 import xllamacpp
 from transformers import DynamicCache
 
-from perturbkv.auditing.dumps.llamacpp_slot import read_slot
+from perturbkv.auditing.dumps.llamacpp import read_slot
 from perturbkv.models.adapter import Adapter
 from tests.llamacpp.conftest import NEW, PROMPT, Audited, Save, complete, save, start
 from tests.support.screens import run

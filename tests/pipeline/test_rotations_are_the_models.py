@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
-from perturbkv.auditing import audit
+from perturbkv.auditing import eviction_audit
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
@@ -109,4 +109,4 @@ def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
         replay.check_positions_left(adapter, 30, 20, "s")
     audited = Prompt("s", token_ids(32), 0)
     with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
-        audit._check_length(adapter, audited, 2)
+        eviction_audit._check_length(adapter, audited, 2)

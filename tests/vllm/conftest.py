@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps import vllm_audit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
@@ -49,7 +49,7 @@ def audited(llm: Any, adapter: Adapter, tmp_path: Path) -> Callable[..., DumpAud
         llm.reset_prefix_cache()
         path = dump_vllm(llm, tmp_path / "dump", requests, until).path
         change(path)
-        return conclude(audit_dump(adapter, read_dump(path)))
+        return audit_dump(adapter, read_dump(path))
 
     return run
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps import vllm_audit, vllm_engine
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, describe_cache, dump_vllm
 from perturbkv.errors import ConfigError, EngineError, UnknownNameError, UnreadableCacheError
@@ -124,8 +124,7 @@ def test_a_block_table_one_short_is_named(audited: Audited, text: tuple[int, ...
 @pytest.mark.slow
 def test_a_cache_in_float16_under_float32_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_audit, "_BEGIN", HALVED)
-    ((_, trace),) = vllm_audit.audit_vllm(EMBEDDED, ["plain"])
-    audit = conclude(trace)
+    ((_, audit),) = vllm_audit.audit_vllm(EMBEDDED, ["plain"])
     assert audit.stored == "float16"
     assert {"infinite"} <= kinds(audit).keys() <= {"infinite", "missing", "decoding"}
     assert len(audit.faults[0].layers) == 30 and all(one.differing == one.compared for one in audit.requests)

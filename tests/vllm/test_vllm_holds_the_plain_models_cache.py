@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from perturbkv.analyses.audit.dump_verdict import DumpAudit, conclude
-from perturbkv.audit_trace import DUMP_FLOORS
+from perturbkv.analyses.audit.dump_verdict import DUMP_FLOORS, DumpAudit
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_audit import DEFAULT_SITUATIONS, audit_vllm
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, describe_cache, dump_vllm, read_blocks
@@ -25,7 +24,7 @@ COMPARED = {"plain": ["a"], "prefix": ["a", "b"], "interleaved": ["a", "b"], "ch
 @pytest.fixture(scope="module")
 def audits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, DumpAudit]]:
     folder = tmp_path_factory.mktemp("dumps")
-    return folder, {name: conclude(trace) for name, trace in audit_vllm(EMBEDDED, folder=folder)}
+    return folder, dict(audit_vllm(EMBEDDED, folder=folder))
 
 
 @pytest.mark.slow
@@ -109,8 +108,7 @@ def test_an_engine_serves_on_after_a_dump(
 @pytest.mark.slow
 def test_a_cache_in_bfloat16_is_exact() -> None:
     """In tiles, where the processor has AMX."""
-    ((_, trace),) = audit_vllm(EMBEDDED, ["preempted"], dtype="bfloat16")
-    audit = conclude(trace)
+    ((_, audit),) = audit_vllm(EMBEDDED, ["preempted"], dtype="bfloat16")
     assert (audit.verdict, audit.stored) == ("exact", "bfloat16"), audit.summary
 
 
@@ -121,8 +119,7 @@ def test_a_cache_of_8_bits_is_cut_off_or_refused_in_the_engines_words() -> None:
         with pytest.raises(EngineError, match="^vLLM ended .* fp8: NotImplementedError: FP8 KV cache on CPU requires"):
             list(audit_vllm(EMBEDDED, ["fp8"]))
         return
-    ((_, trace),) = audit_vllm(EMBEDDED, ["fp8"])
-    audit = conclude(trace)
+    ((_, audit),) = audit_vllm(EMBEDDED, ["fp8"])
     assert (audit.verdict, audit.stored) == ("differs", "float8_e4m3fn")
     assert [(fault.kind, fault.what, len(fault.layers)) for fault in audit.faults] == [
         ("rounded", f"all {name} rounded towards zero", 30) for name in ("keys", "values")

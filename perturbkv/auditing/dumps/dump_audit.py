@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perturbkv import memory, theory
-from perturbkv.audit_trace import DumpedRequest, DumpFault, DumpTrace, Floats, Integers, dump_floors
-from perturbkv.auditing import loss, reference
-from perturbkv.auditing.audit import provenance
-from perturbkv.auditing.dumps import distances, matching
-from perturbkv.auditing.dumps.distances import Distances, Entries, Limits, Pair, explained_distance
-from perturbkv.auditing.dumps.dump_entries import DumpReader
+from perturbkv.analyses.audit.cache_entries import Integers
+from perturbkv.analyses.audit.dump_verdict import DumpAudit, DumpedRequest, DumpFault, dump_floors
+from perturbkv.analyses.measurements import Floats
+from perturbkv.auditing.dumps.dump_entries import (
+    DumpReader,
+    Entries,
+    EntryDistances,
+    Limits,
+    Pair,
+    common_factor,
+    explained_distance,
+    fewer_bits,
+    is_complete,
+    mean_distance,
+    measure,
+    medians,
+    nearest,
+    truncated_heads,
+)
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
-from perturbkv.auditing.dumps.matching import Known
+from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, find_faults, join_faults
 from perturbkv.auditing.dumps.plain_entries import (
     PlainEntries,
     StoredCache,
@@ -26,6 +38,10 @@ from perturbkv.auditing.dumps.plain_entries import (
     token_logprobs,
     unrotate_to_tokens,
 )
+from perturbkv.auditing.eviction_audit import provenance
+from perturbkv.auditing.loss import measure_losses
+from perturbkv.auditing.reference import check_attention
+from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
 from perturbkv.devices import dtype_name, full_precision
@@ -53,8 +69,8 @@ def audit_dump(
     losses: bool = True,
     resources: Resources = _DEFAULT,
     progress: Callable[[], object] = lambda: None,
-) -> DumpTrace:
-    """Compare a dump with the plain model's cache of the same tokens, and return the measurements.
+) -> DumpAudit:
+    """Compare a dump with the plain model's cache of the same tokens.
 
     Memory holds the plain model's entries of all requests and one layer of the dump; for requests with coarser types or
     faults also their dumped entries and up to two more caches. `losses`: whether the loss is measured where entries are
@@ -62,171 +78,178 @@ def audit_dump(
 
     Raises UnreadableCacheError for a dump of another model's shape, DatasetError for tokens that the model lacks.
     """
-    reference.check(adapter)
-    _check_shape(adapter, dump)
-    if all(request.finished for request in dump.requests):
-        raise UnreadableCacheError(f"{dump.path}: nothing was compared: every request has ended")
-    for request in dump.requests:
-        check_vocabulary(_prompt(request), int(adapter.config.vocab_size), adapter.name)
-        check_length(_prompt(request), int(adapter.config.max_position_embeddings), 0)
-    plain = PlainEntries(adapter, dump)
-    comparison = _Comparison(adapter, dump, plain)
-    for index in range(dump.layers):
-        comparison.add_layer(index)
-        progress()
-    trace = comparison.trace()
-    removed = [request for request in trace.requests if request.kept]
-    if losses and removed and not any(fault.kind != "decoding" for fault in trace.faults):
-        by_id = {request.id: _prompt(request) for request in dump.requests}
-        measured = loss.measure(adapter, [by_id[one.name] for one in removed], [one.kept for one in removed], resources)
-        trace = replace(trace, losses=measured.losses)
-    return trace
-
-
-def _prompt(request: Request) -> Prompt:
-    """Return a request's tokens as a prompt."""
-    return Prompt(request.id, request.token_ids, 0)
-
-
-def _check_shape(adapter: Adapter, dump: Dump) -> None:
-    """Raise UnreadableCacheError where the dump's model has another shape."""
-    d_head = adapter.d_head
+    check_attention(adapter)
     for name, found, expected in (
         ("layers", dump.layers, len(adapter.layers)), ("key/value heads", dump.kv_heads, adapter.kv_heads),
-        ("components a head", dump.head_size, d_head),
+        ("components a head", dump.head_size, adapter.d_head),
     ):  # fmt: skip
         if found != expected:
             raise UnreadableCacheError(
                 f"{dump.path} is of a model with {found} {name}, and {adapter.name} has {expected}"
             )
+    if all(request.finished for request in dump.requests):
+        raise UnreadableCacheError(f"{dump.path}: nothing was compared: every request has ended")
+    prompts = {request.id: Prompt(request.id, request.token_ids, 0) for request in dump.requests}
+    for prompt in prompts.values():
+        check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
+        check_length(prompt, int(adapter.config.max_position_embeddings), 0)
+    comparison = _DumpComparison(adapter, dump, PlainEntries(adapter, dump))
+    for index in range(dump.layers):
+        comparison.add_layer(index)
+        progress()
+    audit = comparison.result()
+    cut = {request.request: request.kept for request in audit.requests if request.kept}
+    if losses and cut and not any(fault.kind != "decoding" for fault in audit.faults):
+        measured = measure_losses(adapter, [prompts[name] for name in cut], list(cut.values()), resources)
+        audit = replace(audit, losses=measured.losses)
+    return audit
 
 
-def _largest(each: Sequence[Tensor], chosen: Tensor) -> tuple[float, float]:
-    """Return the largest of the chosen distances of keys, and of values; NaN where none is chosen."""
-    keys, values = (
-        float(own[one].amax()) if bool(one.any()) else np.nan for own, one in zip(each, chosen, strict=True)
-    )
-    return keys, values
+@dataclass
+class _RequestComparison:
+    """The comparison of a request's entries, layer by layer.
+
+    Attributes:
+        request: the request.
+        compared, differing: numbers of entries so far.
+        distances, differing_distances, perturbations, kept: per layer, as in `DumpedRequest`.
+        in_cache: whether keys stand at 0, 1, … in the cache; None where no key has shown it.
+        readings: caches of the dumped entries from which the model read the tokens once more, and the tokens'
+            log-probabilities.
+    """
+
+    request: Request
+    compared: int = 0
+    differing: int = 0
+    distances: list[tuple[float, float]] = field(default_factory=list)
+    differing_distances: list[tuple[float, float]] = field(default_factory=list)
+    perturbations: list[Floats] = field(default_factory=list)
+    kept: list[tuple[Integers, ...]] = field(default_factory=list)
+    in_cache: bool | None = None
+    readings: list[tuple[StoredCache, Tensor]] = field(default_factory=list)
+
+    def add_layer(self, positions: Tensor, measured: EntryDistances, stored: EntryDistances, far: Tensor) -> None:
+        """Add one layer's entries: their positions, and distances before and after a common factor was removed.
+
+        `far` says which keys and values differ, (kind, kv_head, entry); their distances are those of `stored`.
+        """
+        self.compared += int(measured.present.sum())
+        self.differing += int(far.any(dim=0).sum())
+        self.kept.append(tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in positions))
+        for found, distance, chosen in (
+            (self.distances, measured.distance, measured.present & ~far),
+            (self.differing_distances, stored.distance, far),
+        ):
+            keys, values = (
+                float(own[one].amax()) if bool(one.any()) else np.nan for own, one in zip(distance, chosen, strict=True)
+            )
+            found.append((keys, values))
+
+    def result(self, logprobs: float, logprobs_floor: float) -> DumpedRequest:
+        """Return the request's record, given its log-probabilities' largest difference and noise floor."""
+        tokens = len(self.request.token_ids)
+        removed = sum(tokens - len(positions) for layer in self.kept for positions in layer)
+        return DumpedRequest(
+            request=self.request.id, tokens=tokens, compared=self.compared, differing=self.differing, removed=removed,
+            distances=np.array(self.distances), differing_distances=np.array(self.differing_distances),
+            perturbations=np.array(self.perturbations), logprobs=logprobs, logprobs_floor=logprobs_floor,
+            positions=IN_CACHE if self.in_cache else ORIGINAL, kept=tuple(self.kept) if removed else (),
+        )  # fmt: skip
 
 
-class _Comparison:
+class _DumpComparison:
     """The comparison of a dump, layer by layer."""
 
     def __init__(self, adapter: Adapter, dump: Dump, plain: PlainEntries) -> None:
         self.adapter, self.dump, self.plain = adapter, dump, plain
-        self.live = [request for request in dump.requests if not request.finished]
-        self.reader = DumpReader(dump, self.live)
+        live = [request for request in dump.requests if not request.finished]
+        self.requests = {request.id: _RequestComparison(request) for request in live}
+        self.reader = DumpReader(dump, live)
         self.faults: list[DumpFault] = []
         self.typical: list[tuple[float, float]] = []
         self.limits: list[tuple[float, float]] = []
-        self.compared = dict.fromkeys((request.id for request in self.live), 0)
-        self.differing = dict(self.compared)
-        self.removed = dict(self.compared)
-        self.distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
-        self.differing_distance: dict[str, list[tuple[float, float]]] = {request.id: [] for request in self.live}
-        self.kept: dict[str, list[tuple[Integers, ...]]] = {request.id: [] for request in self.live}
-        self.perturbation: dict[str, list[Floats]] = {request.id: [] for request in self.live}
         self.floors_allowed = dump_floors(dtype_name(adapter.dtype))
         self.stored = ""
         self.unexplained_layers: set[int] = set()
-        self.moved: dict[str, bool] = {}
-        self.reread: dict[str, tuple[tuple[StoredCache, Tensor], ...]] = {}
 
     def add_layer(self, index: int) -> None:
         """Compare one layer's entries."""
-        layer = self.dump.layer(index)
-        references = self.plain.layer(index)
+        layer, plain = self.dump.layer(index), self.plain.layer(index)
         explained = self._explained_distances(layer)
         if index == 0:
             kinds = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
             self.stored = self.dump.dtype or ", ".join(sorted(kinds))
             if layer.stored:
-                self.faults += self.reader.recognise_layout(layer, references)
+                self.faults += self.reader.recognise_layout(layer, plain)
             if any(explained):
-                self._read_stored({request.id for request in self.live}, layer)
-        entries = self._entries(index, layer)
-        references = self._nearest(index, entries, references)
-        truncated = self._check_rounding(layer, index, entries, references, explained)
-        stored = dict(entries)
-        scaled = self._remove_factors(index, entries, references, truncated)
-        measured = {name: distances.measure(own, references[name]) for name, own in entries.items()}
-        typical = distances.medians(list(measured.values()))
-        self.typical.append(typical)
-        floors = [float(floor) for floor in self.plain.floors[index]]
+                self._read_again(set(self.requests), layer)
+        stored = self._entries(index, layer)
+        references = self._nearest_references(index, stored, plain)
+        truncated = self._check_rounding(layer, index, stored, references, explained)
+        entries, scaled = self._divide_by_factors(index, stored, references, truncated)
+        measured = {name: measure(own, references[name]) for name, own in entries.items()}
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
-        unexplained = [
-            far > max(self.floors_allowed * max(floors), most) for far, most in zip(typical, explained, strict=True)
-        ]
-        if any(unexplained):
-            self.unexplained_layers.add(index)
-        self._add_too_coarse(index, typical, floors)
-        medians = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
-        limits = Limits.of_layer(floors, medians, self.floors_allowed)
-        known = Known(
-            references, self.plain.layer(index),
-            frozenset(request.id for request in self.dump.requests if request.finished),
+        limits = self._layer_limits(index, medians(list(measured.values())), explained)
+        reference = LayerReference(
+            references, plain, frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
             lambda block: self.reader.alternatives(layer, block),
         )  # fmt: skip
-        self.limits.append(
-            (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
-        )
         for name, own in entries.items():
             expected = self.plain.expected.get(name)
             allowed = limits if expected is None else expected[index].limits(own.positions, limits)
             far = allowed.differing(own, measured[name])
-            self._add(name, index, own, measured[name].present)
-            self.faults += matching.faults(name, index, own, far.any(dim=0), known, allowed)
+            self.faults += duplicate_faults(name, index, own)
+            self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
-            self._add_distances(name, index, measured[name], far, distances.measure(stored[name], references[name]))
-            self.perturbation[name].append(self._perturbation(name, index, stored[name], self.plain.layer(index)[name]))
+            request = self.requests[name]
+            request.add_layer(own.positions, measured[name], measure(stored[name], references[name]), far)
+            request.perturbations.append(self._perturbation(name, index, stored[name], plain[name]))
         if layer.rounded_before:
             self.faults.append(DumpFault("", "rounded", " and ".join(layer.rounded_before), layers=(index,)))
-        self._read_stored({name for name, count in self.differing.items() if count}, layer)
+        self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
-    def _read_stored(self, names: set[str], layer: LayerDump) -> None:
+    def _read_again(self, names: set[str], layer: LayerDump) -> None:
         """Let the model read requests once more, attending to the dumped entries.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
         so do all layers above.
         """
-        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names - self.reread.keys())}
+        stored: dict[str, list[Pair]] = {name: [] for name in sorted(names) if not self.requests[name].readings}
         if not stored:
             return
         like = torch.empty(0, dtype=self.adapter.dtype, device=self.adapter.device)
-        tokens = {request.id: request.token_ids for request in self.live}
         for index in range(self.dump.layers):
             entries = self._entries(index, self.dump.layer(index))
             for name, layers in stored.items():
-                layers.append(by_token(entries[name], len(tokens[name]), like))
+                layers.append(by_token(entries[name], len(self.requests[name].request.token_ids), like))
         dtype = layer.tensors[0][0].dtype
         for name, layers in stored.items():
             for replace_outliers in (False, True):
                 cache = StoredCache(layers, dtype, replace_outliers)
-                logprobs = token_logprobs(self.adapter, tokens[name], cache=cache)
+                logprobs = token_logprobs(self.adapter, self.requests[name].request.token_ids, cache=cache)
                 if cache.replaced or not replace_outliers:
-                    self.reread[name] = (*self.reread.get(name, ()), (cache, logprobs))
+                    self.requests[name].readings.append((cache, logprobs))
 
     def _entries(self, index: int, layer: LayerDump) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer, keys at their tokens' positions."""
         known = self.plain.layer(index)
         entries = self.reader.entries(layer, known)
         for name, own in entries.items():
-            back = unrotate_to_tokens(own, self.adapter.frequencies)
-            if name not in self.moved and not torch.equal(back.keys, own.keys):
+            request, back = self.requests[name], unrotate_to_tokens(own, self.adapter.frequencies)
+            if request.in_cache is None and not torch.equal(back.keys, own.keys):
                 gone = own.positions.shape[1] < known[name][0].shape[1] or bool((own.positions == REMOVED).any())
-                nearer = distances.mean_distance(back, known[name]) < distances.mean_distance(own, known[name])
-                self.moved[name] = gone and nearer
-            entries[name] = back if self.moved.get(name) else own
+                request.in_cache = gone and mean_distance(back, known[name]) < mean_distance(own, known[name])
+            entries[name] = back if request.in_cache else own
         return entries
 
-    def _nearest(self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]) -> Mapping[str, Pair]:
+    def _nearest_references(
+        self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
+    ) -> Mapping[str, Pair]:
         """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
-        nearest = dict(plain)
-        for name, given in self.reread.items():
-            every = [plain[name], *(cache.computed(index) for cache, _ in given)]
-            nearest[name] = distances.nearest(entries[name], every)
-        return nearest
+        readings = {name: [cache.computed(index) for cache, _ in own.readings] for name, own in self.requests.items()}
+        return {name: nearest(entries[name], [known, *readings[name]]) if readings.get(name) else known
+                for name, known in plain.items()}  # fmt: skip
 
     def _check_rounding(
         self,
@@ -242,39 +265,55 @@ class _Comparison:
         """
         truncated = [False, False]
         for kind, name in enumerate(("keys", "values")):
-            heads = distances.truncated_heads(kind, entries, known, layer) if explained[kind] else ()
+            heads = truncated_heads(kind, entries, known, layer) if explained[kind] else ()
             if heads:
                 truncated[kind] = True
                 every = "all " if len(heads) == self.dump.kv_heads else ""
                 words = f"{every}{name} rounded towards zero"
-                fault = DumpFault("", "rounded", words, layers=(index,), heads=() if every else heads)
-                self.faults.append(fault)
-            if not self.dump.dtype and (found := distances.fewer_bits(layer, kind)):
+                self.faults.append(DumpFault("", "rounded", words, layers=(index,), heads=() if every else heads))
+            if not self.dump.dtype and (found := fewer_bits(layer, kind)):
                 self.faults.append(DumpFault("", "rounded", f"all {name} rounded to {found}", layers=(index,)))
         return truncated
 
-    def _remove_factors(
-        self, index: int, entries: dict[str, Entries], known: Mapping[str, Pair], truncated: Sequence[bool]
-    ) -> list[bool]:
-        """Divide a layer's keys, and values, by a constant factor that all of them have; return which of them had one.
+    def _divide_by_factors(
+        self, index: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], truncated: Sequence[bool]
+    ) -> tuple[dict[str, Entries], list[bool]]:
+        """Return a layer's keys, and values, over a constant factor that all of them have; and which of them had one.
 
-        It is a fault, but for numbers that were rounded towards zero, which explains it. What is left is compared.
+        It is a fault, but for numbers that were rounded towards zero, which explains it.
         """
-        factors = [distances.common_factor(kind, entries, known) for kind in range(2)]
-        for kind, (name, factor) in enumerate(zip(("keys", "values"), factors, strict=True)):
-            if factor != 1 and not truncated[kind]:
+        factors = [common_factor(kind, entries, known) for kind in range(2)]
+        for name, factor, rounded in zip(("keys", "values"), factors, truncated, strict=True):
+            if factor != 1 and not rounded:
                 self.faults.append(DumpFault("", "scale", f"all {name} multiplied by {factor:.2g}", layers=(index,)))
-        for name, own in entries.items():
-            entries[name] = replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
-        return [factor != 1 for factor in factors]
+        divided = {
+            name: replace(own, keys=own.keys / factors[0], values=own.values / factors[1])
+            for name, own in entries.items()
+        }
+        return divided, [factor != 1 for factor in factors]
 
-    def _add_too_coarse(self, index: int, typical: Sequence[float], floors: Sequence[float]) -> None:
-        """Record a layer whose entries are farther from the plain model's than its engine's rounding puts them."""
+    def _layer_limits(self, index: int, typical: tuple[float, float], explained: Sequence[float]) -> Limits:
+        """Return the limits of a layer's entries, given their median distances and those that the types explain.
+
+        Records a layer whose entries are farther from the plain model's than its engine's rounding puts them.
+        """
+        floors = [float(floor) for floor in self.plain.floors[index]]
+        unexplained = [
+            far > max(self.floors_allowed * max(floors), most) for far, most in zip(typical, explained, strict=True)
+        ]
+        if any(unexplained):
+            self.unexplained_layers.add(index)
         for kind, name in enumerate(("keys", "values")):
             expected = self.plain.expected_distance(index, kind)
             if expected is not None and typical[kind] > max(self.floors_allowed * floors[kind], _FARTHER * expected):
                 words = f"{name} farther from the plain model's than rounding to {self.stored} moves them"
                 self.faults.append(DumpFault("", "coarse", words, layers=(index,)))
+        coarse = [most / 2 if odd else far for far, most, odd in zip(typical, explained, unexplained, strict=True)]
+        limits = Limits.of_layer(floors, coarse, self.floors_allowed)
+        own = (np.nan, np.nan) if self.plain.expected else (float(limits.single[0]), float(limits.single[1]))
+        self.typical.append(typical)
+        self.limits.append(own)
+        return limits
 
     def _explained_distances(self, layer: LayerDump) -> tuple[float, float]:
         """Return the largest median distances of keys and of values that the dump's types explain; 0 for the model's.
@@ -289,30 +328,10 @@ class _Comparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > own else 0.0, values if values > own else 0.0
 
-    def _add(self, name: str, index: int, own: Entries, present: Tensor) -> None:
-        """Add which entries of a request there are in one layer, (kv_head, entry)."""
-        self.compared[name] += int(present.sum())
-        tokens = len(next(request for request in self.live if request.id == name).token_ids)
-        kept = tuple(np.unique(row[row != REMOVED].cpu().numpy()) for row in own.positions)
-        self.kept[name].append(kept)
-        self.removed[name] += sum(tokens - len(positions) for positions in kept)
-        self.faults += matching.duplicates(name, index, own)
-
-    def _add_distances(self, name: str, index: int, measured: Distances, far: Tensor, stored: Distances) -> None:
-        """Add the largest distances of a request's keys and values in one layer.
-
-        `far`: (kind, kv_head, entry), which differ, whose distances are those of `stored`.
-        """
-        self.differing[name] += int(far.any(dim=0).sum())
-        near = measured.present & ~far
-        pairs = [(measured.key, stored.key), (measured.value, stored.value)]
-        self.distance[name].append(_largest([own for own, _ in pairs], near))
-        self.differing_distance[name].append(_largest([own for _, own in pairs], far))
-
     def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
         query = self.plain.queries.get(name, {}).get(index)
-        if query is None or not distances.is_complete(own, full[0].shape[1]):
+        if query is None or not is_complete(own, full[0].shape[1]):
             return np.full(self.adapter.heads, np.nan)
         slices = theory.head_slices(self.adapter.output_projection(index), self.adapter.heads)
         plain, dumped = (
@@ -331,35 +350,26 @@ class _Comparison:
             if other != index:
                 yield other, self.plain.layer(other)
 
-    def trace(self) -> DumpTrace:
-        """Return the measurements of all layers."""
-        requests, faults = [], [*self._join_coarse(), *self._missing()]
-        for request in self.dump.requests:
-            name = request.id
-            if request.finished:
-                requests.append(DumpedRequest(name, len(request.token_ids)))
-                continue
-            distance, floor, token = self._logprobs(request)
-            leeway = 1.0 if name in self.reread else self._coarseness
+    def result(self) -> DumpAudit:
+        """Return the audit of all layers."""
+        requests, faults = [], [*self._join_coarse(), *self._missing_entries()]
+        coarseness = max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
+        for name, request in self.requests.items():
+            distance, floor, token = self._compare_logprobs(request)
+            leeway = 1.0 if request.readings else coarseness
             if distance > max(self.floors_allowed * floor, min(self.floors_allowed * floor * leeway, _MOST_LOGPROB)):
                 times = f"{distance / floor:.3g} noise floors"
                 words = f"its log-probability differs by {distance:.3g} nats, {times}: the most of the request"
                 faults.append(DumpFault(name, "decoding", words, token, token))
-            requests.append(
-                DumpedRequest(
-                    name, len(request.token_ids), self.compared[name], self.differing[name],
-                    np.array(self.distance[name]), np.array(self.differing_distance[name]), self.removed[name],
-                    tuple(self.kept[name]) if self.removed[name] else (), np.array(self.perturbation[name]),
-                    distance, floor, self.moved.get(name, False),
-                )
-            )  # fmt: skip
-        dump = self.dump
-        heads = dump.layers * dump.kv_heads
-        faults = matching.join(faults, {name: count / heads for name, count in self.compared.items()})
-        return DumpTrace(
-            str(dump.path), dump.engine, provenance(self.adapter, {}, len(dump.requests)), dump.layers,
-            tuple(requests), tuple(faults), str(self.reader.layout or ""), str(dump.layout or ""),
-            self.stored, self.plain.floors, np.array(self.typical), np.array(self.limits),
+            if request.compared:
+                requests.append(request.result(distance, floor))
+        dump, heads = self.dump, self.dump.layers * self.dump.kv_heads
+        faults = join_faults(faults, {name: request.compared / heads for name, request in self.requests.items()})
+        return DumpAudit(
+            dump=str(dump.path), engine=dump.engine, about=provenance(self.adapter, {}, len(dump.requests)),
+            layers=dump.layers, requests=tuple(requests), faults=tuple(faults), layout=str(self.reader.layout or ""),
+            named_layout=str(dump.layout or ""), stored=self.stored, typical=np.array(self.typical),
+            floors=self.plain.floors, limits=np.array(self.limits),
         )  # fmt: skip
 
     def _join_coarse(self) -> Iterator[DumpFault]:
@@ -376,33 +386,27 @@ class _Comparison:
             words = f"{away}: more than the dump's types explain"
             yield DumpFault("", "coarse", words, layers=tuple(sorted(changed)))
 
-    @cached_property
-    def _coarseness(self) -> float:
-        """Ratio of the typical distances of entries to the noise floors; at least 1."""
-        return max(1.0, float((np.array(self.typical) / self.plain.floors).max()))
-
-    def _missing(self) -> Iterator[DumpFault]:
+    def _missing_entries(self) -> Iterator[DumpFault]:
         """Yield the requests whose block table is too short for their tokens, and those without an entry in a layer."""
-        for request in self.live:
-            tokens = len(request.token_ids)
-            empty = [layer for layer, kept in enumerate(self.kept[request.id]) if not any(map(len, kept))]
+        for name, comparison in self.requests.items():
+            request, tokens = comparison.request, len(comparison.request.token_ids)
+            empty = [layer for layer, kept in enumerate(comparison.kept) if not any(map(len, kept))]
             if empty:
-                yield DumpFault(request.id, "missing", "no entry at all", 0, tokens - 1, (), tuple(empty))
+                yield DumpFault(name, "missing", "no entry at all", 0, tokens - 1, (), tuple(empty))
             held = len(request.blocks or ()) * self.dump.block_size
-            if request.blocks is not None and held < len(request.token_ids):
+            if request.blocks is not None and held < tokens:
                 everywhere = tuple(range(self.dump.layers))
-                yield DumpFault(
-                    request.id, "missing", "beyond the block table", held, len(request.token_ids) - 1, (), everywhere
-                )
+                yield DumpFault(name, "missing", "beyond the block table", held, tokens - 1, (), everywhere)
 
-    def _logprobs(self, request: Request) -> tuple[float, float, int]:
+    def _compare_logprobs(self, comparison: _RequestComparison) -> tuple[float, float, int]:
         """Return the largest difference of a log-probability from the plain model's, its noise floor, and its token."""
+        request = comparison.request
         known = [index for index, value in enumerate(request.logprobs) if value is not None and index]
         if not known:
             return np.nan, np.nan, 0
         engine = torch.tensor([request.logprobs[index] for index in known], dtype=torch.float64)
         plain, *others = (token_logprobs(self.adapter, request.token_ids, parts)[known] for parts in _PARTS)
         floor = max(_LEAST_LOGPROB_FLOOR, *(float((plain - other).abs().amax()) for other in others))
-        every = torch.stack([plain, *(logprobs[known] for _, logprobs in self.reread.get(request.id, ()))])
+        every = torch.stack([plain, *(logprobs[known] for _, logprobs in comparison.readings)])
         far = torch.maximum(engine - every.amax(dim=0), every.amin(dim=0) - engine).clamp(min=0).nan_to_num(torch.inf)
         return float(far.amax()), floor, known[int(far.argmax())]

@@ -1,26 +1,261 @@
-"""Entries of a dump's requests, read from blocks in a layout that is named, or found by content, or from rows."""
+"""Dumped entries of a layer: read from blocks or rows, compared with the plain model's, judged by limits.
+
+Blocks are read in the layout that the dump names, or in one that is found by content.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from perturbkv.audit_trace import DumpFault
-from perturbkv.auditing.dumps.distances import Entries, Pair
+from perturbkv.analyses.audit.dump_verdict import DumpFault
+from perturbkv.auditing.changes import round_towards_zero
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
 from perturbkv.auditing.dumps.layouts import Layout, candidates, reorderings
+from perturbkv.auditing.reference import entry_distances
 from perturbkv.cache.external_cache import NOWHERE, recover
+from perturbkv.devices import dtype_name
 from perturbkv.errors import ConfigError, UnreadableCacheError
 
+MEDIANS = 4
+"""Multiple of a layer's median distance above which an entry differs."""
+LARGEST_MEDIAN = 0.3
+"""Largest median distance that rounding explains; above it only noise floors count."""
+LEAST_BLOCK = 8
+"""Smallest block, in tokens, that is judged by itself; smaller ones are judged in groups of 16 neighbours."""
+_GROUP_FLOORS = 2
+"""Noise floors up to which a block's median is right: decoded tokens beside equal ones need one."""
+_ALIASES = {
+    "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+"""Other names of torch's types."""
+_ROUNDING = 0.35
+"""Largest median distance that rounding to a floating-point type explains, in units of its ε; it is about 0.2."""
+_BITS = {8: 0.015, 7: 0.03, 6: 0.05, 5: 0.1, 4: 0.2, 3: 0.3, 2: 0.3}
+"""Bits -> largest median distance that rounding to whole numbers of so many bits, in blocks with a scale, explains."""
+_IN_NAME = re.compile(r"(?<![a-z0-9])(?:i?q|u?int|nf)?([2-8])(?![0-9])")
+_FARTHEST = 1e3
+"""Distance at which an entry that is NaN or infinite counts."""
+_LEAST_FACTOR = 0.01
+"""Smallest difference of a common factor from 1 that is a fault."""
+_NEARER = 0.8
+"""Largest ratio of the median distance after division by a common factor to that before."""
+_LEAST_ENTRIES = 32
+"""Fewest entries from which a common factor is estimated."""
+_FEWER_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types that entries of 16 bits may have gone through."""
+_NEARLY_ALL = 0.95
+"""Share of numbers that counts as all of them."""
+_LEAST_TRUNCATED = 0.2
+"""Least share of numbers for which rounding towards zero and to the nearest differ."""
 _TRIED = 64
 """Entries by which a layout is recognised."""
 _DIRECTION = 0.95
 """Least cosine of an entry with the model's, by which it is recognised."""
 _RECOGNISED, _SURE = 0.25, 0.9
 """Least share of tried entries that are recognised in a layout that may be right, and in one that is for certain."""
+Pair = tuple[Float[Tensor, "kv_head entry d_head"], Float[Tensor, "kv_head entry d_head"]]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The dumped entries of a request in one layer.
+
+    Attributes:
+        keys, values: as dumped, in float32.
+        positions: the token that each entry stands for; `REMOVED` where there is no entry.
+        blocks: id of the block that holds each entry; `REMOVED` in rows.
+        block_size: tokens of a block; 0 in rows.
+    """
+
+    keys: Float[Tensor, "kv_head entry d_head"]
+    values: Float[Tensor, "kv_head entry d_head"]
+    positions: Int[Tensor, "kv_head entry"]
+    blocks: Int[Tensor, " entry"]
+    block_size: int = 0
+
+    @property
+    def pair(self) -> Pair:
+        """Keys and values."""
+        return self.keys, self.values
+
+
+@dataclass(frozen=True)
+class EntryDistances:
+    """The distances of a request's entries from the plain model's, over the root mean square norm of the head's.
+
+    Attributes:
+        distance: of keys and of values; infinite where an entry is NaN or infinite.
+        present: whether there is an entry.
+    """
+
+    distance: Float[Tensor, "kind kv_head entry"]
+    present: Bool[Tensor, "kv_head entry"]
+
+
+def measure(entries: Entries, known: Pair) -> EntryDistances:
+    """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
+    present = entries.positions != REMOVED
+    distances = [
+        entry_distances(own, _at_positions(full, entries.positions), full).masked_fill(~present, 0)
+        for own, full in zip(entries.pair, known, strict=True)
+    ]
+    return EntryDistances(torch.stack(distances), present)
+
+
+def _at_positions(
+    full: Float[Tensor, "kv_head token d_head"], positions: Int[Tensor, "kv_head entry"]
+) -> Float[Tensor, "kv_head entry d_head"]:
+    """Return the entries at these positions, per head; those of the first token where there is none."""
+    return full.float().gather(1, positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, full.shape[-1]))
+
+
+def mean_distance(entries: Entries, known: Pair) -> float:
+    """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
+    measured = measure(entries, known)
+    return float(measured.distance[:, measured.present].clamp(max=1).mean())
+
+
+def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
+    """Return, of each token, the keys and values in `every` that are nearest to its entries, over all heads."""
+    if len(every) == 1:
+        return every[0]
+    far = []
+    for full in every:
+        both = measure(entries, full).distance.sum(dim=0).clamp(max=_FARTHEST)
+        by_token = both.new_zeros(len(both), full[0].shape[1])
+        far.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
+    chosen = torch.stack(far).argmin(dim=0)
+    tokens = torch.arange(len(chosen), device=chosen.device)
+    keys, values = (torch.stack([full[kind] for full in every])[chosen, :, tokens] for kind in range(2))
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def medians(measured: Sequence[EntryDistances]) -> tuple[float, float]:
+    """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
+    every = torch.cat([each.distance[:, each.present] for each in measured], dim=1)
+    keys, values = every.median(dim=1).values if every.numel() else (0.0, 0.0)
+    return float(keys), float(values)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The distances of a layer's keys, and of its values, above which they differ.
+
+    Attributes:
+        single: of one entry: one limit for all, or one for each.
+        together: of the median of a block, or of 16 neighbours, in one head.
+    """
+
+    single: tuple[float | Float[Tensor, "kv_head entry"], float | Float[Tensor, "kv_head entry"]]
+    together: tuple[float, float]
+
+    @classmethod
+    def of_layer(cls, floors: Sequence[float], medians: Sequence[float], allowed: int) -> Self:
+        """Return the limits, given noise floors, median distances, and the floors that are `allowed` to an entry."""
+        coarse = [MEDIANS * median if median <= LARGEST_MEDIAN else 0.0 for median in medians]
+        single = [max(allowed * floor, more) for floor, more in zip(floors, coarse, strict=True)]
+        least = [_GROUP_FLOORS * floor for floor in floors]
+        together = [min(one, max(low, more)) for one, low, more in zip(single, least, coarse, strict=True)]
+        return cls((single[0], single[1]), (together[0], together[1]))
+
+    def differing(self, entries: Entries, measured: EntryDistances) -> Bool[Tensor, "2 kv_head entry"]:
+        """Return which keys, and which values, differ, by themselves or with their neighbours."""
+        size = entries.block_size if entries.block_size >= LEAST_BLOCK else 2 * LEAST_BLOCK
+        tokens = measured.present.shape[1]
+        differing = []
+        for distance, single, together in zip(measured.distance, self.single, self.together, strict=True):
+            known = distance.masked_fill(~measured.present, torch.nan)
+            groups = nn.functional.pad(known, (0, -tokens % size), value=torch.nan).reshape(len(known), -1, size)
+            many = groups.isfinite().sum(dim=-1) >= LEAST_BLOCK
+            above = many & (groups.nanmedian(dim=-1).values > together)
+            in_group = above.repeat_interleave(size, dim=-1)[:, :tokens] & (distance > together)
+            differing.append(measured.present & ((distance > single) | in_group))
+        return torch.stack(differing)
+
+
+def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]) -> float:
+    """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
+    dumped_entries, full = _pairs(kind, entries, known)
+    factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
+    if len(full) < _LEAST_ENTRIES or not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
+        return 1.0
+    before, after = (
+        torch.linalg.vector_norm(dumped_entries / scale - full, dim=-1).nanmedian() for scale in (1.0, factor)
+    )
+    return factor if bool(after < _NEARER * before) else 1.0
+
+
+def _pairs(
+    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], heads: slice = slice(None)
+) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
+    """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
+    own, expected = [], []
+    for name, dumped in entries.items():
+        positions = dumped.positions[heads]
+        there = positions != REMOVED
+        own.append(dumped.pair[kind][heads][there])
+        expected.append(_at_positions(known[name][kind][heads], positions)[there])
+    return torch.cat(own), torch.cat(expected)
+
+
+def truncated_heads(
+    kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], layer: LayerDump
+) -> tuple[int, ...]:
+    """Return the heads whose keys (`kind` 0) or values (1) were all rounded towards zero to the type of the dump."""
+    dtype, scale = layer.tensors[kind][0].dtype, layer.scales[kind]
+    found = []
+    for head in range(len(next(iter(entries.values())).keys)):
+        own, full = _pairs(kind, entries, known, slice(head, head + 1))
+        one = scale if scale.ndim == 0 else scale[head]
+        cut, nearest_to = round_towards_zero(full / one, dtype), (full / one).to(dtype).float()
+        differ = cut != nearest_to
+        if len(own) >= LEAST_BLOCK and bool(differ.float().mean() > _LEAST_TRUNCATED):
+            same = (cut * one == own).float()
+            found += [head] if min(float(same[differ].mean()), float(same.mean())) > _NEARLY_ALL else []
+    return tuple(found)
+
+
+def fewer_bits(layer: LayerDump, kind: int) -> str:
+    """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one."""
+    tensors = layer.tensors[kind]
+    numbers = torch.cat([tensor[tensor != 0] for tensor in tensors])
+    if tensors[0].dtype.itemsize != 2 or not len(numbers):
+        return ""
+    for dtype in _FEWER_BITS:
+        if bool((numbers.float().to(dtype).float() == numbers.float()).float().mean() > _NEARLY_ALL):
+            return dtype_name(dtype)
+    return ""
+
+
+def is_complete(entries: Entries, tokens: int) -> bool:
+    """Return whether each of so many tokens has an entry in every head, in order."""
+    return torch.equal(entries.positions, torch.arange(tokens).expand(len(entries.positions), -1))
+
+
+def explained_distance(kind: torch.dtype | str) -> float:
+    """Return the largest median distance that a type explains; 0 for a name that is not known.
+
+    Of a floating-point type of torch, also under a name such as `bfloat16`, `bf16` or `fp8`: 0.35 ε. Of other names the
+    bits that stand in them count: `q4_0`, `int8`.
+    """
+    name = dtype_name(kind) if isinstance(kind, torch.dtype) else kind
+    known = getattr(torch, _ALIASES.get(name.lower(), name.lower()), None)
+    if isinstance(known, torch.dtype):
+        try:
+            return _ROUNDING * torch.finfo(known).eps
+        except (TypeError, NotImplementedError):
+            pass
+    bits = _IN_NAME.search(name.lower())
+    return _BITS[int(bits[1])] if bits else 0.0
 
 
 class DumpReader:
@@ -37,10 +272,10 @@ class DumpReader:
 
     def entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer."""
-        blocks = self._blocks(layer)
-        return {request.id: self._entries(request, layer, blocks, known) for request in self.live}
+        blocks = self._split_blocks(layer)
+        return {request.id: self._request_entries(request, layer, blocks, known) for request in self.live}
 
-    def _blocks(self, layer: LayerDump) -> Pair | None:
+    def _split_blocks(self, layer: LayerDump) -> Pair | None:
         """Return keys and values of all blocks in the dump's layout; None in a dump of rows."""
         if not layer.stored:
             return None
@@ -48,10 +283,12 @@ class DumpReader:
         try:
             keys, values = layer.split(self.layout, self.dump.sizes)
         except ConfigError as error:
-            raise UnreadableCacheError(f"{self.dump.path}: {error}") from None  # noqa: EM102
+            raise UnreadableCacheError(f"{self.dump.path}: {error}") from None
         return keys, values
 
-    def _entries(self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]) -> Entries:
+    def _request_entries(
+        self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]
+    ) -> Entries:
         """Return a request's entries in one layer, from its blocks or its rows."""
         tokens = len(request.token_ids)
         if request.blocks is None or blocks is None:
@@ -86,11 +323,11 @@ class DumpReader:
         Raises UnreadableCacheError where no layout of the tensors shows the model's entries.
         """
         named = self.dump.layout
-        shares = {named: self._recognised(layer, named, known)} if named else {}
+        shares = {named: self._recognised_share(layer, named, known)} if named else {}
         if named and shares[named] >= _SURE:
             return []
         for layout in self._all_layouts(layer):
-            shares[layout] = self._recognised(layer, layout, known)
+            shares[layout] = self._recognised_share(layer, layout, known)
         best = max(shares, key=lambda layout: shares[layout], default=None)
         if best is None or shares[best] < _RECOGNISED:
             if named and not self._are_finite(layer, named, known):
@@ -114,7 +351,7 @@ class DumpReader:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
             return True
-        entries = [self._entries(request, layer, (blocks[0], blocks[1]), known) for request in self.live]
+        entries = [self._request_entries(request, layer, (blocks[0], blocks[1]), known) for request in self.live]
         return all(bool(part.isfinite().all()) for own in entries for part in (own.keys, own.values))
 
     def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
@@ -126,7 +363,7 @@ class DumpReader:
             return
         yield from (Layout(keys, values) for keys in both[0] for values in both[1])
 
-    def _recognised(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> float:
+    def _recognised_share(self, layer: LayerDump, layout: Layout, known: Mapping[str, Pair]) -> float:
         """Return the share of some entries that have the direction of the model's entries of the same tokens.
 
         Keys in the place of values, and values in that of keys, count too; lengths do not.
@@ -137,7 +374,7 @@ class DumpReader:
             return 0.0
         tried: list[float] = []
         for request in self.live:
-            own = self._entries(request, layer, (blocks[0], blocks[1]), known)
+            own = self._request_entries(request, layer, (blocks[0], blocks[1]), known)
             there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
             if not len(there):
                 continue

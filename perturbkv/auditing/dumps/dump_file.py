@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perturbkv.audit_trace import DUMP_HEADER
 from perturbkv.auditing.dumps.layouts import Layout, Sizes
 from perturbkv.cache.external_cache import Layers
+from perturbkv.configs.audit_settings import DUMP_HEADER
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
 from perturbkv.user_files import FileKind

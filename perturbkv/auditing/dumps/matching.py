@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.audit_trace import DumpFault, token_range
-from perturbkv.auditing import changes
-from perturbkv.auditing.dumps.distances import LEAST_BLOCK, Entries, Limits, Pair
+from perturbkv.analyses.audit.dump_verdict import DumpFault, token_range
+from perturbkv.auditing.changes import describe_base, describe_quantisation, describe_rotation, describe_rounding
+from perturbkv.auditing.dumps.dump_entries import LEAST_BLOCK, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED
 
 NEAR = 0.1
@@ -31,19 +31,21 @@ _BY_GRAVITY = ("stale", "request", "token", "shifted")
 """Kinds of moved entries, the gravest first: it names a run that holds several."""
 _NEARLY_ALL = 0.9
 """Share of a request's entries from which a fault is one of all of them."""
+_INFINITE = ("infinite", "keys or values that are infinite or NaN")
+"""Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
 _MOST_RUNS = 64
 """Runs of differing entries of a request whose change is looked for in each layer."""
 
 
 @dataclass(frozen=True)
-class Known:
+class LayerReference:
     """The plain model's entries of all requests in one layer.
 
     Attributes:
         references: request -> keys and values, those that its entries are compared with.
         plain: request -> the plain model's keys and values.
         finished: requests that have ended.
-        others: index of another layer -> its entries, request by request.
+        other_layers: index of another layer -> its entries, request by request.
         frequencies: of the rotation.
         alternatives: of a block, (layout in words, keys and values (kv_head, token, d_head)) in every other layout.
     """
@@ -51,12 +53,12 @@ class Known:
     references: Mapping[str, Pair]
     plain: Mapping[str, Pair]
     finished: frozenset[str]
-    others: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
+    other_layers: Callable[[], Iterator[tuple[int, Mapping[str, Pair]]]]
     frequencies: Float[Tensor, " frequency"]
     alternatives: Callable[[int], Iterator[tuple[str, Tensor, Tensor]]]
 
 
-def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
+def duplicate_faults(request: str, layer: int, entries: Entries) -> list[DumpFault]:
     """Return the tokens whose entries a layer holds several times, a fault per head."""
     found = []
     for head, row in enumerate(entries.positions):
@@ -65,10 +67,6 @@ def duplicates(request: str, layer: int, entries: Entries) -> list[DumpFault]:
             first, last = int(twice[0]), int(twice[-1])
             found.append(DumpFault(request, "duplicate", "cached several times", first, last, (), (layer,), (head,)))
     return found
-
-
-_INFINITE = ("infinite", "keys or values that are infinite or NaN")
-"""Kind and words of entries that are no numbers; others of their block that are of no token are counted with them."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class _Run:
     offsets: Int[Tensor, " entry"]
     differing: Bool[Tensor, "kv_head entry"]
 
-    def split(self) -> list[Bool[Tensor, "kv_head entry"]]:
+    def fault_masks(self) -> list[Bool[Tensor, "kv_head entry"]]:
         """Return which entries differ and are infinite or NaN, then those of zero keys or values, then the others."""
         parts, masks = (self.keys, self.values), [self.differing]
         flags = [~(self.keys.isfinite() & self.values.isfinite()).all(dim=-1), *(~part.any(dim=-1) for part in parts)]
@@ -100,7 +98,7 @@ class _Run:
             masks = [part for whole in masks for part in (whole & flag, whole & ~flag) if bool(part.any())]
         return masks
 
-    def part(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
+    def select(self, mask: Bool[Tensor, "kv_head entry"]) -> _Run:
         """Return the heads and tokens in which some entry is of the mask."""
         rows, columns = mask.any(dim=1), mask.any(dim=0)
         heads = tuple(head for head, chosen in zip(self.heads, rows.tolist(), strict=True) if chosen)
@@ -132,8 +130,13 @@ def _runs(entries: Entries, far: Bool[Tensor, "kv_head entry"]) -> Iterator[_Run
             )  # fmt: skip
 
 
-def faults(
-    request: str, layer: int, entries: Entries, far: Bool[Tensor, "kv_head entry"], known: Known, limits: Limits
+def find_faults(
+    request: str,
+    layer: int,
+    entries: Entries,
+    far: Bool[Tensor, "kv_head entry"],
+    reference: LayerReference,
+    limits: Limits,
 ) -> list[DumpFault]:
     """Return what was done to the entries of a request that are `far` from the plain model's."""
     if not bool(far.any()):
@@ -141,13 +144,13 @@ def faults(
     found = []
     for run in _runs(entries, far):
         described: dict[tuple[str, str], Tensor] = {}
-        for mask in run.split():
-            kind, what = _Search(request, run.part(mask), known, limits.together).describe()
+        for mask in run.fault_masks():
+            kind, what = _FaultSearch(request, run.select(mask), reference, limits.together).describe()
             if kind == "unknown" and _INFINITE in described:
                 kind, what = _INFINITE
             described[kind, what] = described.get((kind, what), torch.zeros_like(mask)) | mask
         for (kind, what), mask in described.items():
-            part = run.part(mask)
+            part = run.select(mask)
             first, last = int(part.positions.amin()), int(part.positions.amax())
             blocks = () if part.block == REMOVED else (part.block,)
             count = int(part.differing.sum())
@@ -155,18 +158,18 @@ def faults(
     return found
 
 
-class _Search:
+class _FaultSearch:
     """The search for what was done to a run of entries."""
 
-    def __init__(self, request: str, run: _Run, known: Known, limits: tuple[float, float]) -> None:
-        self.request, self.run, self.known, self.limits = request, run, known, limits
+    def __init__(self, request: str, run: _Run, reference: LayerReference, limits: tuple[float, float]) -> None:
+        self.request, self.run, self.reference, self.limits = request, run, reference, limits
         self.near = max(NEAR, limits[0]), max(NEAR, limits[1])
         self.own: Pair = (run.keys, run.values)
-        full = known.references[request]
+        full = reference.references[request]
         self.full: Pair = (full[0].float(), full[1].float())
-        self.expected = self._at(self.full, run.positions)
+        self.expected = self._entries_at(self.full, run.positions)
 
-    def _at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
+    def _entries_at(self, full: Pair, positions: Tensor, heads: Sequence[int] | None = None) -> Pair:
         """Return the entries of these positions, of the run's heads or others."""
         rows = list(self.run.heads if heads is None else heads)
         return full[0][rows][:, positions].float(), full[1][rows][:, positions].float()
@@ -179,22 +182,25 @@ class _Search:
         zero = [name for part, name in zip(differing, ("keys", "values"), strict=True) if not bool(part.any())]
         if zero:
             return "missing", "all zero: never written" if len(zero) == 2 else f"{zero[0]} all zero"
-        tests = (self._rounded, self._scaled, self._rotated, self._swapped, self._moved, self._head,
-                 self._in_other_layout, self._of_other_layer)  # fmt: skip
-        return next((found for test in tests if (found := test())), None) or self._changed()
+        tests = (self._find_rounding, self._find_factor, self._find_rotation, self._find_swap, self._find_tokens,
+                 self._find_heads, self._find_layout, self._find_layer)  # fmt: skip
+        return next((found for test in tests if (found := test())), None) or self._describe_distance()
 
-    def _far(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+    def _differing_kinds(self) -> Iterator[tuple[int, str, Tensor, Tensor]]:
         """Yield (kind, name, entries, expected entries) of keys and of values, where they differ."""
         for kind, name in enumerate(("keys", "values")):
             own, expected = self.own[kind], self.expected[kind]
             if not self._is_near(own, expected, self.limits[kind]):
                 yield kind, name, own, expected
 
-    def _changed(self) -> tuple[str, str]:
+    def _describe_distance(self) -> tuple[str, str]:
         """Return how far entries are that are near those expected; else that they are of no token."""
         if not self._are_near(self.own, self.expected):
             return "unknown", "entries of no token of the dump"
-        far = [f"{name} {100 * self._distance(own, expected):.2g} % away" for _, name, own, expected in self._far()]
+        far = [
+            f"{name} {100 * self._distance(own, expected):.2g} % away"
+            for _, name, own, expected in self._differing_kinds()
+        ]
         return "changed", " and ".join(far) or "a few components differ"
 
     def _distance(self, own: Tensor, expected: Tensor) -> float:
@@ -209,16 +215,16 @@ class _Search:
         """Return whether nearly all keys and nearly all values that differ are those expected."""
         return all(self._is_near(*each, heads) for each in zip(own, expected, self.near, strict=True))
 
-    def _swapped(self) -> tuple[str, str] | None:
+    def _find_swap(self) -> tuple[str, str] | None:
         """Return whether keys stand for values and values for keys."""
-        plain = self._at(self.known.plain[self.request], self.run.positions)
+        plain = self._entries_at(self.reference.plain[self.request], self.run.positions)
         swapped = any(self._are_near(self.own, (values, keys)) for keys, values in (self.expected, plain))
         return ("swapped", "keys where values belong, and values where keys do") if swapped else None
 
-    def _scaled(self) -> tuple[str, str] | None:
+    def _find_factor(self) -> tuple[str, str] | None:
         """Return the constant that keys or values were multiplied by."""
         words = []
-        for kind, name, own, expected in self._far():
+        for kind, name, own, expected in self._differing_kinds():
             one, other = own[self.run.differing], expected[self.run.differing]
             factor = float((one * other).sum() / other.square().sum().clamp(min=torch.finfo(torch.float32).tiny))
             rest = max(self.limits[kind], 0.2 * min(1, self._distance(own, expected)))
@@ -228,26 +234,26 @@ class _Search:
             words.append(f"{name} multiplied by {short if short != '1' else f'{factor:.6g}'}")
         return ("scale", " and ".join(words)) if words else None
 
-    def _moved(self) -> tuple[str, str] | None:
+    def _find_tokens(self) -> tuple[str, str] | None:
         """Return the tokens whose entries, keys or values these are."""
         far = [kind for kind in range(2) if not self._is_near(self.own[kind], self.expected[kind], self.near[kind])]
         if not far:
             return None
         rows = list(self.run.heads)
         names = sorted(  # entries that several requests share are its own, or those of one that has not ended
-            self.known.references, key=lambda name: (name != self.request, name in self.known.finished)
+            self.reference.references, key=lambda name: (name != self.request, name in self.reference.finished)
         )
         some = torch.linspace(0, len(self.run.positions) - 1, min(_MOST_SEARCHED, len(self.run.positions))).long()
         distances = []
         for kind in far:
             own = self.own[kind][:, some]
             to_each = []
-            for known in (self.known.references, self.known.plain):
+            for known in (self.reference.references, self.reference.plain):
                 every = torch.cat([known[name][kind][rows].float() for name in names], dim=1)
                 unit = every.square().sum(dim=-1).mean(dim=-1).sqrt()[:, None, None]
                 to_each.append(torch.cdist(own, every) / (unit * self.near[kind]))
             distances.append(torch.minimum(*to_each))
-        lengths = [self.known.references[name][0].shape[1] for name in names]
+        lengths = [self.reference.references[name][0].shape[1] for name in names]
         to_requests = torch.split(torch.stack(distances).amax(dim=0), lengths, dim=-1)
         nearest, places = (torch.stack(each) for each in zip(*(each.min(dim=-1) for each in to_requests), strict=True))
         differing = self.run.differing[:, some]
@@ -276,7 +282,7 @@ class _Search:
         """Return whose entries, keys or values stand at `positions`, given the request and its tokens, `places`."""
         tokens = f"{what} of {token_range(int(places.amin()), int(places.amax()))}"
         if request != self.request:
-            if request in self.known.finished:
+            if request in self.reference.finished:
                 return "stale", f"{tokens} of request {request}, which has ended"
             return "request", f"{tokens} of request {request}"
         moved = places - positions
@@ -288,14 +294,14 @@ class _Search:
             return "shifted", f"{what} of the token {positions_away} {'later' if shift > 0 else 'earlier'}"
         return "token", f"{tokens} of the same request"
 
-    def _head(self) -> tuple[str, str] | None:
+    def _find_heads(self) -> tuple[str, str] | None:
         """Return the heads whose entries these are."""
         heads = range(len(self.full[0]))
         sources = []
         for row, head in enumerate(self.run.heads):
             one = slice(row, row + 1)
             own = (self.own[0][one], self.own[1][one])
-            of_head = (self._at(self.full, self.run.positions, [each]) for each in heads)
+            of_head = (self._entries_at(self.full, self.run.positions, [each]) for each in heads)
             source = next((each for each, expected in enumerate(of_head) if self._are_near(own, expected, one)), None)
             if source is None:
                 return None
@@ -303,44 +309,42 @@ class _Search:
         moved = [f"{source} in head {head}" for head, source in sources if head != source]
         return ("head", f"entries of head {', of head '.join(moved)}") if moved else None
 
-    def _rotated(self) -> tuple[str, str] | None:
+    def _find_rotation(self) -> tuple[str, str] | None:
         """Return how keys were rotated, where values are intact or moved."""
         if not self._is_near(self.own[1], self.expected[1], self.near[1]):
             return None
         most = 2 * max(int(self.full[0].shape[1]), 1)
         own, before = self.own[0][0], self.expected[0][0]
-        shift = changes.describe_rotation(own, before, self.run.positions, self.known.frequencies, most)
+        shift = describe_rotation(own, before, self.run.positions, self.reference.frequencies, most)
         if not shift:
-            shift = changes.describe_base(own, before, self.run.positions, self.known.frequencies)
+            shift = describe_base(own, before, self.run.positions, self.reference.frequencies)
         return ("rotation", f"keys {shift}") if shift else None
 
-    def _in_other_layout(self) -> tuple[str, str] | None:
+    def _find_layout(self) -> tuple[str, str] | None:
         """Return the layout in which the block holds what is expected."""
         if self.run.block == REMOVED:
             return None
-        for words, keys, values in self.known.alternatives(self.run.block):
+        for words, keys, values in self.reference.alternatives(self.run.block):
             rows = list(self.run.heads)
             if self._are_near((keys[rows][:, self.run.offsets], values[rows][:, self.run.offsets]), self.expected):
                 return "layout", f"written as '{words}'"
         return None
 
-    def _of_other_layer(self) -> tuple[str, str] | None:
+    def _find_layer(self) -> tuple[str, str] | None:
         """Return the layer whose entries these are."""
-        for layer, requests in self.known.others():
-            if self._are_near(self.own, self._at(requests[self.request], self.run.positions)):
+        for layer, requests in self.reference.other_layers():
+            if self._are_near(self.own, self._entries_at(requests[self.request], self.run.positions)):
                 return "layer", f"entries of layer {layer}"
         return None
 
-    def _rounded(self) -> tuple[str, str] | None:
+    def _find_rounding(self) -> tuple[str, str] | None:
         """Return the coarser type, or the number of bits, that keys or values went through."""
         words = []
-        for kind, name, own, expected in self._far():
+        for kind, name, own, expected in self._differing_kinds():
             if not self._is_near(own, expected, 0.5):
                 return None
             head = self.full[kind][self.run.heads[0]]
-            found = changes.describe_rounding(own[0], expected[0]) or changes.describe_quantisation(
-                own[0], expected[0], head
-            )
+            found = describe_rounding(own[0], expected[0]) or describe_quantisation(own[0], expected[0], head)
             if not found:
                 return None
             words.append(f"{name} {found}")
@@ -357,7 +361,7 @@ def _relative(own: Tensor, expected: Tensor) -> Float[Tensor, "kv_head entry"]:
     return distance
 
 
-def join(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
+def join_faults(found: Sequence[DumpFault], present: Mapping[str, float]) -> list[DumpFault]:
     """Return the faults, equal ones of several layers, blocks and heads joined; those in most layers first.
 
     `present`: request -> its entries in a head of a layer. Where a fault is of nearly all of them, in every request, it

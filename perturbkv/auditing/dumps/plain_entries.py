@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -11,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from perturbkv.audit_trace import FLOORS, Floats
-from perturbkv.auditing import reference
-from perturbkv.auditing.dumps import distances
-from perturbkv.auditing.dumps.distances import Entries, Limits, Pair
+from perturbkv.analyses.audit.cache_entries import FLOORS
+from perturbkv.analyses.measurements import Floats
+from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
-from perturbkv.auditing.situations import situation
+from perturbkv.auditing.forward_passes import make_situation
+from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
@@ -38,25 +39,30 @@ class Expected:
     typical: tuple[float, float]
     largest: tuple[Float[Tensor, " token"], Float[Tensor, " token"]]
 
-    def limits(self, positions: Int[Tensor, "kv_head entry"], least: Limits) -> Limits:
-        """Return the limits of entries at these positions; `least` are those without any rounding."""
-        keys, values = (
-            _limit(largest, typical, smallest)[positions.clamp(min=0)]
-            for largest, typical, smallest in zip(self.largest, self.typical, least.single, strict=True)
+    @classmethod
+    def of_layer(cls, readings: Sequence[Float[Tensor, "2 kv_head token"]]) -> Self:
+        """Return the distances in one layer, given those of every reading.
+
+        A key's distance is at least position · ε/2: its angle is rounded to float32.
+        """
+        keys, values = torch.stack(list(readings), dim=1)
+        rotation = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
+        largest_keys, largest_values = (kind.amax(dim=0).amax(dim=0) for kind in (keys, values))
+        return cls(
+            (float(keys.median()), float(values.median())), (torch.maximum(largest_keys, rotation), largest_values)
         )
-        together = [
-            max(distances.MEDIANS * typical, one) for typical, one in zip(self.typical, least.together, strict=True)
-        ]
-        return Limits((keys, values), (together[0], together[1]))
 
+    def limits(self, positions: Int[Tensor, "kv_head entry"], least: Limits) -> Limits:
+        """Return the limits of entries at these positions; `least` are those without any rounding.
 
-def _limit(largest: Float[Tensor, " token"], typical: float, least: float | Tensor) -> Float[Tensor, " token"]:
-    """Return the largest distance of each token's entries that does not differ.
-
-    Rounding moves a few tokens' entries far, and differently in every reading; their limits are larger.
-    """
-    own = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
-    return own.clamp(min=max(float(least), distances.MEDIANS * typical))
+        Rounding moves a few tokens' entries far, and differently in every reading; their limits are larger.
+        """
+        single, together = [], []
+        for largest, typical, one, many in zip(self.largest, self.typical, least.single, least.together, strict=True):
+            own = torch.maximum((FLOORS * largest).clamp(max=_COARSE), 2 * largest)
+            single.append(own.clamp(min=max(float(one), MEDIANS * typical))[positions.clamp(min=0)])
+            together.append(max(MEDIANS * typical, many))
+        return Limits((single[0], single[1]), (together[0], together[1]))
 
 
 class PlainEntries:
@@ -78,17 +84,20 @@ class PlainEntries:
         floors: list[Floats] = []
         for request in dump.requests:
             ids = torch.tensor(request.token_ids, device=adapter.device)
-            alone = situation("single", ids, ids[:1], 1)
+            alone = make_situation("single", ids, ids[:1], 1)
             if request.finished or len(ids) < 2:
-                self.layers[request.id] = reference.read(adapter, alone)
+                self.layers[request.id] = read(adapter, alone)
                 continue
-            entries = reference.prompt_entries(adapter, alone)
+            entries = prompt_entries(adapter, alone)
             self.layers[request.id] = entries.full
             self.queries[request.id] = _last_query(adapter, ids, entries.full)
-            floors.append(torch.stack([entries.floors.key, entries.floors.value], dim=-1).double().numpy())
-            moved = [_moved(rounded, entries.full) for rounded in dump.rounded(adapter, request.token_ids)]
-            if moved:
-                self.expected[request.id] = [_expect(readings) for readings in zip(*moved, strict=True)]
+            floors.append(entries.floors.T.double().numpy())
+            readings = [
+                [_layer_distances(*layer) for layer in zip(rounded, entries.full, strict=True)]
+                for rounded in dump.rounded(adapter, request.token_ids)
+            ]
+            if readings:
+                self.expected[request.id] = [Expected.of_layer(distances) for distances in zip(*readings, strict=True)]
         least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
         if not floors:  # requests of one token: rounding grows from layer to layer
             least *= np.sqrt(np.arange(1, len(least) + 1))[:, None]
@@ -104,35 +113,16 @@ class PlainEntries:
         return max(known) if known else None
 
 
-def _moved(rounded: Layers, full: Layers) -> list[tuple[Tensor, Tensor]]:
-    """Return, per layer, the distances (kv_head, token) of rounded keys and values from the plain model's."""
-    return [
-        (
-            reference.entry_distances(keys[0], plain[0][0], plain[0][0]),
-            reference.entry_distances(values[0], plain[1][0], plain[1][0]),
-        )
-        for (keys, values), plain in zip(rounded, full, strict=True)
-    ]
-
-
-def _expect(readings: Sequence[tuple[Tensor, Tensor]]) -> Expected:
-    """Return the distances in one layer, given those of every reading.
-
-    A key's distance is at least position · ε/2: its angle is rounded to float32.
-    """
-    keys, values = (torch.stack(kind) for kind in zip(*readings, strict=True))
-    rotation = torch.arange(keys.shape[-1], device=keys.device) * (torch.finfo(torch.float32).eps / 2)
-    return Expected(
-        (float(keys.median()), float(values.median())),
-        (torch.maximum(keys.amax(dim=0).amax(dim=0), rotation), values.amax(dim=0).amax(dim=0)),
-    )
+def _layer_distances(rounded: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> Float[Tensor, "2 kv_head token"]:
+    """Return the distances of a layer's rounded keys and values (1, kv_head, token, d_head) from the plain model's."""
+    return torch.stack([entry_distances(own[0], full[0], full[0]) for own, full in zip(rounded, plain, strict=True)])
 
 
 def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor]:
     """Return, per layer, the query (head, d_head) of the last token, given the entries of all tokens."""
     before = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in full]
     kept = [torch.ones_like(keys[..., 0], dtype=torch.bool) for keys, _ in before]
-    (record,) = reference.decode(adapter, before, situation("single", ids[:-1], ids[-1:], 1), [kept])
+    (record,) = decode(adapter, before, make_situation("single", ids[:-1], ids[-1:], 1), [kept])
     return {layer: query[0, :, -1] for layer, query in record.query.items()}
 
 
@@ -159,9 +149,9 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         first = end - key_states.shape[2]
         for stored, new in zip(self.stored[layer_idx], (key_states[0], value_states[0]), strict=True):
             own = stored[:, first:end]
-            distance = reference.entry_distances(own.float(), new.float(), new)
+            distance = entry_distances(own.float(), new.float(), new)
             finite = own.isfinite().all(dim=-1)
-            far = (distance > distances.MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
+            far = (distance > MEDIANS * distance[finite].median()) & finite if finite.any() else ~finite
             self.replaced += int(far.sum()) if self.replace_outliers else 0
             wrong = (far & self.replace_outliers) | ~finite
             own[wrong] = new.to(self.dtype).to(new.dtype)[wrong]

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from perturbkv.audit_trace import ENGINE_SITUATIONS, DumpTrace
+from perturbkv.analyses.audit.dump_verdict import DumpAudit
 from perturbkv.auditing.dumps.dump_audit import audit_dump
 from perturbkv.auditing.dumps.dump_file import read_dump
 from perturbkv.auditing.dumps.vllm_engine import EngineRequest, dump_vllm
+from perturbkv.configs.audit_settings import ENGINE_SITUATIONS
 from perturbkv.datasets.needle import sentences
 from perturbkv.devices import dtype_name
 from perturbkv.errors import EngineError, MissingPackageError, PerturbkvError, UnknownNameError
@@ -127,7 +128,7 @@ def audit_vllm(
     revision: str = "",
     folder: Path | None = None,
     progress: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[str, DumpTrace]]:
+) -> Iterator[tuple[str, DumpAudit]]:
     """Yield, per situation, the comparison of vLLM's cache with the plain model's in the same environment.
 
     Args:

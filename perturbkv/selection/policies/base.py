@@ -113,7 +113,7 @@ class Policy(WithOptions):
         """
         return None
 
-    def first_counts(
+    def stage1_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
         """Return each kept set's number of entries in the policy's own stage 1, by the scores of `first_stage`.

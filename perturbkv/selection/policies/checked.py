@@ -59,13 +59,13 @@ def allocate(policy: Policy, config: EvictionConfig, available: LayerBudget) -> 
     return _check_counts(policy, "allocate", counts, available.kept_heads, max(available.prefix, available.free))
 
 
-def first_counts(policy: Policy, config: EvictionConfig, scores: Tensor, competing: slice) -> Tensor:
+def stage1_counts(policy: Policy, config: EvictionConfig, scores: Tensor, competing: slice) -> Tensor:
     """Return the number of entries (kept_head,) of a policy's own stage 1. Raises PluginError as `allocate`."""
     if _is_ours(policy):
-        return policy.first_counts(config, scores, competing)
-    with external_code(f"policy '{policy.name}': first_counts raised"):
-        counts = policy.first_counts(config, scores.clone(), competing)
-    return _check_counts(policy, "first_counts", counts, len(scores), scores.shape[-1])
+        return policy.stage1_counts(config, scores, competing)
+    with external_code(f"policy '{policy.name}': stage1_counts raised"):
+        counts = policy.stage1_counts(config, scores.clone(), competing)
+    return _check_counts(policy, "stage1_counts", counts, len(scores), scores.shape[-1])
 
 
 def _is_ours(policy: Policy) -> bool:

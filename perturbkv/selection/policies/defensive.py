@@ -65,7 +65,7 @@ class DefensiveKV(Policy):
         """Score of stage 1: the unpooled mean attention of the window."""
         return SnapKV(pool="none", kernel=1, window_queries=self.window_queries)
 
-    def first_counts(
+    def stage1_counts(
         self, config: EvictionConfig, scores: Float[Tensor, "kept_head prefix"], competing: slice
     ) -> Int[Tensor, " kept_head"]:
         """Return each kept set's stage-1 size: the number of top scores with a cumulative share below `mass` − bias.

@@ -1,0 +1,246 @@
+"""The audit of an eviction: every prompt in every situation, plain use of the cache, and the loss of the kept sets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import Cache
+
+import perturbkv
+from perturbkv import memory
+from perturbkv.analyses.audit.audit import Audit, PlainUse
+from perturbkv.analyses.audit.audited_runs import AuditedRun
+from perturbkv.auditing.evictions import Eviction, FailedError, RefusedError
+from perturbkv.auditing.external_run import run_eviction
+from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, token_count
+from perturbkv.auditing.loss import Sets, measure_losses
+from perturbkv.auditing.model_state import ModelState, describe_damage, foreign_code
+from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
+from perturbkv.auditing.reference import check_attention, greedy, prompt_entries
+from perturbkv.configs.audit_settings import IN_CACHE, AuditSettings
+from perturbkv.configs.plugins import external_code
+from perturbkv.configs.resources import Resources
+from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
+from perturbkv.devices import dtype_name, full_precision
+from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
+from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
+from perturbkv.pipeline.sample.capture import Observer, capture
+from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
+
+POSITIONS_FILE = "positions file"
+_READINGS, _LOSS_READINGS = 5, 6
+"""Prefills of a prompt that its reading in several ways costs, decoding included, and those of its losses."""
+_DEFAULT = Resources()
+
+
+@torch.inference_mode()
+@memory.translate_allocation_errors()
+@full_precision()
+def audit_eviction(
+    adapter: Adapter,
+    prompts: Sequence[Prompt],
+    eviction: Eviction | KeptFile,
+    settings: AuditSettings,
+    source: Mapping[str, str],
+    resources: Resources = _DEFAULT,
+    progress: Callable[[], object] = lambda: None,
+) -> Audit:
+    """Audit an eviction on every prompt; of an unreadable one return the reason and the runs before.
+
+    `source` is the provenance of the prompts. Raises ConfigError and DatasetError for prompts that do not fit,
+    ModelError for an attention that takes no masks.
+    """
+    check_attention(adapter)
+    used = (select_prompt(eviction, prompts),) if isinstance(eviction, KeptFile) else tuple(prompts)
+    for prompt in prompts:  # tokens of a file are checked with its positions
+        check_vocabulary(prompt, int(adapter.config.vocab_size), adapter.name)
+    for prompt in used:
+        _check_length(adapter, prompt, token_count(settings.steps, settings.situations))
+    kind = POSITIONS_FILE if isinstance(eviction, KeptFile) else eviction.kind
+    about = provenance(adapter, source, len(used))
+    blank = Audit(eviction.name, kind, about, len(adapter.layers), adapter.heads, adapter.kv_heads)
+    runs: list[AuditedRun] = []
+    plain, damage = None, ""
+    try:
+        if found := foreign_code(adapter.model):
+            raise UnreadableCacheError(
+                f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
+            )
+        before = ModelState.of(adapter.model)
+        for prompt in used:
+            for run in _audit_prompt(adapter, prompt, eviction, settings, before):
+                runs.append(run)  # at once, as a later situation may be unreadable
+            progress()
+            if runs[-1].damage:  # there is no reference any more
+                return dataclasses.replace(blank, runs=tuple(runs), lossless=runs[-1].damage)
+        if settings.plain_use and isinstance(eviction, Eviction) and eviction.decode is None:
+            plain, damage = _measure_plain_use(adapter, used[0], eviction, runs[0], before)
+    except UnreadableCacheError as error:
+        return dataclasses.replace(blank, runs=tuple(runs), unreadable=error.reason)
+    audit = dataclasses.replace(blank, runs=tuple(runs), plain_use=plain, lossless=damage)
+    return _add_losses(audit, adapter, used, resources) if settings.losses and not damage else audit
+
+
+def estimate_seconds(
+    adapter: Adapter, prompts: Sequence[Prompt], eviction: Eviction | KeptFile, settings: AuditSettings
+) -> float:
+    """Return a rough estimate of an audit's duration, in seconds, from one prefill of the shortest prompt."""
+    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
+    seconds = full_prefill_seconds(adapter, shortest.token_ids) / len(shortest.token_ids)
+    rows = sum(2 if name == "batch" else 1 for name in settings.situations)
+    alone = any(name != "batch" for name in settings.situations)
+    prefills = _READINGS * (alone + rows) if not isinstance(eviction, KeptFile) else _READINGS
+    prefills += _LOSS_READINGS if settings.losses else 0
+    return seconds * prefills * sum(len(prompt.token_ids) for prompt in prompts)
+
+
+def _check_length(adapter: Adapter, prompt: Prompt, steps: int) -> None:
+    """Raise an error for a prompt too short to audit, or too long for the model with `steps` new tokens."""
+    check_length(prompt, adapter.positions, steps)
+    tokens = len(prompt.token_ids)
+    check_sliding_window(adapter.config, tokens + steps, prompt.sample_id, adapter.name, steps)
+    check_long_rotations(adapter.config, tokens, tokens + steps, prompt.sample_id, adapter.name, steps)
+    if tokens <= BLOCK:
+        raise ConfigError(f"expected prompts of more than {BLOCK} tokens, sample '{prompt.sample_id}' is shorter")
+
+
+def provenance(adapter: Adapter, source: Mapping[str, str], samples: int) -> dict[str, str]:
+    """Return the provenance of an audit as name -> text: model, versions, number of samples, source of the prompts."""
+    return {
+        "model": adapter.name,
+        "random_weights": str(adapter.random_weights).lower(),
+        "dtype": dtype_name(adapter.dtype),
+        "device": str(adapter.device),
+        "samples": str(samples),
+        "perturbkv_version": perturbkv.__version__,
+        "torch_version": str(torch.__version__),
+        "transformers_version": transformers.__version__,
+        **source,
+    }
+
+
+def _audit_prompt(
+    adapter: Adapter, prompt: Prompt, eviction: Eviction | KeptFile, settings: AuditSettings, before: ModelState
+) -> Iterator[AuditedRun]:
+    """Yield the audited runs of a prompt in all situations; for a file of positions, in the first situation only."""
+    ids = torch.tensor(prompt.token_ids, device=adapter.device)
+    if isinstance(eviction, KeptFile):
+        yield dataclasses.replace(audit_file(adapter, ids, eviction, prompt.sample_id), allowed=settings.allow)
+        return
+    tokens, full = greedy(adapter, ids, token_count(settings.steps, settings.situations))
+    alone = None
+    for name in settings.situations:
+        situation = make_situation(name, ids, tokens, settings.steps)
+        if situation.rows == 1:
+            alone = prompts = alone or prompt_entries(adapter, situation, full)
+        else:
+            prompts = prompt_entries(adapter, situation)
+        run = run_eviction(adapter, eviction, situation, prompts, before, settings)
+        yield from run.results(prompt.sample_id)
+        if run.damage:
+            break
+
+
+def _measure_plain_use(
+    adapter: Adapter, prompt: Prompt, eviction: Eviction, run: AuditedRun, before: ModelState
+) -> tuple[PlainUse | None, str]:
+    """Return how plain model calls use the evicted cache, and how that changed the model, in words.
+
+    None for a failing eviction. `run` is the prompt's first run, which shows at which position the next token belongs.
+    """
+    ids = torch.tensor(prompt.token_ids, device=adapter.device)
+    single = make_situation("single", ids, ids[-1:], 1)
+    if run.positions == IN_CACHE and run.entries is not None:
+        single = dataclasses.replace(single, cached=(max(len(kept) for kept in run.entries.kept_sets[0]),))
+    plain = None
+    try:
+        plain = plain_use(adapter, eviction, single)
+    except (FailedError, RefusedError):  # the runs record what reading raises
+        pass
+    finally:
+        damage = describe_damage(before.restore())
+    return plain, damage
+
+
+def plain_use(adapter: Adapter, eviction: Eviction, situation: Situation) -> PlainUse:
+    """Return how a model call and `generate` use the cache after the prompt, in a situation `single`.
+
+    Each call of `generate` gets a new cache; exceptions are recorded.
+    """
+    lengths: list[int] = []
+    token = situation.new_tokens(0)[:, :1]
+    prompt_and_token = torch.cat([situation.ids, token], dim=-1)  # as a user of `generate` passes them
+
+    def new_cache() -> Cache:
+        return eviction.read(adapter.model, situation.ids, situation.attention_mask)
+
+    first, position = new_cache(), None
+    with contextlib.suppress(FailedError), external_code("", FailedError):  # in `model(token, past_key_values=cache)`
+        position = int(first.get_seq_length())
+    return PlainUse(
+        position=position,
+        expected=situation.entries if situation.cached is None else situation.cached[0],
+        failed=_failure(lambda: _generate(adapter, first, prompt_and_token, lengths)),
+        fed=lengths[0] if lengths else 0,
+        continued=_failure(lambda: _generate(adapter, new_cache(), token, [])),
+    )
+
+
+def _generate(adapter: Adapter, cache: Cache, ids: Tensor, lengths: list[int]) -> None:
+    """Generate one token from a cache and `ids`; append the token count of every forward pass to `lengths`."""
+
+    def count(layer: int, hidden: Tensor) -> None:
+        if layer == 0:
+            lengths.append(hidden.shape[1])
+
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    with warnings.catch_warnings(), capture(adapter, Observer(hidden=count)):
+        warnings.simplefilter("ignore")
+        adapter.model.generate(ids, past_key_values=cache, **options)
+
+
+def _failure(call: Callable[[], object]) -> str:
+    """Return the exception raised by a call as one line of text; empty if none is raised."""
+    try:
+        with external_code("", FailedError):
+            call()
+    except PerturbkvError as error:
+        return str(error).strip()
+    return ""
+
+
+def _add_losses(audit: Audit, adapter: Adapter, prompts: Sequence[Prompt], resources: Resources) -> Audit:
+    """Return the audit with the losses of the kept sets in the situation `single`, or with the reason for none."""
+    kept = [_kept_sets(audit, prompt.sample_id) for prompt in prompts]
+    known = [sets for sets in kept if sets is not None]
+    if len(known) < len(kept):
+        return dataclasses.replace(audit, lossless="no kept sets per key/value head were found")
+    if not all(len(positions) for sets in known for layer in sets for positions in layer):
+        return dataclasses.replace(audit, lossless="some kept set is empty")
+    try:
+        measured = measure_losses(adapter, prompts, known, resources)
+    except PerturbkvError as error:
+        return dataclasses.replace(audit, lossless=str(error))
+    first, recent = measured.protected
+    return dataclasses.replace(
+        audit, losses=measured.losses, protected_first=first, protected_recent=recent, configs=measured.configs,
+        controls_protect_less=measured.protect_less,
+    )  # fmt: skip
+
+
+def _kept_sets(audit: Audit, sample: str) -> Sets | None:
+    """Return a prompt's kept sets per key/value head; None if unknown or different within a group of query heads."""
+    for run in audit.runs:
+        if run.sample == sample and run.row == 0 and run.entries is not None:
+            if len(run.entries.kept_sets[0]) == audit.kv_heads:
+                return run.entries.kept_sets
+            if len(run.entries.repeated) == audit.layers:
+                return tuple(layer[:: audit.query_heads // audit.kv_heads] for layer in run.entries.kept_sets)
+    return None
