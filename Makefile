@@ -44,7 +44,7 @@ LLAMACPP = .venv-llamacpp
 # All tests of an environment of its own; CI leaves out the slow ones: make test-vllm SLOW=
 SLOW = -m "not chaos"
 
-.PHONY: demo test test-slow snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
+.PHONY: demo test test-slow sizes snapshots pins mutants attack chaos test-ray test-browser test-kvpress test-oldest test-quantised test-vllm test-llamacpp docs check types check-js vendor examples figures report-pictures longbench tables scores bytes questions paper needle models second-model studies bench gpu install develop clean
 
 install: $(VENV)/.installed
 develop: $(VENV)/.developing
@@ -80,6 +80,10 @@ pins: develop
 mutants: develop
 	$(PY) -m pip install -q "pytest-cov>=5"
 	$(PY) -m tests.mutants $(if $(SUITE),--suite $(SUITE))
+
+# The table of CONTRIBUTING: statements and lines of tests by feature.
+sizes:
+	python3 docs/scripts/code_sizes.py
 
 # Every command's screen and help at 80 columns, which the tests compare: remade after a screen was changed on purpose.
 snapshots: develop

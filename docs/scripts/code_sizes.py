@@ -91,7 +91,7 @@ def table() -> str:
     tests = sum(count["test lines"] for count in counts.values())
     head = "| feature | files | statements | lines of tests |\n|---|---:|---:|---:|"
     end = (
-        f"Without studies and benchmarks: {total['statements']:,} statements in {total['files']} files, {tests:,} lines "
+        f"Studies and benchmarks apart: {total['statements']:,} statements in {total['files']} files; {tests:,} lines "
         f"of tests; the median function has {median(functions):.0f} statements."
     )
     return "\n".join([head, *rows, "", end]) + "\n"
