@@ -7,6 +7,7 @@ JSON document and a picture; a killed one goes on where it was. `python studies/
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="*", help="finished traces, instead of measuring one")
     parser.add_argument("--model", default="smollm2-135m-q4_1", help="[%(default)s]")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 [%(default)s]")
     parser.add_argument("--dataset", default="needle", help="as `perturbkv list datasets` names them [%(default)s]")
     parser.add_argument("--data-dir", help="folder with LongBench's files")
     parser.add_argument("--samples", type=int, default=8, help="number of prompts [%(default)s]")
@@ -43,6 +45,11 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--output", "-o", type=Path, help="folder of trace, JSON document and picture")
     parser.set_defaults(**defaults)
     return parser
+
+
+def load_model(asked: argparse.Namespace) -> Any:
+    """Return the model that was asked for."""
+    return pk.load_model(asked.model, dtype=asked.dtype, seed=asked.seed)
 
 
 def prompts(asked: argparse.Namespace, model: Any) -> Any:
@@ -63,7 +70,7 @@ def measured(asked: argparse.Namespace, configs: Iterable[pk.EvictionConfig], **
         if len(asked.trace) > 1:
             raise pk.PerturbkvError(f"expected one trace, got {len(asked.trace)}")
         return pk.read_trace(asked.trace[0])
-    model = pk.load_model(asked.model, seed=asked.seed)
+    model = load_model(asked)
     return pk.measure(
         model, prompts(asked, model), configs, settings=pk.Settings(**settings), path=asked.output / "trace.h5"
     )
@@ -74,7 +81,7 @@ def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure 
     name = Path(sys.argv[0]).stem
     asked.output.mkdir(parents=True, exist_ok=True)
     paths = [asked.output / f"{name}.json"]
-    paths[0].write_text(json.dumps(document, indent=1, default=_plain, allow_nan=False) + "\n")
+    paths[0].write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
     if figure is not None:
         paths.append(asked.output / f"{name}.png")
         figure.savefig(paths[-1], dpi=200)
@@ -87,16 +94,49 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda value: f"{value:.3g}", na_rep="–"))
 
 
-def between(value: float, interval: Sequence[float] | None, digits: int = 2) -> str:
-    """Return a number with its interval: `0.83 [0.80, 0.86]`; without one where too few samples allow none."""
+def between(value: float, interval: Any, digits: int = 2) -> str:
+    """Return a number with its interval: `0.83 [0.80, 0.86]`; the range of few samples in round brackets."""
     if interval is None or np.isnan(value):
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+        return "–" if np.isnan(value) else f"{value:.{digits}f}"
+    ends = f"{interval.low:.{digits}f}, {interval.high:.{digits}f}"
+    return f"{value:.{digits}f} " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
+
+
+def side(interval: Any, at: float) -> int:
+    """Return 1 for an interval above `at`, −1 for one below; 0 where it holds `at`, or too few samples allow none."""
+    known = interval is not None and interval.kind == "interval"
+    return int(interval.low > at) - int(interval.high < at) if known else 0
+
+
+def error_bars(values: Sequence[float], ends: Sequence[Any]) -> list[list[float]]:
+    """Return the lengths to the lower and to the upper ends of intervals, as `Axes.errorbar` takes them; 0 for none."""
+    pairs = list(zip(values, ends, strict=True))
+    low = [0.0 if end is None else max(0.0, value - end.low) for value, end in pairs]
+    high = [0.0 if end is None else max(0.0, end.high - value) for value, end in pairs]
+    return [low, high]
 
 
 def finite(value: float) -> float | None:
     """Return a number as JSON has it: None where it is not finite."""
     return float(value) if np.isfinite(value) else None
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: arrays as lists, NaN as None, a configuration as its label and choices.
+
+    Intervals, estimates and other dataclasses become their fields.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, pk.EvictionConfig):
+        return plain({"label": value.label(), **value.to_document()})
+    if dataclasses.is_dataclass(value):
+        return plain(vars(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return finite(value) if isinstance(value, float) else value
 
 
 def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
@@ -108,12 +148,3 @@ def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentP
     except pk.PerturbkvError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy number or array as JSON's own, NaN as null."""
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return finite(value) if isinstance(value, float) else value
