@@ -41,7 +41,7 @@ HANDED_OVER: dict[str, set[str]] = {
     "perturbkv.api.answering": {"analyses"},
     "perturbkv.api.auditing": {"analyses"},
     "perturbkv.api.judging": {"analyses"},
-    "perturbkv.api.questions": {"analyses"},
+    "perturbkv.api.patching": {"analyses"},
 }
 """What a module imports late, against the arrows: what was measured is concluded."""
 BY_NAME = {
@@ -170,7 +170,7 @@ def test_no_modules_import_each_other() -> None:
         ("analyses.needle.needle", "def f():\n    from perturbkv.figures import needle", "figures.needle"),
         ("trace", "def f():\n    from perturbkv.storage.trace import export", "storage.trace.export"),
         (
-            "analyses.questions.patching.patching",
+            "analyses.patching.patching",
             "if TYPE_CHECKING:\n    import perturbkv.figures.patching",
             "figures.patching",
         ),
