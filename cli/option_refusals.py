@@ -106,16 +106,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         "shard_by": "it leaves no trace, which alone has shards",
         "kept": "it leaves no trace, and answers alone in its file",
     },
-    "question regret": {
-        "steps": "it searches at the first decoding step",
-        **dict.fromkeys(("save", "text", "kept"), "it leaves no trace"),
-        **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
-        **dict.fromkeys(("cache", "max_memory"), "it evicts nothing: it asks what would be lost"),
-        **dict.fromkeys(
-            ("engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample"), "it searches in this process"
-        ),
-    },
-    "question patching": {
+    "patching": {
         "save": "it measures no outputs; perturbkv trace does",
         "text": "it leaves no trace, and no text in its file",
         "kept": "it leaves no trace, and no positions in its file",
@@ -157,7 +148,7 @@ _ALSO_ON_A_TRACE: Mapping[str, frozenset[str]] = {"tokens": frozenset({"budget"}
 
 
 _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
-    "question patching": frozenset({"by", "seed"}),
+    "patching": frozenset({"by", "seed"}),
 }
 """Command -> options of its own that have the name of a shared option; they always have an effect."""
 

@@ -16,8 +16,8 @@ from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.questions.patching.patching import Patching
-    from perturbkv.analyses.questions.patching.patching_values import Shapley
+    from perturbkv.analyses.patching.patching import Patching
+    from perturbkv.analyses.patching.patching_values import Shapley
 
 _PANEL_MM, _LINE_MM, _AROUND_MM = 52, 5.5, 22
 _ORDERS, _SAMPLES = 2.6, 0.7

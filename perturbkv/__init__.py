@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.quality.divergence import divergence as divergence
     from perturbkv.analyses.quality.quality import quality as quality
     from perturbkv.analyses.questions.alpha.alpha import alpha as alpha
-    from perturbkv.analyses.questions.measures.measures import measures as measures
     from perturbkv.analyses.questions.split.split import split as split
     from perturbkv.analyses.questions.stability.stability import stability as stability
     from perturbkv.analyses.tokens.tokens import tokens as tokens
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
     from perturbkv.api.measuring import measure as measure
-    from perturbkv.api.questions import patching as patching
-    from perturbkv.api.questions import regret as regret
+    from perturbkv.api.patching import patching as patching
+    from perturbkv.api.searching import search_kept_sets as search_kept_sets
     from perturbkv.auditing import write_dump as write_dump
     from perturbkv.cache.compact import CompactCache as CompactCache
     from perturbkv.configs.entry_counts import Budget as Budget
@@ -103,22 +102,21 @@ _PUBLIC = {
     "load_model": "perturbkv.api.inputs",
     "load_prompts": "perturbkv.api.inputs",
     "measure": "perturbkv.api.measuring",
-    "measures": "perturbkv.analyses.questions.measures.measures",
     "merge": "perturbkv.storage.run.shard_merging",
     "methods": "perturbkv.analyses.ablation.methods",
     "needle": "perturbkv.analyses.needle.needle",
     "option": "perturbkv.configs.option",
-    "patching": "perturbkv.api.questions",
+    "patching": "perturbkv.api.patching",
     "quality": "perturbkv.analyses.quality.quality",
     "read_answers": "perturbkv.storage.answers_file",
     "read_trace": "perturbkv.storage.trace.trace_file",
     "tokens": "perturbkv.analyses.tokens.tokens",
     "register_policy": "perturbkv.selection.policies.registry",
     "register_score": "perturbkv.selection.policies.registry",
-    "regret": "perturbkv.api.questions",
     "report": "perturbkv.reporting.report",
     "restriction": "perturbkv.analyses.ablation.restriction",
     "safe_budget": "perturbkv.analyses.budget.safe_budget",
+    "search_kept_sets": "perturbkv.api.searching",
     "split": "perturbkv.analyses.questions.split.split",
     "stability": "perturbkv.analyses.questions.stability.stability",
     "stats": "perturbkv.analyses.stats",

@@ -32,10 +32,7 @@ class Command:
 
 QUESTIONS = (
     Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
-    Command("measures", "Ask whether L2 or cosine leads to the conclusions of L1", "questions:measures"),
-    Command("regret", "Measure how far each method is from the best kept set", "questions:regret"),
     Command("split", "Separate the effects of how much and what is evicted", "questions:split"),
-    Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
     Command("stability", "Ask whether eviction hits the same heads everywhere", "questions:stability"),
 )
 LISTS = (
@@ -55,6 +52,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("horizon", "Follow the perturbation over many decode steps", "eviction:horizon"),
         Command("tokens", "Show the words that a head keeps and evicts", "eviction:tokens"),
         Command("needle", "Ask every cache for a number hidden in a long text", "eviction:needle"),
+        Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
     ),
     "What it costs in answers": (
         Command("quality", "Score the answers from the full and the evicted caches", "answers:quality"),

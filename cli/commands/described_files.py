@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 JSON_LINES = (".jsonl", ".json")
 _OTHERS = {
-    "searches": "the searches of `perturbkv question regret`, which the same command goes on with",
-    "swap": "the measurements of `perturbkv question patching`, which the same command goes on with",
+    "searches": "searches for the best kept sets, which `python studies/regret.py` reads and goes on with",
+    "swap": "the measurements of `perturbkv patching`, which the same command goes on with",
 }
 """A key of the first line of a file of results -> what the file holds."""
 _ENDS, _MOST_REFUSALS = 120, 5

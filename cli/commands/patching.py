@@ -1,4 +1,4 @@
-"""`perturbkv question patching`: the layers and heads that decide the output."""
+"""`perturbkv patching`: the layers and heads that decide the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from perturbkv.storage.patching_file import FILE
 if TYPE_CHECKING:
     from perturbkv.pipeline.run.plan import Plan
 
-_COMMAND = "question patching"
+_COMMAND = "patching"
 _GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 
 
@@ -84,7 +84,7 @@ def patching(
 
 def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, patches: PatchingConfig) -> None:
     """Measure the missing mixtures, write figure and numbers, and print them; exit with 1 where samples failed."""
-    from perturbkv.api.questions import patching_game, run_patching
+    from perturbkv.api.patching import patching_game, run_patching
 
     patching_game(planned, patches)
     session, path = Session("patching", OutputFolder(folder, run.overwrite), look, run.as_json), folder / FILE
@@ -98,7 +98,7 @@ def _measure(run: RunOptions, look: FigureOptions, folder: Path, planned: Plan, 
 
 def _show_plan(run: RunOptions, planned: Plan, patches: PatchingConfig) -> None:
     """Print the plan of a dry run, with the numbers of mixtures that it would measure."""
-    from perturbkv.api.questions import mixture_counts, patching_game
+    from perturbkv.api.patching import mixture_counts, patching_game
 
     mixtures, samples = mixture_counts(planned, patches, patching_game(planned, patches)), len(planned.prompts)
     if run.as_json:

@@ -26,7 +26,7 @@ def _tuned(output: Path) -> Told:
 
 def _distances(output: Path) -> Told:
     """Return what selecting by ν in L2 brings over L1, and what L2 and cosine conclude of the same comparisons."""
-    (setting,) = analysis(output, "measures", "measures")["settings"]
+    (setting,) = document(output, "measures", "measures.json")["settings"]
     cells = []
     for one in setting["orders"]:
         rho = one["rho"]

@@ -15,13 +15,14 @@ LIMIT = 20 * 60
 """Processor seconds that a step may take, with one thread: what else the machine does is left out."""
 DONE = "step.json"
 """What a finished step leaves in its folder: what was called, and the processor seconds that it took."""
-CHATS = Path(__file__).parents[1] / "paper_chats.jsonl"
+ROOT = Path(__file__).parents[2]
+CHATS = ROOT / "docs" / "paper_chats.jsonl"
 _CALL = "from perturbkv.cli.start import main; main()"
 
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that leave one folder, the first of which makes what the others look at.
+    """Commands and studies that leave one folder, the first of which makes what the others look at.
 
     In them `{longbench}` stands for LongBench's folder, `{folder}` for the step's own, `{output}` for that of all.
     """
@@ -30,7 +31,7 @@ class Step:
     commands: tuple[str, ...]
 
     def calls(self, longbench: Path, output: Path) -> list[list[str]]:
-        """Return what perturbkv is called with, where results go among it."""
+        """Return what perturbkv, or a study, is called with, where results go among it."""
         folder = output / self.name
         places = {"longbench": longbench, "folder": folder, "output": output, "chats": CHATS}
         filled = [[word.format(**places) for word in command.split()] for command in self.commands]
@@ -39,7 +40,17 @@ class Step:
     def shown(self) -> list[str]:
         """Return the commands as a reader types them, in a folder of their own."""
         calls = self.calls(Path("LONGBENCH"), Path())
-        return [shlex.join(["perturbkv", *call]).replace(str(CHATS), "docs/paper_chats.jsonl") for call in calls]
+        return [
+            shlex.join(["python" if is_study(call) else "perturbkv", *call]).replace(
+                str(CHATS), "docs/paper_chats.jsonl"
+            )
+            for call in calls
+        ]
+
+
+def is_study(call: Sequence[str]) -> bool:
+    """Return whether a call is of a script of studies/, not of perturbkv."""
+    return call[0].startswith("studies/")
 
 
 def run(steps: Sequence[Step], longbench: Path, output: Path) -> None:
@@ -54,9 +65,10 @@ def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
     before = json.loads(spent.read_text()) if spent.exists() else 0.0
     begun = _processor()
     for call in calls:
-        sys.stderr.write(f"{step.name}: perturbkv {' '.join(call)}\n")
+        sys.stderr.write(f"{step.name}: {' '.join(call)}\n")
+        program = [str(ROOT / call[0]), *call[1:]] if is_study(call) else ["-c", _CALL, *call]
         try:
-            subprocess.run([sys.executable, "-c", _CALL, *call], check=True)
+            subprocess.run([sys.executable, *program], check=True)
         finally:
             if folder.exists():
                 spent.write_text(json.dumps(before + _processor() - begun))
@@ -127,12 +139,12 @@ STEPS = (
                   f"correlation {_ANSWERED}/ruler-niah_single_1/trace.h5 {_ANSWERED}/needle/trace.h5")),
     Step("chats", ("generate --dataset {chats} --samples 8 --budget 64 --compress-every 256 --max-new-tokens 320 "
                    "--divergence --output {folder}", "quality {folder}/generation.jsonl --divergence")),
-    Step("measures", (f"question measures {_TEXTS} --samples 8 --budget 128",)),
+    Step("measures", (f"studies/measures.py {_TEXTS} --samples 8 --budget 128",)),
     Step("alpha", (f"question alpha {_SIXTEEN}",)),
-    Step("regret", (f"question regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
+    Step("regret", (f"studies/regret.py {_TEXTS} --samples 8 --heads 16 --proven 1",)),
     Step("split", (f"question split {_SIXTEEN}",)),
-    Step("first-layer", (f"question patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
-    Step("swap", (f"question patching {_SIXTEEN} --permutations 8 --greedy 0",)),
+    Step("first-layer", (f"patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
+    Step("swap", (f"patching {_SIXTEEN} --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
     Step("cliff", (f"budget --cliff {_SIXTEEN}",)),

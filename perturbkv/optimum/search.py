@@ -6,8 +6,6 @@ results of a whole run.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +159,7 @@ class SearchResults:
     """The search results of a run, one object per prompt.
 
     Attributes:
-        run: configuration of the run; every budget has the same methods in the same order, the hindsight ones included.
+        run: configuration of the run; every budget has the same methods in the same order.
         rows: per prompt its id under `sample`, and under `heads` an object per head, budget and part: `part`, `budget`,
             `layer`, `head`, and the fields of `HeadSearch`, whose `perturbation` is in the methods' order.
         settings: settings of the search.
@@ -172,8 +170,3 @@ class SearchResults:
     rows: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the rows, 12 hexadecimal characters."""
-        return hashlib.sha256(json.dumps(list(self.rows)).encode()).hexdigest()[:12]

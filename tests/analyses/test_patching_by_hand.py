@@ -10,9 +10,9 @@ from math import factorial
 import numpy as np
 import pytest
 
-from perturbkv.analyses.questions.patching import patching_values
-from perturbkv.analyses.questions.patching.patching import Patching, patching_result
-from perturbkv.analyses.questions.patching.patching_values import sampling_error
+from perturbkv.analyses.patching import patching_values
+from perturbkv.analyses.patching.patching import Patching, patching_result
+from perturbkv.analyses.patching.patching_values import sampling_error
 from perturbkv.analyses.stats import coalition as greedy
 from perturbkv.analyses.stats import coalition as shapley
 from perturbkv.analyses.stats import intervals

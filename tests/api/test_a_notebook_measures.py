@@ -335,7 +335,14 @@ def test_answers_take_head_scores_as_they_were_checked(model: Adapter) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["perturbkv.api.inputs", "perturbkv.api.auditing", "perturbkv.api.questions", "perturbkv.datasets.encode"]
+    "module",
+    [
+        "perturbkv.api.inputs",
+        "perturbkv.api.auditing",
+        "perturbkv.api.patching",
+        "perturbkv.api.searching",
+        "perturbkv.datasets.encode",
+    ],
 )
 def test_the_examples_in_docstrings_run(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))

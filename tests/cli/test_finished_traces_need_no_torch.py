@@ -73,8 +73,8 @@ assert trace.to_xarray().sizes["sample"] == len(trace.to_frame()["sample"].uniqu
 assert pk.report(trace).html.startswith("<!")
 """
 NEEDS_TORCH = {
-    "trace": [], "generate": [], "audit": [f"{__file__}:evict"], "question regret": [], "question patching": [],
     "list policies": [], "doctor": [], "doctor selfcheck": [],
+    "trace": [], "generate": [], "audit": [f"{__file__}:evict"], "patching": [],
 }  # fmt: skip
 """Commands that measure, or that look at what measures."""
 WITHOUT_A_TRACE: dict[str, list[str]] = {"question": [], "list": [], "list models": [], "list datasets": []}
@@ -129,7 +129,16 @@ def test_what_needs_torch_says_so_in_one_line_with_what_to_type() -> None:
 @pytest.mark.slow
 def test_public_names_are_there_or_say_what_is_missing() -> None:
     missing = {name: error for name, error in json.loads(without_torch(PUBLIC)).items() if error}
-    measuring = {"audit", "audit_dump", "generate", "load_model", "load_prompts", "measure", "patching", "regret"}
+    measuring = {
+        "audit",
+        "audit_dump",
+        "generate",
+        "load_model",
+        "load_prompts",
+        "measure",
+        "patching",
+        "search_kept_sets",
+    }
     assert set(missing) == measuring | {"CompactCache", "Policy", "Score", "write_dump"}
     assert all("pip install 'torch>=" in error for error in missing.values())
 

@@ -1,4 +1,4 @@
-"""`perturbkv question patching`: what it leaves, what it tells beforehand, and what it refuses."""
+"""`perturbkv patching`: what it leaves, what it tells beforehand, and what it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_it_leaves_numbers_a_figure_and_what_was_measured(perturbkv: Run, tiny: list[object], data: Path) -> None:
-    ran = perturbkv("question", "patching", *tiny, "--treatment-in", 0, "--json", "-o", "out", "--format", "pdf")
+    ran = perturbkv("patching", *tiny, "--treatment-in", 0, "--json", "-o", "out", "--format", "pdf")
     assert ran.code == 0, ran.err
     document = ran.json()
     assert {path.name for path in Path("out").iterdir()} == {"swap.jsonl", "patching.json", "patching.pdf"}
@@ -38,13 +38,13 @@ def test_it_leaves_numbers_a_figure_and_what_was_measured(perturbkv: Run, tiny: 
     assert whole["propagated"]["sum_ratio"] == pytest.approx(document["named"][0]["propagated"]["sum_ratio"], rel=1e-6)
     assert whole["propagated"]["better_share"] == document["named"][0]["propagated"]["better_share"]
     before = Path("out/swap.jsonl").read_bytes()
-    again = perturbkv("question", "patching", *tiny, "--outcome", "kl", "-o", "out")
+    again = perturbkv("patching", *tiny, "--outcome", "kl", "-o", "out")
     assert again.code == 0 and "KL" in again.out
     assert Path("out/swap.jsonl").read_bytes() == before  # another question to the same measurements
 
 
 def test_a_notebook_gets_what_the_command_says(perturbkv: Run, model: Path, tiny: list[object], data: Path) -> None:
-    told = perturbkv("question", "patching", *tiny, "--json", "-o", "out", "--format", "png").json()
+    told = perturbkv("patching", *tiny, "--json", "-o", "out", "--format", "png").json()
     loaded = pk.load_model(str(model))
     prompts = pk.load_prompts(str(data), loaded, samples=2)
     found = pk.patching(loaded, prompts, *pk.grid(24, selection=("attention", "two-stage"), window=8), progress=False)
@@ -56,7 +56,7 @@ def test_a_notebook_gets_what_the_command_says(perturbkv: Run, model: Path, tiny
 
 @pytest.mark.slow
 def test_what_it_would_measure_is_told_and_is_what_it_measures(perturbkv: Run, deep: Path, data: Path) -> None:
-    asked = ["question", "patching", "--model", deep, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
+    asked = ["patching", "--model", deep, "--dataset", data, "--samples", 2, "--budget", 24, "--window", 8]
     more = ["--permutations", 8, "--greedy", 2, "--baseline-in", "0,2-4"]
     told = perturbkv(*asked, *more, "--dry-run", "--json").json()["mixtures"]
     assert "3 by name" in perturbkv(*asked, *more, "--dry-run").out
@@ -84,18 +84,16 @@ def test_a_notebook_s_corrected_sides_are_refused_before_anything_is_read() -> N
 
 @pytest.mark.slow
 def test_heads_of_a_layer_are_switched(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv(
-        "question", "patching", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png"
-    )
+    ran = perturbkv("patching", *tiny, "--by", "heads", "--layers", 1, "--json", "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
     assert [one["player"] for one in ran.json()["shapley"]["players"]] == ["1-0", "1-1", "1-2", "1-3"]
 
 
 @pytest.mark.slow
 def test_measurements_of_another_run_stay(perturbkv: Run, tiny: list[object]) -> None:
-    assert perturbkv("question", "patching", *tiny, "-o", "out", "--format", "png").code == 0
+    assert perturbkv("patching", *tiny, "-o", "out", "--format", "png").code == 0
     before = Path("out/swap.jsonl").read_bytes()
-    ask = ["question", "patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png"]
+    ask = ["patching", *tiny, "--alpha", 0.5, "-o", "out", "--format", "png"]
     other = perturbkv(*ask)
     assert other.code == 2 and "--overwrite" in other.err
     assert Path("out/swap.jsonl").read_bytes() == before

@@ -28,7 +28,6 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "bound-tightness": lambda trace: pk.bound_tightness(trace),
     "ablation": lambda trace: pk.ablation(trace),
     "ablation --restrictions": lambda trace: pk.restriction(trace),
-    "question measures": lambda trace: pk.measures(trace),
     "question split": lambda trace: pk.split(trace),
     "question alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
@@ -43,7 +42,7 @@ OF_COMMAND = {
     "restriction": "ablation --restrictions",
     "link": "correlation",
     "cliff": "budget --cliff",
-    **{name: f"question {name}" for name in ("measures", "split", "alpha", "stability")},
+    **{name: f"question {name}" for name in ("split", "alpha", "stability")},
 }
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
@@ -169,7 +168,7 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
 
 
-EXAMPLES = "assumption bound_tightness ablation restriction measures split alpha horizon needle correlation quality"
+EXAMPLES = "assumption bound_tightness ablation restriction split alpha horizon needle correlation quality"
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES.split(), "cliff", "stability"])
@@ -186,7 +185,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality '\n"
-        "names += 'safe_budget measures split cliff stability alpha'\n"
+        "names += 'safe_budget split cliff stability alpha'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

@@ -16,7 +16,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, functions, perturbkv, script
+from tests.support.scripts import DOCS, functions, perturbkv, script, study
 
 FEWER = {"--samples": "4", "--max-new-tokens": "2", "--heads": "1", "--proven": "1", "--permutations": "8"}
 FEWER |= {"--compress-every": "400", "--max-tokens": "400"}
@@ -43,13 +43,14 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
     for step in functions("paper_steps")["STEPS"]:
         calls = step.calls(longbench, output)
         for call in calls:
-            perturbkv(*_small(call, model, longbench))
+            words = _small(call, model, longbench)
+            study(*words) if words[0].startswith("studies/") else perturbkv(*words)
         (output / step.name / "step.json").write_text(json.dumps({"calls": calls, "seconds": 90.0}))
     return output
 
 
 def _small(call: list[str], model: Path, longbench: Path) -> list[str]:
-    fewer = FEWER | ({"--max-tokens": "200"} if "regret" in call else {})  # a set is proved best
+    fewer = FEWER | ({"--max-tokens": "200"} if "studies/regret.py" in call else {})  # a set is proved best
     words = [fewer.get(before, word) for before, word in zip(["", *call], call, strict=False)]
     words = [str(longbench / "chats.jsonl") if word.endswith("paper_chats.jsonl") else word for word in words]
     finished = any(word.endswith(("trace.h5", ".jsonl")) for word in words) and call[0] != "generate"
@@ -136,7 +137,8 @@ def test_commands_stand_in_the_page_as_they_are_run() -> None:
     for step in functions("paper_steps")["STEPS"]:
         for command in step.shown():
             assert command in text
-            assert shlex.split(command)[0] == "perturbkv"
+            program, first, *_ = shlex.split(command)
+            assert program == "perturbkv" or (program == "python" and (DOCS.parent / first).is_file())
 
 
 def _ends(low: float, high: float) -> dict[str, Any]:

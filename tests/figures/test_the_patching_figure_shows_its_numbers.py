@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from perturbkv.analyses.questions.patching.patching import Patching, patching_result
+from perturbkv.analyses.patching.patching import Patching, patching_result
 from perturbkv.analyses.stats import coalition as shapley
 from perturbkv.analyses.stats.coalition import GreedyPath
 from perturbkv.configs.patching import Coalition, PatchingConfig

@@ -11,7 +11,7 @@ FOLDERS = ("perturbkv", "analyses", "figures", "cli")
 SAME = {
     "eviction": "a way to evict, and the commands that ask what it does",
     "head_scores": "scores of heads, and the option of `trace` that measures them",
-    "questions": "the open questions: their functions for notebooks, their commands",
+    "searching": "searches for the best kept sets, for notebooks and by a run",
     "trace": "a trace, and the command that makes one",
 }
 """Further names of several files, and what they are all of."""

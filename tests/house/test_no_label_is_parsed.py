@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -76,11 +75,6 @@ STORED = tuple(
     for precision in ("full", "quantise(bits=4, fill=64)", "quantise(bits=2, fill=64)")
 )  # fmt: skip
 STORED += (configuration(1.0, granularity="kv", precision="quantise(bits=8)"), configuration(0.3, precision="quantise"))
-MEASURED = tuple(
-    configuration(budget, selection=selection)
-    for budget in (64, 0.2)
-    for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
-)
 SHARED = tuple(
     configuration(128, selection=name) for name in ("attention", *(f"two-stage(alpha={one})" for one in (0, 0.25, 1)))
 )
@@ -95,7 +89,6 @@ OWN = {
     "budget": SWEPT,
     "budget --cliff": SWEPT,
     "question split": PARTED,
-    "question measures": MEASURED,
     "question stability": SWEPT,
     "question alpha": SHARED,
 }
@@ -109,7 +102,6 @@ COMMANDS = {
     "ablation": [],
     "ablation --methods": ["all"],
     "ablation --restrictions": [],
-    "question measures": [],
     "question split": [],
     "question alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
@@ -124,19 +116,7 @@ COMMANDS = {
 
 def asked_of(command: str) -> Trace:
     """The trace that an analysis is asked of."""
-    found = made(OWN.get(command, CONFIGS))
-    return in_every_distance(found) if command == "question measures" else found
-
-
-def in_every_distance(found: Trace) -> Trace:
-    """The trace with L2 and cosine distances, which differ from L1 by heads, and their floors."""
-    draw, arrays = np.random.default_rng(0), dict(found.arrays)
-    for ending in ("_l2", "_cosine"):
-        for name in ("perturbation_isolated", "perturbation_propagated", "noise_floor", "noise_floor_isolated"):
-            floor = name.startswith("noise")
-            arrays[name + ending] = arrays[name] * (0.01 if floor else draw.uniform(0.05, 0.2, arrays[name].shape))
-    arrays["output_norm_l2"] = arrays["output_norm"] / 10
-    return dataclasses.replace(found, arrays=arrays)
+    return made(OWN.get(command, CONFIGS))
 
 
 def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:

@@ -194,7 +194,7 @@ def test_no_modules_import_each_other() -> None:
         ("analyses.needle.needle", "def f():\n    from perturbkv.figures import needle", "figures.needle"),
         ("trace", "def f():\n    from perturbkv.storage.trace import export", "storage.trace.export"),
         (
-            "analyses.questions.patching.patching",
+            "analyses.patching.patching",
             "if TYPE_CHECKING:\n    import perturbkv.figures.patching",
             "figures.patching",
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,6 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.models.adapter import Adapter
-from perturbkv.optimum.chain import with_known_query, with_references, without_pooling
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.searching import SearchSettings, head_views
 from perturbkv.pipeline.sample.sample_run import SampleRun
@@ -53,18 +54,34 @@ def test_no_set_of_a_method_is_below_the_best_and_the_same_call_finds_the_same()
     model = tiny_adapter("llama", 4, 2)
     prompts = [replace(PROMPT, sample_id=name, token_ids=token_ids(90, seed=seed)) for seed, name in enumerate("ab")]
     asked = {"heads": 3, "proven": 2, "seconds": 20.0, "progress": False}
-    found = pk.regret(model, prompts, CONFIGS[:2], **asked)
-    assert found.to_dict() == pk.regret(model, prompts, CONFIGS[:2], **asked).to_dict()
-    for row in found.records():
-        assert row["best"] <= row["improved"] * (1 + 1e-12)
-        assert row["improved"] <= row["perturbation"] * (1 + 1e-12) or row["part"] == "prefix"
-        assert row["lower"] is None or row["lower"] <= row["best"]
-    assert [part.part for part in found.parts] == ["prompt", "prefix"]
-    assert (found.parts[0].heads, found.parts[1].heads) == (6, 4)
-    assert [part.configs[0].budget.value for part in found.parts] == [14, 16]
-    heads = {(row["sample"], row["layer"], row["head"]) for row in found.records() if row["part"] == "prompt"}
-    other = pk.regret(model, prompts, CONFIGS[:2], **{**asked, "proven": 0}, seed=5)
-    assert heads != {(row["sample"], row["layer"], row["head"]) for row in other.records()}
+    found = pk.search_kept_sets(model, prompts, CONFIGS, **asked)
+    assert found.rows == pk.search_kept_sets(model, prompts, CONFIGS, **asked).rows
+    every = [(row["sample"], head) for row in found.rows for head in row["heads"]]
+    for _, head in every:
+        assert head["best"] <= head["improved"] * (1 + 1e-12)
+        assert head["part"] == "prefix" or head["improved"] <= min(head["perturbation"]) * (1 + 1e-12)
+        assert head["lower"] is None or head["lower"] <= head["best"]
+    assert [head["part"] for _, head in every[:5]] == ["prompt"] * 3 + ["prefix"] * 2
+    assert {(head["part"], head["budget"]) for _, head in every} == {("prompt", "14"), ("prefix", "16")}
+    heads = {(sample, head["layer"], head["head"]) for sample, head in every if head["part"] == "prompt"}
+    other = pk.search_kept_sets(model, prompts, CONFIGS, **{**asked, "proven": 0}, seed=5)
+    assert heads != {(row["sample"], head["layer"], head["head"]) for row in other.rows for head in row["heads"]}
+
+
+@pytest.mark.slow
+def test_killed_searches_go_on_and_others_are_refused(tmp_path: Path) -> None:
+    model, path = tiny_adapter("llama", 4, 2), tmp_path / "searches.jsonl"
+    prompts = [replace(PROMPT, sample_id=name, token_ids=token_ids(90, seed=seed)) for seed, name in enumerate("ab")]
+    asked = {"heads": 2, "proven": 0, "path": path, "progress": False}
+    whole = pk.search_kept_sets(model, prompts, CONFIGS, **asked)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:20])
+    again = pk.search_kept_sets(model, prompts, CONFIGS, **asked)
+    assert json.dumps(again.rows) == json.dumps(whole.rows)
+    assert path.read_text() == "".join(lines)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        pk.search_kept_sets(model, prompts, CONFIGS, **{**asked, "heads": 1})
+    assert len(pk.search_kept_sets(model, prompts, CONFIGS, **{**asked, "heads": 1}, overwrite=True).rows) == 2
 
 
 def test_a_prefix_is_the_first_token_and_the_prompts_own_middle() -> None:
@@ -72,44 +89,13 @@ def test_a_prefix_is_the_first_token_and_the_prompts_own_middle() -> None:
     assert list(searching.short_probe(range(3), 64)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("asked", "plainly", "known"),
-    [
-        ("attention", "attention-unpooled", "hindsight-attention"),
-        ("two-stage-uniform", "attention-unpooled", "hindsight-attention"),
-        ("two-stage", "two-stage(alpha=0)", "hindsight"),
-        ("two-stage(alpha=0.5, norm=l2)", "two-stage(alpha=0, norm=l2)", "hindsight(norm=l2)"),
-        ("hindsight", "hindsight", "hindsight"),
-        ("random", None, None),
-        ("value", None, None),
-    ],
-)
-def test_a_chain_changes_one_thing_at_a_time(asked: str, plainly: str | None, known: str | None) -> None:
-    (config,) = pk.grid(32, selection=asked, window=4, protect_first=3)
-    for found, told in ((without_pooling(config), plainly), (with_known_query(config), known)):
-        assert found == (None if told is None else pk.grid(32, selection=told, window=4, protect_first=3)[0])
-
-
-def test_a_score_that_estimates_no_attention_has_no_chain() -> None:
-    for policy in ("knorm", "expected-attention", "h2o"):
-        (config,) = pk.grid(32, policy=policy, selection="attention", window=4)
-        assert without_pooling(config) is None and with_known_query(config) is None
-
-
-def test_references_stand_behind_the_methods_of_their_budget() -> None:
-    found = with_references(pk.grid([32, 64], selection=["two-stage", "attention"], window=4))
-    told = [(config.budget.value, str(config.selection)) for config in found]
-    names = ["two-stage", "attention", "two-stage(alpha=0.0)", "attention-unpooled", "hindsight", "hindsight-attention"]
-    assert told == [(budget, name) for budget in (32, 64) for name in names]
-
-
 def test_what_all_methods_protect_is_kept_by_the_best_set_too() -> None:
     model = tiny_adapter("llama", 4, 2)
     prompt = replace(PROMPT, token_ids=token_ids(90, seed=3))
     configs = pk.grid(20, window=5, selection=["attention", "two-stage"], protect_first=4, protect_recent=8)
-    found = pk.regret(model, prompt, configs, heads=8, proven=0, progress=False)
+    found = pk.search_kept_sets(model, prompt, configs, heads=8, proven=0, progress=False)
     always = {0, 1, 2, 3, *range(82, 91)}
-    rows = [row for sample in found.parts[0].rows for row in sample]
+    rows = [row for sample in found.rows for row in sample["heads"]]
     assert len(rows) == 8 and all(always <= set(row["positions"]) for row in rows)
 
 

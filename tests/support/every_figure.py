@@ -17,7 +17,6 @@ from perturbkv.captions import CaptionedFigure
 from perturbkv.figures import FIGURES
 from perturbkv.trace import Trace
 from tests.analyses.test_answers_part_by_hand import ROWS
-from tests.analyses.test_regret_by_hand import regret
 from tests.audit import dumped, planted
 from tests.audit.test_planted_faults_are_told_apart import audited
 from tests.figures.test_cliff_and_stability_figures import several
@@ -63,12 +62,10 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "DriftSeries": lambda: pk.layer_drift(plain())[0],
     "HeadComparisons": lambda: pk.compare_heads(plain(), "attention", ["two-stage"]),
     "Horizon": lambda: pk.horizon(plain()),
-    "Measures": lambda: pk.measures(asked_of("question measures")),
     "MethodRanking": lambda: pk.methods(asked_of("ablation --methods")),
     "Needle": lambda: pk.needle(plain()),
     "Patching": lambda: patching(permutations=8),
     "Quality": lambda: quality("qasper", "multi_news"),
-    "Regret": regret,
     "Restriction": lambda: pk.restriction(asked_of("ablation --restrictions")),
     "SafeBudgets": lambda: pk.safe_budget(asked_of("budget"), max_kl=200.0),
     "SampleSeries": lambda: pk.last_layer(plain())[0],

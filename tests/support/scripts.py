@@ -1,4 +1,4 @@
-"""Scripts of docs/ and commands, run in this process: what they write to stdout."""
+"""Scripts of docs/ and studies/ and commands, run in this process: what they write to stdout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from perturbkv.cli import console
 from perturbkv.cli.main import main
 from tests.support.undrawn import undrawn
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, STUDIES = ROOT / "docs", ROOT / "studies"
 SCRIPTS = DOCS / "scripts"
 
 
@@ -43,17 +44,23 @@ def script(name: str, *arguments: object) -> str:
     return quietly(lambda: _run(path, "__main__"), path, *arguments)
 
 
-def functions(name: str) -> dict[str, Any]:
+def study(path: str, *arguments: object) -> str:
+    """What a study says, `studies/NAME.py`."""
+    return quietly(lambda: _run(str(ROOT / path), "__main__"), path, *arguments)
+
+
+def functions(name: str, folder: Path = SCRIPTS) -> dict[str, Any]:
     """What a script defines."""
-    return _run(str(SCRIPTS / f"{name}.py"), name)
+    return _run(str(folder / f"{name}.py"), name)
 
 
 def _run(path: str, name: str) -> dict[str, Any]:
     """The script's names; scripts that it imports are forgotten afterwards: theirs are other modules' names too."""
+    folder = Path(path).parent
     try:
-        with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
+        with mock.patch.object(sys, "path", [str(folder), *sys.path]):
             return runpy.run_path(path, run_name=name)
     finally:
         for module in [*sys.modules.values()]:
-            if str(getattr(module, "__file__", None)).startswith(f"{SCRIPTS}/"):
+            if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
                 del sys.modules[module.__name__]

@@ -1,15 +1,13 @@
-"""The open questions that run a model: patching of kept sets, and their gap to the best kept sets."""
+"""Patching of kept sets: which layers and heads decide the output."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perturbkv.api.inputs import CONFIGS, as_tuple, make_plan
+from perturbkv.api.inputs import make_plan
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig, check_sides, greedy_count, permutation_count
@@ -19,21 +17,15 @@ from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError, InterruptedRunError
 from perturbkv.models import user_model
 from perturbkv.models.adapter import Adapter
-from perturbkv.optimum.chain import with_references
-from perturbkv.optimum.search import SearchResults
 from perturbkv.pipeline.progress import bar
-from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.run.running import provenance
-from perturbkv.pipeline.run.searching import SearchSettings
 from perturbkv.pipeline.variants.mixtures import MixtureMeasurer, Progress, rows_per_batch
-from perturbkv.storage.json_lines import open_sample_lines
 from perturbkv.storage.output import Lock, translate_os_errors
 from perturbkv.storage.patching_file import PatchingStore
 
 if TYPE_CHECKING:
-    from perturbkv.analyses.questions.patching.patching import Patching
-    from perturbkv.analyses.questions.regret.regret import Regret
+    from perturbkv.analyses.patching.patching import Patching
     from perturbkv.analyses.stats.coalition import GreedyPath, Orders
 
 
@@ -164,7 +156,7 @@ def run_patching(
 
 def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Patching:
     """Return a question's result, after measuring the mixtures that it needs."""
-    from perturbkv.analyses.questions.patching.patching import patching_result
+    from perturbkv.analyses.patching.patching import patching_result
     from perturbkv.analyses.stats import coalition
 
     game, store = measuring.game, measuring.store
@@ -179,7 +171,7 @@ def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Pa
 
 def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[GreedyPath]:
     """Return two greedy paths, each chosen on one half of the samples and judged on the other half."""
-    from perturbkv.analyses.questions.patching.patching_values import (
+    from perturbkv.analyses.patching.patching_values import (
         MixtureOutcomes,
         coalition_outcomes,
         sign_of_better,
@@ -213,79 +205,3 @@ def _evicts(ready: Plan, prompt: Prompt) -> bool:
 def _file_digest(path: Path | None) -> str:
     """Return the first 12 hexadecimal digits of a file's SHA-256; '' if there is no file."""
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-
-
-_SEARCHES = SearchSettings()
-
-
-def regret(
-    model: Adapter,
-    prompts: Iterable[Prompt],
-    configs: Iterable[EvictionConfig],
-    *,
-    heads: int = _SEARCHES.heads,
-    proven: int = _SEARCHES.proven,
-    seconds: float = _SEARCHES.seconds,
-    scenario: str = "regular",
-    seed: int = 0,
-    path: str | Path | None = None,
-    overwrite: bool = False,
-    resources: Resources = _DEFAULT,
-    progress: bool = True,
-) -> Regret:
-    """Measure how far each method is from the best kept set of its size, per head, by isolated L (METHOD).
-
-    On the prompts, entries of the best given set are swapped until no swap helps: the best known set. On a prefix of
-    64 tokens with 16 kept, integer programs find the best there is, and prove it.
-
-    Args:
-        model: from `load_model`.
-        prompts: from `load_prompts`.
-        configs: from `grid`: one window, a kept set per query head, uniform budgets. What each would keep
-            without pooling and stages, and with the query known, is added.
-        heads: most heads that are searched of each prompt; drawn anew for each.
-        proven: most heads of each prompt's prefix, likewise.
-        seconds: most seconds for each head and method of search.
-        scenario: as in `Settings`.
-        seed: seed of the draws.
-        path: a jsonl file; a killed run resumes with the next prompt. None: everything stays in memory.
-        overwrite: replace a file of another question.
-        resources: memory and kernels.
-        progress: whether a bar is shown.
-
-    Raises ConfigError and BudgetError for configurations whose sets cannot be compared, and as `measure`.
-
-    >>> import perturbkv as pk
-    >>> model = pk.load_model("random:smollm2-135m")
-    >>> prompt = pk.Prompt.from_text("Paris is in France. " * 20, model)
-    >>> found = pk.regret(model, prompt, pk.grid(40), heads=2, proven=0, progress=False)
-    >>> [one.config.selection.name for one in found.parts[0].methods]
-    ['two-stage', 'two-stage', 'hindsight']
-    """
-    searches = SearchSettings(heads, proven, seconds, seed=seed)
-    chosen = with_references(as_tuple(EvictionConfig, configs, CONFIGS))
-    searching.check(chosen, searches)
-    ready = make_plan(model, prompts, chosen, Settings(scenario=scenario), resources, resumable=path is not None)
-    with bar("samples", shown=progress) as progress_bar, user_model.eval_mode(model):
-        return run_search(
-            ready, searches, None if path is None else Path(path), progress_bar.update, overwrite=overwrite
-        )
-
-
-def run_search(
-    ready: Plan,
-    searches: SearchSettings,
-    path: Path | None,
-    progress: Callable[[int, int], None],
-    *,
-    overwrite: bool = False,
-    wait: bool = False,
-) -> Regret:
-    """Return the result of all searches of a plan, after running those missing from its file."""
-    from perturbkv.analyses.json_values import provenance_object
-    from perturbkv.analyses.questions.regret.regret import regret_of
-
-    header = {"run": json.loads(ready.run.to_json()), "searches": asdict(searches)}
-    with open_sample_lines(path, header, overwrite, wait) as lines:
-        rows = searching.search_samples(ready, searches, lines, progress)
-    return regret_of(SearchResults(ready.run, rows, asdict(searches), provenance_object(provenance(ready))))

@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.pairing import common, plural, side_names
-from perturbkv.analyses.questions.patching.patching_values import (
+from perturbkv.analyses.patching.patching_values import (
     Greedy,
     MixtureOutcomes,
     NamedMixture,
@@ -53,7 +53,7 @@ class Patching(Result):
         identity: of the run.
     """
 
-    SECTION: ClassVar[str] = "question patching"
+    SECTION: ClassVar[str] = "patching"
     DOCUMENT: ClassVar[str] = "of measurements"
     FIRST: ClassVar[str] = "switched"
 

@@ -1,1 +1,0 @@
-"""The question `regret`: how far is each method from the best kept set."""
