@@ -275,9 +275,9 @@ scores: longbench develop
 # docs/results/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
 questions: longbench develop
 	$(BIN) question measures --budget 128 --budget 0.1 --output runs/questions/measures
-	$(BIN) question alpha $(SIXTEEN) --output runs/questions/alpha
+	$(PY) studies/alpha.py $(SIXTEEN) --output runs/questions/alpha
 	$(BIN) question regret --samples 8 --length 1000 --budget 128 --output runs/questions/regret
-	$(BIN) question split $(SIXTEEN) --output runs/questions/split
+	$(PY) studies/split.py $(SIXTEEN) --budget 128 --output runs/questions/split
 	$(BIN) question patching --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
 	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
 	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines

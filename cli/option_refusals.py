@@ -126,15 +126,10 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "horizon": {"step": "it shows all of them"},
-    "question alpha": {
-        **dict.fromkeys(("step", "steps"), "it chooses at the first decode step"),
-        **dict.fromkeys(("shard", "shard_by"), "it measures again what it chose; perturbkv trace has shards"),
-    },
     "budget --bytes": {
         "precision": "it measures several, which --bits names",
         "correction": "it compares entries in few bits with those of full precision",
     },
-    "question split": {"precision": "L = (1 − S) ‖μ_gone − μ_kept‖₁ is of eviction alone"},
     "budget": {"step": "means are over all of them"},
     "budget --cliff": {"step": "KL is the mean over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
@@ -145,7 +140,7 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
-    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
+    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
     "savings", "bytes", "cliff", "sample", "layer", "head",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""

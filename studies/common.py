@@ -7,6 +7,7 @@ JSON document and a picture; a killed one goes on where it was. `python studies/
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 import perturbkv as pk
+
+Floats = NDArray[np.float64]
+Estimated = tuple[float, Any]
+"""A number and its interval over samples: None of a single sample, a range of fewer than five."""
 
 SHORT = {"dataset": "needle", "samples": 4, "length": [300], "max_tokens": None}
 """Options of `--short`, which `make studies` gives: enough to see a study work, too little to conclude from."""
@@ -31,6 +37,7 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="*", help="finished traces, instead of measuring one")
     parser.add_argument("--model", default="smollm2-135m-q4_1", help="[%(default)s]")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 [%(default)s]")
     parser.add_argument("--dataset", default="needle", help="as `perturbkv list datasets` names them [%(default)s]")
     parser.add_argument("--data-dir", help="folder with LongBench's files")
     parser.add_argument("--samples", type=int, default=8, help="number of prompts [%(default)s]")
@@ -43,6 +50,11 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--output", "-o", type=Path, help="folder of trace, JSON document and picture")
     parser.set_defaults(**defaults)
     return parser
+
+
+def load_model(asked: argparse.Namespace) -> Any:
+    """Return the model that was asked for."""
+    return pk.load_model(asked.model, dtype=asked.dtype, seed=asked.seed)
 
 
 def prompts(asked: argparse.Namespace, model: Any) -> Any:
@@ -63,10 +75,133 @@ def measured(asked: argparse.Namespace, configs: Iterable[pk.EvictionConfig], **
         if len(asked.trace) > 1:
             raise pk.PerturbkvError(f"expected one trace, got {len(asked.trace)}")
         return pk.read_trace(asked.trace[0])
-    model = pk.load_model(asked.model, seed=asked.seed)
+    model = load_model(asked)
     return pk.measure(
         model, prompts(asked, model), configs, settings=pk.Settings(**settings), path=asked.output / "trace.h5"
     )
+
+
+def variable(trace: pk.Trace, name: str, step: int = 0) -> Floats:
+    """Return a measured variable of the complete samples at a step: (sample, config where it has them, …).
+
+    Raises TraceError where the trace lacks it.
+    """
+    values: Floats = np.asarray(trace.get(name, "a study"), dtype=np.float64)
+    of_full_run = "norm" in name or "noise" in name
+    return np.asarray(values.take(step, axis=1 if of_full_run else 2))
+
+
+def about(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
+    """Return what a document says of its trace: where it is, its run, its failed samples and its configurations.
+
+    Of every configuration: label and choices, S (mean over heads and samples), entries and bytes of its cache over the
+    full one's, the heads with σ ≤ ½ (layer-head), and the seconds of a prefill of its own.
+    """
+    arrays = {name: array[trace.ok].astype(np.float64) for name, array in trace.arrays.items() if name in _OF_CACHES}
+    if "held_bytes" in arrays:
+        arrays["held_bytes"] /= trace.arrays["full_bytes"][trace.ok].astype(np.float64)[:, None]
+    mass, weak = variable(trace, "retained_mass", step).mean(axis=(0, 2, 3)), few_in_stage_1(trace, step)
+    configs = [
+        {
+            "label": config.label(), **config.to_document(), "retained_mass": mass[index],
+            **{_OF_CACHES[name]: array[:, index].mean() for name, array in arrays.items()},
+            "flagged_heads": [f"{trace.layer_name(layer)}-{head}" for layer, head in np.argwhere(weak[index])],
+        }
+        for index, config in enumerate(trace.run.configs)
+    ]  # fmt: skip
+    run = {name: value for name, value in json.loads(trace.run.to_json()).items() if name != "configs"}
+    return {"trace": trace.source, "digest": trace.digest, "samples": int(trace.ok.sum()), "failed": trace.failures,
+            "run": run, "configurations": configs}  # fmt: skip
+
+
+_OF_CACHES = {"held_share": "held_over_full", "held_bytes": "bytes_over_full", "prefill_seconds": "prefill_seconds"}
+"""Variables of a configuration's cache -> their names in a document."""
+
+
+def is_called(config: pk.EvictionConfig, name: str) -> bool:
+    """Return whether a name means a configuration: its selection, its policy or `policy:selection`, as labels write it.
+
+    A bare name means any options; one with options, `two-stage(alpha=0.5)`, exactly these.
+    """
+    policy, selection = config.policy, config.selection
+    names = {f"{one}:{two}" for one in (policy, policy.name) for two in (selection, selection.name)}
+    return name in names | {str(policy), policy.name, str(selection), selection.name}
+
+
+def differ_in_selection(first: pk.EvictionConfig, second: pk.EvictionConfig) -> bool:
+    """Return whether two configurations share every choice that both have, but for the selection and its options."""
+    one, other = first.flat(), second.flat()
+    owned = ("selection", "granularity_product")
+    return all(one[name] == other[name] for name in one.keys() & other.keys() if not name.startswith(owned))
+
+
+def few_in_stage_1(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
+    """Return (config, layer, head) True where σ, mean over samples, is at most ½: Theorem 3 says nothing there."""
+    return np.asarray(variable(trace, "sigma_stage1", step).mean(axis=0) <= 0.5)
+
+
+def loses_less(baseline: Floats, treatment: Floats, floor: Floats) -> NDArray[np.int8]:
+    """Return 1 where the treatment is lower, −1 where it is higher, 0 where they differ by at most two noise floors."""
+    sign = np.sign(baseline - treatment).astype(np.int8)
+    return np.where(np.abs(baseline - treatment) <= 2 * floor, np.int8(0), sign)
+
+
+def ratio_of_sums(baseline: Floats, treatment: Floats) -> Estimated:
+    """Return Σ treatment / Σ baseline of (sample, layer, head) values, with its interval over samples."""
+    first, second = baseline.sum(axis=(1, 2)), treatment.sum(axis=(1, 2))
+    value = pk.stats.arithmetic.ratio(treatment.mean(axis=0).sum(), baseline.mean(axis=0).sum())
+    return float(value), pk.stats.intervals.of_ratio(second, first)
+
+
+def estimate(name: str, value: Estimated) -> dict[str, Any]:
+    """Return a number and its interval as two keys of a document: `name` and `name_interval`."""
+    return {name: value[0], f"{name}_interval": value[1]}
+
+
+def compare(
+    baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_] | None = None
+) -> dict[str, Any]:
+    """Return what a treatment's perturbation is beside a baseline's, head by head: (sample, layer, head) arrays.
+
+    Differences of at most two noise floors are ties. Ratios are treatment over baseline; `flagged` (layer, head) are
+    left out of `unflagged_better_share`; `sign_flips` are tests of every head, corrected for their number.
+    """
+    stats, samples = pk.stats, len(baseline)
+    means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
+    by_sample, of_means = loses_less(baseline, treatment, floor), loses_less(*means)
+    better = (by_sample == 1).reshape(samples, -1)
+    others = np.ones(better.shape[1], dtype=bool) if flagged is None else ~flagged.reshape(-1)
+    tests = stats.permutation.sign_flip_tests(np.where(by_sample == 0, 0, baseline - treatment))
+    relative = stats.arithmetic.quantiles(stats.arithmetic.ratio(means[2], norm.mean(axis=0)), (0.5, 1.0))
+
+    def median_of(weights: Floats) -> Floats:
+        first, second = (weights @ part.reshape(samples, -1) for part in (baseline, treatment))
+        return np.asarray(stats.arithmetic.quantiles(stats.arithmetic.ratio(second, first), (0.5,), axis=1)[0])
+
+    median = stats.arithmetic.median(stats.arithmetic.ratio(means[1], means[0]))
+    share = (
+        float(better.mean()),
+        stats.intervals.of_mean(better.mean(axis=1), stats.intervals.share_kind(better.shape[1])),
+    )
+    return {
+        **estimate("sum_ratio", ratio_of_sums(baseline, treatment)),
+        **estimate("median_ratio", (median, stats.intervals.of_statistic(median_of, samples, stats.intervals.RATIO))),
+        **estimate("better_share", share),
+        "unflagged_better_share": better[:, others].mean() if others.any() else np.nan,
+        "half_of_the_sum_in_share_of_heads": stats.arithmetic.half_share(means[0]),
+        "noise_floor_relative_median": relative[0], "noise_floor_relative_max": relative[1],
+        "sign_flips": tests.to_dict(),
+        **{name: (of_means == sign).sum() for name, sign in (("improved", 1), ("tied", 0), ("worsened", -1))},
+        "baseline_mean": means[0].mean(), "treatment_mean": means[1].mean(),
+    }  # fmt: skip
+
+
+def percent(value: float, interval: Any = None) -> str:
+    """Return a share in percent with its interval, as `between` has it: `83 % [80, 86]`."""
+    if interval is None or np.isnan(value):
+        return "–" if np.isnan(value) else f"{100 * value:.0f} %"
+    ends = f"{100 * interval.low:.0f}, {100 * interval.high:.0f}"
+    return f"{100 * value:.0f} % " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
 
 
 def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure | None = None) -> None:
@@ -74,7 +209,7 @@ def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure 
     name = Path(sys.argv[0]).stem
     asked.output.mkdir(parents=True, exist_ok=True)
     paths = [asked.output / f"{name}.json"]
-    paths[0].write_text(json.dumps(document, indent=1, default=_plain, allow_nan=False) + "\n")
+    paths[0].write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
     if figure is not None:
         paths.append(asked.output / f"{name}.png")
         figure.savefig(paths[-1], dpi=200)
@@ -87,16 +222,49 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda value: f"{value:.3g}", na_rep="–"))
 
 
-def between(value: float, interval: Sequence[float] | None, digits: int = 2) -> str:
-    """Return a number with its interval: `0.83 [0.80, 0.86]`; without one where too few samples allow none."""
+def between(value: float, interval: Any, digits: int = 2) -> str:
+    """Return a number with its interval: `0.83 [0.80, 0.86]`; the range of few samples in round brackets."""
     if interval is None or np.isnan(value):
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+        return "–" if np.isnan(value) else f"{value:.{digits}f}"
+    ends = f"{interval.low:.{digits}f}, {interval.high:.{digits}f}"
+    return f"{value:.{digits}f} " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
+
+
+def side(interval: Any, at: float) -> int:
+    """Return 1 for an interval above `at`, −1 for one below; 0 where it holds `at`, or too few samples allow none."""
+    known = interval is not None and interval.kind == "interval"
+    return int(interval.low > at) - int(interval.high < at) if known else 0
+
+
+def error_bars(values: Sequence[float], ends: Sequence[Any]) -> list[list[float]]:
+    """Return the lengths to the lower and to the upper ends of intervals, as `Axes.errorbar` takes them; 0 for none."""
+    pairs = list(zip(values, ends, strict=True))
+    low = [0.0 if end is None else max(0.0, value - end.low) for value, end in pairs]
+    high = [0.0 if end is None else max(0.0, end.high - value) for value, end in pairs]
+    return [low, high]
 
 
 def finite(value: float) -> float | None:
     """Return a number as JSON has it: None where it is not finite."""
     return float(value) if np.isfinite(value) else None
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: arrays as lists, NaN as None, a configuration as its label and choices.
+
+    Intervals, estimates and other dataclasses become their fields.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, pk.EvictionConfig):
+        return plain({"label": value.label(), **value.to_document()})
+    if dataclasses.is_dataclass(value):
+        return plain(vars(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return finite(value) if isinstance(value, float) else value
 
 
 def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
@@ -108,12 +276,3 @@ def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentP
     except pk.PerturbkvError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy number or array as JSON's own, NaN as null."""
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return finite(value) if isinstance(value, float) else value

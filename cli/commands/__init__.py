@@ -30,12 +30,9 @@ class Command:
 
 
 QUESTIONS = (
-    Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
     Command("measures", "Ask whether L2 or cosine leads to the conclusions of L1", "questions:measures"),
     Command("regret", "Measure how far each method is from the best kept set", "questions:regret"),
-    Command("split", "Separate the effects of how much and what is evicted", "questions:split"),
     Command("patching", "Find the layers and heads that decide the output", "patching:patching"),
-    Command("stability", "Ask whether eviction hits the same heads everywhere", "questions:stability"),
 )
 LISTS = (
     Command("models", "List the model aliases, and what else is a model", "listings:models"),

@@ -17,11 +17,12 @@ DONE = "step.json"
 """What a finished step leaves in its folder: what was called, and the processor seconds that it took."""
 CHATS = Path(__file__).parents[1] / "paper_chats.jsonl"
 _CALL = "from perturbkv.cli.start import main; main()"
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that leave one folder, the first of which makes what the others look at.
+    """Commands, or scripts of `studies`, that leave one folder, the first of which makes what the others look at.
 
     In them `{longbench}` stands for LongBench's folder, `{folder}` for the step's own, `{output}` for that of all.
     """
@@ -30,7 +31,7 @@ class Step:
     commands: tuple[str, ...]
 
     def calls(self, longbench: Path, output: Path) -> list[list[str]]:
-        """Return what perturbkv is called with, where results go among it."""
+        """Return what perturbkv, or Python, is called with, where results go among it."""
         folder = output / self.name
         places = {"longbench": longbench, "folder": folder, "output": output, "chats": CHATS}
         filled = [[word.format(**places) for word in command.split()] for command in self.commands]
@@ -39,7 +40,16 @@ class Step:
     def shown(self) -> list[str]:
         """Return the commands as a reader types them, in a folder of their own."""
         calls = self.calls(Path("LONGBENCH"), Path())
-        return [shlex.join(["perturbkv", *call]).replace(str(CHATS), "docs/paper_chats.jsonl") for call in calls]
+        return [
+            shlex.join(["python" if _is_script(call) else "perturbkv", *call]).replace(
+                str(CHATS), "docs/paper_chats.jsonl"
+            )
+            for call in calls
+        ]
+
+
+def _is_script(call: Sequence[str]) -> bool:
+    return call[0].endswith(".py")
 
 
 def run(steps: Sequence[Step], longbench: Path, output: Path) -> None:
@@ -54,9 +64,10 @@ def _run(step: Step, calls: list[list[str]], folder: Path) -> None:
     before = json.loads(spent.read_text()) if spent.exists() else 0.0
     begun = _processor()
     for call in calls:
-        sys.stderr.write(f"{step.name}: perturbkv {' '.join(call)}\n")
+        sys.stderr.write(f"{step.name}: {' '.join(call)}\n")
+        program = [str(_ROOT / call[0])] if _is_script(call) else ["-c", _CALL, call[0]]
         try:
-            subprocess.run([sys.executable, "-c", _CALL, *call], check=True)
+            subprocess.run([sys.executable, *program, *call[1:]], check=True)
         finally:
             if folder.exists():
                 spent.write_text(json.dumps(before + _processor() - begun))
@@ -128,14 +139,14 @@ STEPS = (
     Step("chats", ("generate --dataset {chats} --samples 8 --budget 64 --compress-every 256 --max-new-tokens 320 "
                    "--divergence --output {folder}", "quality {folder}/generation.jsonl --divergence")),
     Step("measures", (f"question measures {_TEXTS} --samples 8 --budget 128",)),
-    Step("alpha", (f"question alpha {_SIXTEEN}",)),
+    Step("alpha", (f"studies/alpha.py {_SIXTEEN}",)),
     Step("regret", (f"question regret {_TEXTS} --samples 8 --heads 16 --proven 1",)),
-    Step("split", (f"question split {_SIXTEEN}",)),
+    Step("split", (f"studies/split.py {_SIXTEEN} --budget 128",)),
     Step("first-layer", (f"question patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
     Step("swap", (f"question patching {_SIXTEEN} --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
     Step("cliff", (f"budget --cliff {_SIXTEEN}",)),
-    Step("stability", (f"question stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
+    Step("stability", (f"studies/stability.py {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
                        "--selection snapkv:two-stage --baseline snapkv:attention",)),
 )  # fmt: skip

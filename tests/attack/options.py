@@ -96,15 +96,15 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
         "audit": "--model --samples --length --device --output", "tokens": "", "export": "--output",
         "list datasets": "--model --length", "doctor selfcheck": "--device --output",
         "doctor bench": "--model --device --output",
-        "doctor bench scale": "--model --samples --output", "question stability": "--output",
+        "doctor bench scale": "--model --samples --output",
         **dict.fromkeys(("doctor bench compare", "doctor", "list", "list models", "list policies", "question"), ""),
     }  # fmt: skip
     arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"),
         "doctor bench compare": ("../shared/bench.json",) * 2,
-                 **dict.fromkeys(("tokens", "export", "question stability"), (TRACE,))}  # fmt: skip
+                 **dict.fromkeys(("tokens", "export"), (TRACE,))}  # fmt: skip
     others: dict[str, dict[str, str]] = {
         "export": {"--output": "out.csv"}, "needle": {"--samples": "6"}, "horizon": {"--steps": "3"},
-        "budget": {"--max-kl": "9"}, "question alpha": {"--samples": "4"},
+        "budget": {"--max-kl": "9"},
         **dict.fromkeys(SLOW, {"--output": "out.json"}),
     }  # fmt: skip
     given = {name: options[name] for name in names.get(command, " ".join(options)).split()} | others.get(command, {})

@@ -29,8 +29,6 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "ablation": lambda trace: pk.ablation(trace),
     "ablation --restrictions": lambda trace: pk.restriction(trace),
     "question measures": lambda trace: pk.measures(trace),
-    "question split": lambda trace: pk.split(trace),
-    "question alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "correlation": lambda trace: pk.correlation(trace),
@@ -38,15 +36,14 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
     "budget --bytes": lambda trace: pk.equal_bytes(trace),
     "budget --cliff": lambda trace: pk.cliff(trace),
-    "question stability": lambda trace: pk.stability(trace, budget=0.2),
 }
-OPTIONS = {"budget": ["--max-kl", "200"], "question stability": ["--budget", "0.2"]}
+OPTIONS = {"budget": ["--max-kl", "200"]}
 OF_COMMAND = {
     "equal_bytes": "budget --bytes",
     "restriction": "ablation --restrictions",
     "link": "correlation",
     "cliff": "budget --cliff",
-    **{name: f"question {name}" for name in ("measures", "split", "alpha", "stability")},
+    "measures": "question measures",
 }
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
@@ -172,10 +169,10 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
 
 
-EXAMPLES = "assumption bound_tightness ablation restriction measures split alpha horizon needle correlation quality"
+EXAMPLES = "assumption bound_tightness ablation restriction measures horizon needle correlation quality"
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES.split(), "equal_bytes", "cliff", "stability"])
+@pytest.mark.parametrize("name", [*EXAMPLES.split(), "equal_bytes", "cliff"])
 def test_the_examples_in_docstrings_run(name: str) -> None:
     where = sys.modules[getattr(pk, name).__module__]
     ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(name, name))})
@@ -189,7 +186,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality savings '\n"
-        "names += 'safe_budget equal_bytes measures split cliff stability alpha'\n"
+        "names += 'safe_budget equal_bytes measures cliff'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

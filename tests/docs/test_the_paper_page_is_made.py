@@ -16,7 +16,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, functions, perturbkv, script
+from tests.support.scripts import DOCS, functions, perturbkv, script, study
 
 FEWER = {"--samples": "4", "--max-new-tokens": "2", "--heads": "1", "--proven": "1", "--permutations": "8"}
 FEWER |= {"--compress-every": "400", "--max-tokens": "400"}
@@ -43,7 +43,8 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
     for step in functions("paper_steps")["STEPS"]:
         calls = step.calls(longbench, output)
         for call in calls:
-            perturbkv(*_small(call, model, longbench))
+            words = _small(call, model, longbench)
+            study(*words) if words[0].startswith("studies/") else perturbkv(*words)
         (output / step.name / "step.json").write_text(json.dumps({"calls": calls, "seconds": 90.0}))
     return output
 
@@ -136,7 +137,7 @@ def test_commands_stand_in_the_page_as_they_are_run() -> None:
     for step in functions("paper_steps")["STEPS"]:
         for command in step.shown():
             assert command in text
-            assert shlex.split(command)[0] == "perturbkv"
+            assert shlex.split(command)[0] == ("python" if "studies/" in command else "perturbkv")
 
 
 def _ends(low: float, high: float) -> dict[str, Any]:

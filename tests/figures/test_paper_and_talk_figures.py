@@ -22,7 +22,7 @@ from tests.support.every_figure import NAMES, plain, plot, result_of
 
 MM = 25.4
 LONG = ("Audit", "BudgetCurves", "Correlation", "EqualBytes", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
-        "Needle.plot_digits", "PairSavings", "Restriction", "Split", "Stability")  # fmt: skip
+        "Needle.plot_digits", "PairSavings", "Restriction")  # fmt: skip
 """Figures that take long to draw, or whose result does."""
 SLIDES = ("BoundTightness", "Cliffs")
 PAPER = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]

@@ -81,13 +81,6 @@ MEASURED = tuple(
     for budget in (64, 0.2)
     for selection in ("attention", "two-stage", "two-stage(norm=l2)", "random")
 )
-SHARED = tuple(
-    configuration(128, selection=name) for name in ("attention", *(f"two-stage(alpha={one})" for one in (0, 0.25, 1)))
-)
-PARTED = tuple(
-    configuration(128, selection=selection, correction=correction)
-    for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
-)  # fmt: skip
 OWN = {
     "ablation --restrictions": RESTRICTED,
     "ablation --methods": RANKED,
@@ -96,10 +89,7 @@ OWN = {
     "budget": SWEPT,
     "budget --bytes": STORED,
     "budget --cliff": SWEPT,
-    "question split": PARTED,
     "question measures": MEASURED,
-    "question stability": SWEPT,
-    "question alpha": SHARED,
 }
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -112,15 +102,12 @@ COMMANDS = {
     "ablation --methods": ["all"],
     "ablation --restrictions": [],
     "question measures": [],
-    "question split": [],
-    "question alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "correlation": [],
     "quality": [],
     "budget --savings": [],
     "budget --cliff": [],
-    "question stability": ["--budget", "0.2"],
     "budget --bytes": [],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }

@@ -37,6 +37,12 @@ def perturbkv(*arguments: object) -> None:
         quietly(main, "perturbkv", *arguments)
 
 
+def study(path: str, *arguments: object) -> str:
+    """Run a study of the repository, `studies/alpha.py`; return what it prints."""
+    where = str(DOCS.parent / path)
+    return quietly(lambda: runpy.run_path(where, run_name="__main__"), where, *arguments)
+
+
 def script(name: str, *arguments: object) -> str:
     """What a script says, run as `python docs/name.py` runs it: scripts beside it can be imported."""
     path = str(SCRIPTS / f"{name}.py")
