@@ -279,10 +279,10 @@ scores: longbench develop
 # docs/results/questions.md: the commands behind its tables, some hours on two cores; killed, each goes on where it was.
 questions: longbench develop
 	$(PY) studies/measures.py --budget 128 --budget 0.1 --output runs/questions/measures
-	$(BIN) question alpha $(SIXTEEN) --output runs/questions/alpha
 	$(PY) studies/regret.py --samples 8 --length 1000 --budget 128 --output runs/questions/regret
-	$(BIN) question split $(SIXTEEN) --output runs/questions/split
 	$(BIN) patching --samples 8 --baseline-in 0 --baseline-in 18-23 --output runs/questions/swap
+	$(PY) studies/alpha.py $(SIXTEEN) --output runs/questions/alpha
+	$(PY) studies/split.py $(SIXTEEN) --budget 128 --output runs/questions/split
 	$(BIN) heads $(SIXTEEN) --compare 'quest:attention,quest:two-stage(alpha=0),quest:hindsight-attention,snapkv:attention' --output runs/questions/quest
 	$(BIN) heads $(SIXTEEN) --compare '$(ALONG)' --output runs/questions/lines
 	$(BIN) budget --cliff $(SIXTEEN) --output runs/questions/cliff

@@ -118,11 +118,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "horizon": {"step": "it shows all of them"},
-    "question alpha": {
-        **dict.fromkeys(("step", "steps"), "it chooses at the first decode step"),
-        **dict.fromkeys(("shard", "shard_by"), "it measures again what it chose; perturbkv trace has shards"),
-    },
-    "question split": {"precision": "L = (1 − S) ‖μ_gone − μ_kept‖₁ is of eviction alone"},
     "budget": {"step": "means are over all of them"},
     "budget --cliff": {"step": "KL is the mean over all of them"},
     "needle": {"step": "perturbation is averaged over all of them"},
@@ -133,8 +128,8 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
-    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "folds", "kl",
     "cliff", "sample", "layer", "head",
+    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {

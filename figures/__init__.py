@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 FIGURES = {
     "Ablation": ("ablation:draw_ablation", "What each ingredient of a selection brings"),
-    "Alpha": ("alpha", "Perturbation by the share of stage 1"),
     "Assumption": ("bounds:draw_assumption", "Assumption 1 by head"),
     "Audit": ("audit", "An eviction against the masked reference"),
     "BoundTightness": ("bounds:draw_bound_tightness", "How tight the bounds on the perturbation are"),
@@ -38,8 +37,6 @@ FIGURES = {
     "Restriction": ("ablation:draw_restriction", "What restrictions on kept sets cost"),
     "SafeBudgets": ("budget:draw_safe_budget", "The smallest safe budget"),
     "SampleSeries": ("layers:draw_last_layer", "Drift after the last layer by sample"),
-    "Split": ("split", "Evicted attention against the distance of what goes"),
-    "Stability": ("stability", "Ranks of heads between traces"),
     "Tokens": ("tokens", "Which tokens of a prompt are kept"),
 }
 """Class of a result, or "Class.method" for its further figures -> module that draws it, ":" and function (default:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from perturbkv.analyses.needle.needle import needle as needle
     from perturbkv.analyses.quality.divergence import divergence as divergence
     from perturbkv.analyses.quality.quality import quality as quality
-    from perturbkv.analyses.questions.alpha.alpha import alpha as alpha
-    from perturbkv.analyses.questions.split.split import split as split
-    from perturbkv.analyses.questions.stability.stability import stability as stability
     from perturbkv.analyses.tokens.tokens import tokens as tokens
     from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
@@ -87,7 +84,6 @@ _PUBLIC = {
     "last_layer": "perturbkv.analyses.layers.layers",
     "layer_drift": "perturbkv.analyses.layers.layers",
     "ablation": "perturbkv.analyses.ablation.ablation",
-    "alpha": "perturbkv.analyses.questions.alpha.alpha",
     "assumption": "perturbkv.analyses.bounds.assumption",
     "bound_tightness": "perturbkv.analyses.bounds.bound_tightness",
     "audit": "perturbkv.api.auditing",
@@ -117,8 +113,6 @@ _PUBLIC = {
     "restriction": "perturbkv.analyses.ablation.restriction",
     "safe_budget": "perturbkv.analyses.budget.safe_budget",
     "search_kept_sets": "perturbkv.api.searching",
-    "split": "perturbkv.analyses.questions.split.split",
-    "stability": "perturbkv.analyses.questions.stability.stability",
     "stats": "perturbkv.analyses.stats",
 }
 

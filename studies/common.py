@@ -199,7 +199,7 @@ def compare(
 def percent(value: float, interval: Any = None) -> str:
     """Return a share in percent with its interval, as `between` has it: `83 % [80, 86]`."""
     if interval is None or np.isnan(value):
-        return f"{100 * value:.0f} %"
+        return "–" if np.isnan(value) else f"{100 * value:.0f} %"
     ends = f"{100 * interval.low:.0f}, {100 * interval.high:.0f}"
     return f"{100 * value:.0f} % " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
 

@@ -1,7 +1,7 @@
 """The table of commands: their groups in `perturbkv -h`, each command's summary and function; and former commands.
 
 A command is imported when it runs. Those of the shape "open a trace or measure one, analyse, show, save" are functions
-in `eviction`, `answers` and `questions` that return an `Analysis`; the others have a module of their own.
+in `eviction` and `answers` that return an `Analysis`; the others have a module of their own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ class Command:
     commands: tuple[Command, ...] = ()
 
 
-QUESTIONS = (
-    Command("alpha", "Choose α for all, per layer, per head; judge on other samples", "alpha:alpha"),
-    Command("split", "Separate the effects of how much and what is evicted", "questions:split"),
-    Command("stability", "Ask whether eviction hits the same heads everywhere", "questions:stability"),
-)
 LISTS = (
     Command("models", "List the model aliases, and what else is a model", "listings:models"),
     Command("datasets", "List the data sets, or look at one and its prompts", "datasets:datasets"),
@@ -68,9 +63,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Check another eviction": (
         Command("audit", "Test whether an eviction is broken, or only lossy", "audit:audit"),
-    ),
-    "The paper's open questions": (
-        Command("question", ", ".join(row.name for row in QUESTIONS), "", QUESTIONS),
     ),
     "This machine, and what there is to choose from": (
         Command("list", "List models, datasets, policies; or describe a file", "", LISTS),

@@ -115,10 +115,12 @@ _QASPER = "-m llama-3.1-8b -d qasper --samples 200"
 _SYSTEMS = "snapkv:attention,snapkv:two-stage,pyramidkv:attention,…"
 SETTLING = (
     Settling("heads", f"heads {_QASPER} --policy snapkv --policy adakv -b 128 -b 0.1 …", (3_619,), 200, 24),
-    Settling("alpha", f"alpha {_QASPER}", (3_619,), 200, 24, runs=1.2),
     Settling("swap", "patching -m llama-3.1-8b -d qasper --samples 32", (3_619,), 32, 600),
     Settling(
         "regret", "studies/regret.py --model llama-3.1-8b --dataset qasper", (3_619,), 8, 7, searched=8 * (64 + 8) * 60
+    ),
+    Settling(
+        "alpha", "studies/alpha.py --model llama-3.1-8b --dataset qasper --samples 200", (3_619,), 200, 24, runs=1.2
     ),
     Settling("sparse", f"heads {_QASPER} --compare 'quest:attention,quest:two-stage(alpha=0)'", (3_619,), 200, 4),
     Settling("link", f"correlation {_QASPER} --max-new-tokens 64", (3_619,), 200, 24, answer=64),

@@ -13,15 +13,15 @@ _SAME = 0.5
 
 def _tuned(output: Path) -> Told:
     """Return how choices of some samples do on others, over the best fixed α of the same samples."""
-    found = analysis(output, "alpha", "alpha")
+    found = document(output, "alpha", "alpha.json")
     (one,) = (one for one in found["rows"] if (one["name"], one["chosen_on"]) == ("per head", "others"))
     curve = {round(point["alpha"], 2): point for point in found["curve"]}
-    cells = [f"α = {at:g}: {number(curve[at]['ratio'], curve[at]['interval'])}" for at in (0.0, 0.5, 1.0)]
+    cells = [f"α = {at:g}: {number(curve[at]['ratio'], curve[at]['ratio_interval'])}" for at in (0.0, 0.5, 1.0)]
     text = (
-        f"per head, chosen on other prompts: isolated Σ {value(one, 'over_fixed_sum_ratio')} of the best fixed α's; "
+        f"per head, chosen on other prompts: isolated Σ {value(one['over_fixed'], 'sum_ratio')} of the best fixed α's; "
         f"one for all heads, over that of α = 0.25: {listed(cells)}"
     )
-    return Told(f"{text}; n = {len(found['samples'])}", answer(one["over_fixed_sum_ratio_interval"]))
+    return Told(f"{text}; n = {found['about']['samples']}", answer(one["over_fixed"]["sum_ratio_interval"]))
 
 
 def _distances(output: Path) -> Told:
@@ -89,15 +89,15 @@ def _regret(output: Path) -> Told:
 
 
 def _split(output: Path) -> Told:
-    found = analysis(output, "split", "split")
-    one = next(one for one in found["spreads"] if selection(one["config"]) == "two-stage")
-    setting = next(one for one in found["corrections"] if selection(one["baseline"]) == "two-stage")
+    found = document(output, "split", "split.json")
+    one = next(one for one in found["spreads"] if one["config"].startswith("snapkv:two-stage "))
+    setting = next(each for each in found["corrections"] if each["baseline"] == one["config"])
     row = next(one for one in setting["rows"] if one["name"] == "corrected(mass=linear)")
     text = (
         f"{percent(one['by_mass'], one['by_mass_interval'])} of the variance of log L over heads is how much goes; "
         f"corrected by a stored mean of what went: propagated {ratio(row)} of two-stage's"
     )
-    return Told(f"{text}; n = {row['samples']}", answer(row["propagated"]["sum_ratio_interval"]))
+    return Told(f"{text}; n = {found['about']['samples']}", answer(row["propagated"]["sum_ratio_interval"]))
 
 
 def _swap(output: Path) -> Told:
@@ -142,7 +142,7 @@ def _crossing(one: Document) -> str:
 
 
 def _stable(output: Path) -> Told:
-    found = analysis(output, "stability", "stability")
+    found = document(output, "stability", "stability.json")
     within = [one["perturbation"]["propagated"]["split_half"] for one in found["members"]]
     between = found["pairs"][0]["perturbation"]["propagated"]["rho"]
     cells = listed(f"{one['dataset']} {estimate(half)}" for one, half in zip(found["members"], within, strict=True))

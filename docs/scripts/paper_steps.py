@@ -132,7 +132,7 @@ STEPS = (
         (
             "quality --dataset ruler:niah_single_1 --length 1000 --samples 20 --compare attention,two-stage "
             "--budget 0.05 --budget 0.1 --budget 0.2 --budget 0.4 --budget 0.6",
-            "budget --savings {folder}/ruler-niah_single_1/trace.h5 --by score --by kl",
+            "studies/savings.py {folder}/ruler-niah_single_1/trace.h5 --by score --by kl",
         ),
     ),
     Step("link", ("correlation {output}/summaries/multi_news/trace.h5 --output {folder}/news",
@@ -140,14 +140,14 @@ STEPS = (
     Step("chats", ("generate --dataset {chats} --samples 8 --budget 64 --compress-every 256 --max-new-tokens 320 "
                    "--divergence --output {folder}", "quality {folder}/generation.jsonl --divergence")),
     Step("measures", (f"studies/measures.py {_TEXTS} --samples 8 --budget 128",)),
-    Step("alpha", (f"question alpha {_SIXTEEN}",)),
+    Step("alpha", (f"studies/alpha.py {_SIXTEEN}",)),
     Step("regret", (f"studies/regret.py {_TEXTS} --samples 8 --heads 16 --proven 1",)),
-    Step("split", (f"question split {_SIXTEEN}",)),
+    Step("split", (f"studies/split.py {_SIXTEEN} --budget 128",)),
     Step("first-layer", (f"patching {_NEWS} --baseline-in 0 --permutations 0 --greedy 0",)),
     Step("swap", (f"patching {_SIXTEEN} --permutations 8 --greedy 0",)),
     Step("pages", (f"heads {_SIXTEEN} --compare {_PAGES}",)),
     Step("lines", (f"heads {_TEXTS} --samples 8 --compare {_SPARSE}",)),
     Step("cliff", (f"budget --cliff {_SIXTEEN}",)),
-    Step("stability", (f"question stability {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
+    Step("stability", (f"studies/stability.py {{output}}/heads/trace.h5 {_ANSWERED}/needle/trace.h5 --budget 128 "
                        "--selection snapkv:two-stage --baseline snapkv:attention",)),
 )  # fmt: skip

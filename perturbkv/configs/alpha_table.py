@@ -19,7 +19,7 @@ from perturbkv.user_files import MIB, FileKind
 GLOBAL, LAYER, HEAD = "global", "layer", "head"
 BY = (GLOBAL, LAYER, HEAD)
 _SHAPES = {GLOBAL: "a number", LAYER: "a list of a number per layer", HEAD: "a list of numbers per head for each layer"}
-_FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "perturbkv question alpha writes them")
+_FILE = FileKind("shares of stage 1 as JSON", ConfigError, 16 * MIB, "studies/alpha.py writes them")
 _SEPARATOR, _DIGITS = "@", 8
 
 
@@ -95,7 +95,7 @@ class AlphaTable:
         if expected != got and (self.layers or self.by != GLOBAL):
             raise ConfigError(
                 f"alpha={self.name}: expected shares of {' and '.join(expected)}, as the model has them, got those of "
-                f"{' and '.join(got)}; choose this model's: perturbkv question alpha"
+                f"{' and '.join(got)}; choose this model's: python studies/alpha.py"
             )
 
     def to_document(self) -> dict[str, Any]:

@@ -96,12 +96,13 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
         "list datasets": "--model --length", "doctor selfcheck": "--device --output",
         "question stability": "--output",
         **dict.fromkeys(("doctor", "list", "list models", "list policies", "question"), ""),
+        "doctor bench scale": "--model --samples --output",
     }  # fmt: skip
     arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"),
-                 **dict.fromkeys(("tokens", "export", "question stability"), (TRACE,))}  # fmt: skip
+                 **dict.fromkeys(("tokens", "export"), (TRACE,))}  # fmt: skip
     others: dict[str, dict[str, str]] = {
         "export": {"--output": "out.csv"}, "needle": {"--samples": "6"}, "horizon": {"--steps": "3"},
-        "budget": {"--max-kl": "9"}, "question alpha": {"--samples": "4"},
+        "budget": {"--max-kl": "9"},
         **dict.fromkeys(SLOW, {"--output": "out.json"}),
     }  # fmt: skip
     given = {name: options[name] for name in names.get(command, " ".join(options)).split()} | others.get(command, {})

@@ -56,32 +56,6 @@ def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run
     assert Path("out/ablation-restrictions.pdf").exists()
 
 
-@pytest.mark.slow
-def test_heads_are_split_and_two_selections_corrected(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("question", "split", *tiny, "-o", "out", "--json", "--format", "pdf")
-    assert ran.code == 0, ran.err
-    told = ran.json()
-    names = ["attention", "two-stage", "attention-unpooled", "two-stage-uniform", "random"]
-    assert [one["config"]["selection"] for one in told["spreads"]] == names
-    assert [one["treatment"]["selection"] for one in told["contests"]] == names[1:]
-    assert [setting["baseline"]["selection"] for setting in told["corrections"]] == names[:2]
-    rows = ["corrected(mass=stored)", "corrected(mass=linear)", "corrected-oracle"]
-    assert all([row["name"] for row in setting["rows"]] == rows for setting in told["corrections"])
-    assert Path("out/split.pdf").exists()
-
-
-def test_sides_and_corrections_of_a_split_are_chosen(perturbkv: Run, tiny: list[object]) -> None:
-    asked = [*tiny, "--compare", "two-stage,random", "--correction", "corrected", "--dry-run", "--json"]
-    told = [one["config"] for one in perturbkv("question", "split", *asked).json()["kept"]]
-    assert [(one["selection"], one.get("correction")) for one in told] == [
-        ("two-stage", None),
-        ("random", None),
-        ("two-stage", "corrected(mass=stored)"),
-        ("random", "corrected(mass=stored)"),
-    ]
-    assert perturbkv("question", "split", *asked, "--correction", "none").code == 0
-
-
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
     asked = [*instead(tiny, "--budget", 80), "--policy", "adakv"]
     told = perturbkv("ablation", "--restrictions", *asked, "--dry-run", "--json").json()

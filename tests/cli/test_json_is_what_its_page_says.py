@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -19,11 +18,9 @@ from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import checks
 from perturbkv.storage.trace import trace_file
-from perturbkv.trace import Trace
 from tests.audit import planted
 from tests.house.test_no_label_is_parsed import COMMANDS as ANALYSES
 from tests.house.test_no_label_is_parsed import OWN, asked_of, made
-from tests.support.asked import instead
 from tests.support.undrawn import undrawn
 
 Run = Callable[..., Any]
@@ -116,7 +113,6 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "doctor selfcheck": ["doctor", "selfcheck", "--device", "cpu", *small],
         "patching": ["patching", *tiny, "--treatment-in", 0, "-o", "swap", "--format", "png"],
         "patching --dry-run": ["patching", *tiny, "--dry-run"],
-        "question alpha --kl": ["question", "alpha", *instead(tiny, "--samples", 4), "-o", "alpha", "--format", "png"],
         "audit": ["audit", f"{planted.__file__}:swapped_values", *audited, "-o", "audit"],
         "audit DUMP": ["audit", dumped(model), *own, "-o", "dumped", "--format", "png"],
         "error": ["heads", "nothere.h5"],
@@ -159,14 +155,6 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 
-def stable() -> dict[str, Trace]:
-    """Two traces of one model, and one of another."""
-    one = asked_of("question stability")
-    other = dataclasses.replace(one.run, model="another")
-    return {"a.h5": one, "b.h5": dataclasses.replace(one, digest="b"),
-            "c.h5": dataclasses.replace(one, digest="c", run=other)}  # fmt: skip
-
-
 @pytest.fixture
 def documents(
     perturbkv: Run, tiny: list[object], model: Path, data: Path, little: None, monkeypatch: pytest.MonkeyPatch
@@ -185,12 +173,6 @@ def documents(
             told = perturbkv(*name.split(), *options, "made.h5", "-o", folder, "--format", "png", "--json")
         found[name] = told.json()
     found["heads"]["changed"] = changed
-    several = stable()
-    monkeypatch.setattr(trace_file, "read_trace", lambda path: several[path.name])
-    with undrawn():
-        more = [*ANALYSES["question stability"], *"-o several --format png --json".split()]
-        told = perturbkv("question", "stability", *several, *more)
-    found["question stability"] = told.json()
     found["summary.json"] = json.loads(Path("analyses/budget --cliff/summary.json").read_text())
     return found
 

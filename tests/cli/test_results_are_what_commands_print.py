@@ -28,21 +28,17 @@ ANALYSES: dict[str, Callable[[Trace], Result]] = {
     "bound-tightness": lambda trace: pk.bound_tightness(trace),
     "ablation": lambda trace: pk.ablation(trace),
     "ablation --restrictions": lambda trace: pk.restriction(trace),
-    "question split": lambda trace: pk.split(trace),
-    "question alpha": lambda trace: pk.alpha(trace),
     "horizon": lambda trace: pk.horizon(trace),
     "needle": lambda trace: pk.needle(trace),
     "correlation": lambda trace: pk.correlation(trace),
     "budget": lambda trace: pk.safe_budget(trace, max_kl=200.0),
     "budget --cliff": lambda trace: pk.cliff(trace),
-    "question stability": lambda trace: pk.stability(trace, budget=0.2),
 }
-OPTIONS = {"budget": ["--max-kl", "200"], "question stability": ["--budget", "0.2"]}
+OPTIONS = {"budget": ["--max-kl", "200"]}
 OF_COMMAND = {
     "restriction": "ablation --restrictions",
     "link": "correlation",
     "cliff": "budget --cliff",
-    **{name: f"question {name}" for name in ("split", "alpha", "stability")},
 }
 """Module -> its command, where they are not called alike."""
 EVERY = pytest.mark.parametrize("command", ANALYSES)
@@ -168,10 +164,10 @@ def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])
 
 
-EXAMPLES = "assumption bound_tightness ablation restriction split alpha horizon needle correlation quality"
+EXAMPLES = "assumption bound_tightness ablation restriction horizon needle correlation quality cliff"
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES.split(), "cliff", "stability"])
+@pytest.mark.parametrize("name", EXAMPLES.split())
 def test_the_examples_in_docstrings_run(name: str) -> None:
     where = sys.modules[getattr(pk, name).__module__]
     ran = doctest.testmod(where, extraglobs={"trace": asked_of(OF_COMMAND.get(name, name))})
@@ -185,7 +181,7 @@ def test_analyses_are_public_without_torch() -> None:
     source = (
         "import sys, perturbkv as pk\n"
         "names = 'assumption bound_tightness ablation restriction horizon needle correlation quality '\n"
-        "names += 'safe_budget split cliff stability alpha'\n"
+        "names += 'safe_budget cliff'\n"
         "for name in names.split():\n"
         "    getattr(pk, name)\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"

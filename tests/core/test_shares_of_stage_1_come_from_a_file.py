@@ -174,7 +174,7 @@ def test_another_file_is_refused(document: object, said: str, tmp_path: Path) ->
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="expected shares of stage 1 as JSON at .*, got nothing; perturbkv question alpha"
+        ConfigError, match="expected shares of stage 1 as JSON at .*, got nothing; studies/alpha.py writes them"
     ):
         of(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="got a folder, not a regular file"):

@@ -26,6 +26,7 @@ from tests.support.commands import command_of, every_command
 from tests.support.folders import model_folder
 from tests.support.pages import HOW_TO, ROOT, blocks, shell
 from tests.support.screens import Ran, run
+from tests.support.scripts import study
 from tests.support.undrawn import undrawn
 
 PAGES = [ROOT / "README.md", *sorted(HOW_TO.glob("*.md"))]
@@ -55,8 +56,6 @@ CODES = {"audit examples/my_cache.py:evict_wrongly": (1,), "audit kept.npz": (2,
 """Command, by how it begins -> exit codes that its page tells of."""
 UNABLE = "there is nothing that eviction can lose"
 """What `budget --max-drop` says of random weights, which answer nothing; exit code 2."""
-FEWEST = {"alpha": 4}
-"""Question -> the samples that it needs."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}A:"
 
@@ -84,11 +83,10 @@ def shortened(given: list[str]) -> list[str]:
              and given[place - 1] not in ("-o", "--output")]  # fmt: skip
     if reads or "--samples" not in options_of(words):
         return given
-    most = FEWEST.get(words[-1], 2)
     if "--samples" not in given:
-        return [*given, "--samples", str(most)]
+        return [*given, "--samples", "2"]
     place = given.index("--samples") + 1
-    return [*given[:place], str(min(most, int(given[place]))), *given[place + 1 :]]
+    return [*given[:place], str(min(2, int(given[place]))), *given[place + 1 :]]
 
 
 def perturbkv(*given: str) -> Ran:
@@ -105,6 +103,11 @@ def make(target: str) -> Ran:
     recipe = re.search(r"^demo: install\n\t\$\(BIN\) (.*)$", MAKEFILE, re.MULTILINE)
     assert recipe
     return perturbkv(*shlex.split(recipe[1])) if target == "demo" else Ran(0, "", "")
+
+
+def python(*given: str) -> Ran:
+    """A study, on four prompts."""
+    return Ran(0, study(*given, "--short"), "")
 
 
 def pip(*given: str) -> Ran:
@@ -141,7 +144,7 @@ def furnish(folder: Path) -> None:
 
 def run_page(name: str, page: str, folder: Path) -> None:
     """Run the page's blocks in order. Raises AssertionError with the command that fails, or what Python raises."""
-    programs: dict[str, Callable[..., Ran]] = {"perturbkv": perturbkv, "make": make, "pip": pip}
+    programs: dict[str, Callable[..., Ran]] = {"perturbkv": perturbkv, "make": make, "pip": pip, "python": python}
     found, names = blocks(page), {"__name__": "__main__"}
     for block in found:
         if block.file:

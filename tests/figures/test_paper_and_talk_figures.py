@@ -21,8 +21,8 @@ from tests.support.artists import words
 from tests.support.every_figure import NAMES, plain, plot, result_of
 
 MM = 25.4
-LONG = ("Audit", "BudgetCurves", "Correlation", "Horizon", "Horizon.plot_heads", "Measures", "Needle",
-        "Needle.plot_digits", "Restriction", "Split", "Stability")  # fmt: skip
+LONG = ("Audit", "BudgetCurves", "Correlation", "Horizon", "Horizon.plot_heads", "Needle", "Needle.plot_digits",
+        "Restriction")  # fmt: skip
 """Figures that take long to draw, or whose result does."""
 SLIDES = ("BoundTightness", "Cliffs")
 PAPER = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]

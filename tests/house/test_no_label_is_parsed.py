@@ -75,22 +75,12 @@ STORED = tuple(
     for precision in ("full", "quantise(bits=4, fill=64)", "quantise(bits=2, fill=64)")
 )  # fmt: skip
 STORED += (configuration(1.0, granularity="kv", precision="quantise(bits=8)"), configuration(0.3, precision="quantise"))
-SHARED = tuple(
-    configuration(128, selection=name) for name in ("attention", *(f"two-stage(alpha={one})" for one in (0, 0.25, 1)))
-)
-PARTED = tuple(
-    configuration(128, selection=selection, correction=correction)
-    for selection in ("attention", "two-stage") for correction in ("none", "corrected", "corrected-oracle")
-)  # fmt: skip
 OWN = {
     "ablation --restrictions": RESTRICTED,
     "ablation --methods": RANKED,
     "correlation": LINKED,
     "budget": SWEPT,
     "budget --cliff": SWEPT,
-    "question split": PARTED,
-    "question stability": SWEPT,
-    "question alpha": SHARED,
 }
 """Analyses that are asked of a trace of their own."""
 OPAQUE = {config: f"c{place:02}" for place, config in enumerate(dict.fromkeys(sum(OWN.values(), CONFIGS)))}
@@ -102,14 +92,11 @@ COMMANDS = {
     "ablation": [],
     "ablation --methods": ["all"],
     "ablation --restrictions": [],
-    "question split": [],
-    "question alpha": [],
     "horizon": ["--compare", "attention,two-stage"],
     "needle": [],
     "correlation": [],
     "quality": [],
     "budget --cliff": [],
-    "question stability": ["--budget", "0.2"],
     "budget": ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01", "--for-length", "2000", "--for-batch", "3"],
 }
 

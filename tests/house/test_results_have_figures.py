@@ -56,5 +56,5 @@ def test_what_is_planted_is_found() -> None:
         "Needle.plot_digits"
     }
     assert astray({**FIGURES, "Former": ("patching", "Former")}) == {"Former"}
-    planted = {"Patching": ("swapped", "a"), "Split": ("split:draws", "b"), "Link": ("style:set_plain_ticks", "c")}
-    assert astray({**FIGURES, **planted, "Alpha": ("alpha", "")}) == {*planted, "Alpha"}
+    planted = {"Patching": ("swapped", "a"), "Quality": ("quality:draws", "b"), "Link": ("style:set_plain_ticks", "c")}
+    assert astray({**FIGURES, **planted, "Audit": ("audit", "")}) == {*planted, "Audit"}

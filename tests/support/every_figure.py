@@ -19,7 +19,6 @@ from perturbkv.trace import Trace
 from tests.analyses.test_answers_part_by_hand import ROWS
 from tests.audit import dumped, planted
 from tests.audit.test_planted_faults_are_told_apart import audited
-from tests.figures.test_cliff_and_stability_figures import several
 from tests.figures.test_the_patching_figure_shows_its_numbers import made as patching
 from tests.figures.test_the_quality_figure_shows_its_numbers import made as quality
 from tests.house.test_no_label_is_parsed import CONFIGS, asked_of
@@ -50,7 +49,6 @@ def dump_audit() -> DumpAudit:
 
 _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Ablation": lambda: pk.ablation(plain()),
-    "Alpha": lambda: pk.alpha(asked_of("question alpha")),
     "Assumption": lambda: pk.assumption(plain()),
     "Audit": lambda: audited("llama", planted.rotated_again),
     "BoundTightness": lambda: pk.bound_tightness(plain()),
@@ -69,8 +67,6 @@ _RESULTS: Mapping[str, Callable[[], Any]] = {
     "Restriction": lambda: pk.restriction(asked_of("ablation --restrictions")),
     "SafeBudgets": lambda: pk.safe_budget(asked_of("budget"), max_kl=200.0),
     "SampleSeries": lambda: pk.last_layer(plain())[0],
-    "Split": lambda: pk.split(asked_of("question split")),
-    "Stability": several,
     "Tokens": lambda: pk.tokens(prompts.made(prompts.sample("s0"))),
 }
 """Class of a result -> a result of it."""

@@ -1,4 +1,4 @@
-"""`perturbkv budget --cliff` and `perturbkv question stability`: what they make, choose, refuse and say."""
+"""`perturbkv budget --cliff`: what it makes, chooses, refuses and says."""
 
 from __future__ import annotations
 
@@ -80,14 +80,3 @@ def test_a_cliff_makes_its_trace_with_one_window(perturbkv: Run, plain: list[obj
 def test_a_window_that_is_given_is_taken(perturbkv: Run, plain: list[object]) -> None:
     ran = perturbkv("budget", "--cliff", *plain, *budgets(*SHARES), "--window", 8, "--dry-run")
     assert (ran.code, "window 4" in ran.err) == (0, False), ran.err
-
-
-@pytest.mark.slow
-def test_the_seed_of_two_traces_is_answered_by_stability(perturbkv: Run, tiny: list[object]) -> None:
-    own = [*tiny[:2], "--dataset", "needle", "--length", 300, "--samples", 2, "--budget", 24, "--window", 8]
-    for seed in (0, 1):
-        assert perturbkv("trace", *own, "--seed", seed, "-o", f"s{seed}").code == 0
-    ran = perturbkv("question", "stability", "s0/trace.h5", "s1/trace.h5", "-o", "out", "--format", "png")
-    assert ran.code == 0, ran.err
-    assert "ρ between" in ran.out
-    assert {"stability.png", "summary.json"} == {path.name for path in Path("out").iterdir()}

@@ -1,1 +1,0 @@
-"""The paper's open questions, a folder each; `perturbkv.analyses` has the questions that it answers."""
