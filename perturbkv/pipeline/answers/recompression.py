@@ -18,7 +18,6 @@ from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
 from perturbkv.cache.entries import KeptEntries, close_gaps
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.selections import shares_layers
 from perturbkv.devices import on_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
@@ -138,7 +137,7 @@ class Compressor:
         """Compress one row, and return per layer its perturbation, output norm and retained mass, (3, head)."""
         views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
         layers = [view.statistics(config, self.head_scores) for view in views]
-        sharing = shares_layers(config.granularity)
+        sharing = config.shares_layers
         shared = {config: rankings(config, Scores(join_layers(layers)))} if sharing else {}
         kept = [
             select(config, layer, view.longest, on_device(shared, layer.norms.device)).kept
@@ -197,7 +196,7 @@ class _RowView:
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """Return the layer's scores and norms with which a configuration selects its kept sets."""
         window = min(config.window, self.longest)
-        score = config.system.score.unpooled()
+        score = config.requests[0].score
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
         lengths = to_device(self.lengths, self.norms.device)

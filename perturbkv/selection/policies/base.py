@@ -181,7 +181,7 @@ class ByScore(Policy):
 
     scored: ClassVar[type[Score]]
 
-    @property
+    @functools.cached_property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
         options = {name: getattr(self, name) for name in self.scored.options()}
