@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import (
-    EVICT_NOTHING,
     GRANULARITIES,
     SELECTIONS,
     TEXT_QUERIES,
@@ -200,6 +200,24 @@ def check_compressible(config: EvictionConfig) -> None:
         raise ConfigError(
             f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
             "head; --compress-every works with it where budgets are alike, such as of snapkv"
+        )
+
+
+def check_searchable(config: EvictionConfig) -> None:
+    """Raise ConfigError for a configuration whose kept sets are not searched head by head for the best ones."""
+    kind = info(config.policy.name)
+    reasons = {
+        "policies with kept sets from outside": config.is_external,
+        f"policy {config.policy.name}, which evicts nothing": not config.evicts,
+        f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
+        f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
+        f"precision {config.precision}": config.quantised,
+        "window_queries=text, and a prefix has no chat template's tokens": only_text_votes(config),
+        f"correction {config.correction}, which changes the output of a set": config.corrected,
+    }
+    if wrong := next((reason for reason, applies in reasons.items() if applies), ""):
+        raise ConfigError(
+            f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
         )
 
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import Holding
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import GIVEN, Blocks
 from perturbkv.errors import ConfigError
-from perturbkv.scoring.score import Score, ScoreRequest
 from perturbkv.selection.policies import checked, registry
 
 if TYPE_CHECKING:
+    from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
 
 Rule = Callable[[Any, "ResolvedConfig"], Any]
@@ -88,6 +89,14 @@ class Ends:
         return slice(self.first, prefix - self.recent)
 
 
+@dataclass(frozen=True)
+class ScoreRequest:
+    """An unpooled score and the window before which entries are scored, as they are computed once per layer."""
+
+    score: Score
+    window: int
+
+
 _Result = TypeVar("_Result")
 
 
@@ -101,7 +110,8 @@ class ResolvedConfig(EvictionConfig):
         score: the score by which the policy ranks entries.
         first_stage: the score of the policy's own stage 1; None without one.
         pooling: kind and width of the pooling of `score` over positions.
-        requests: the unpooled scores that a prefill computes for it: `score`, then `first_stage`.
+        requests: the unpooled scores that a prefill computes for it: `score`, then `first_stage`; empty for a policy
+            that ranks no entries.
         reduction: how the scores of the query heads that share a kept set are reduced.
         shares_heads, shares_layers: whether all heads of a layer, or all layers, share a kept set.
     """
@@ -127,7 +137,7 @@ class ResolvedConfig(EvictionConfig):
             "score": score,
             "first_stage": first_stage,
             "pooling": score.pooling(),
-            "requests": tuple(ScoreRequest(each.unpooled(), self.window) for each in scores),
+            "requests": tuple(ScoreRequest(each.unpooled(), self.window) for each in scores if system.ranks),
             "reduction": selections.reduction(self.granularity),
             "shares_heads": selections.shares_heads(self.granularity),
             "shares_layers": selections.shares_layers(self.granularity),
@@ -141,12 +151,17 @@ class ResolvedConfig(EvictionConfig):
         known: int = self._hash  # type: ignore[attr-defined]
         return known
 
-    def _once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
         """Return the result of `make`, computed once per key."""
         known: dict[Hashable, _Result] = self._known  # type: ignore[attr-defined]
         if key not in known:
             known[key] = make()
         return known[key]
+
+    @functools.cached_property
+    def holding(self) -> Holding:
+        """What the configuration's cache holds."""
+        return super().holding
 
     @functools.cached_property
     def block(self) -> int:
@@ -160,17 +175,15 @@ class ResolvedConfig(EvictionConfig):
 
     def blocks(self, prompt_tokens: int) -> Blocks:
         """Return the division of a prompt's entries into blocks."""
-        return self._once(("blocks", prompt_tokens), lambda: super(ResolvedConfig, self).blocks(prompt_tokens))
+        return self.once(("blocks", prompt_tokens), lambda: super(ResolvedConfig, self).blocks(prompt_tokens))
 
     def allowed_entries(self, prompt_tokens: int) -> int:
         """Return the maximum number of kept entries per head. Raises BudgetError as `EvictionConfig` does."""
-        return self._once(
-            ("allowed", prompt_tokens), lambda: super(ResolvedConfig, self).allowed_entries(prompt_tokens)
-        )
+        return self.once(("allowed", prompt_tokens), lambda: super(ResolvedConfig, self).allowed_entries(prompt_tokens))
 
     def kept_entries(self, prompt_tokens: int) -> int:
         """Return the number of kept entries per head, in whole blocks. Raises BudgetError likewise."""
-        return self._once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
+        return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
     def ends(self, prompt_tokens: int) -> Ends:
         """Return the numbers of always-kept blocks at both ends before the tail, and of blocks to allocate by score.
@@ -178,7 +191,7 @@ class ResolvedConfig(EvictionConfig):
         Blocks that always stay are no more than the budget pays for. Raises BudgetError where the budget is no larger
         than the window.
         """
-        return self._once(("ends", prompt_tokens), lambda: self._count_ends(prompt_tokens))
+        return self.once(("ends", prompt_tokens), lambda: self._count_ends(prompt_tokens))
 
     def _count_ends(self, prompt_tokens: int) -> Ends:
         """Return what `ends` returns, computed anew."""
@@ -199,7 +212,7 @@ class ResolvedConfig(EvictionConfig):
             always = tail + ends.always
             return checked.count(self.system, "least_stage1", self, always + ends.free, always)
 
-        return self._once(("least_stage1", prompt_tokens), count)
+        return self.once(("least_stage1", prompt_tokens), count)
 
 
 def resolve(config: EvictionConfig) -> ResolvedConfig:

@@ -130,7 +130,7 @@ def estimate_memory(planned: Plan) -> Memory:
     shape, run = planned.shape, planned.run
     longest = max(len(prompt.token_ids) for prompt in planned.prompts)
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
-    ranked = [config for config in planned.configs if not config.is_external and not config.has_sparse_prefill]
+    ranked = [config for config in planned.configs if config.requests]
     scores = {request for config in ranked for request in config.requests}
     in_loops = len(ranked) < len(planned.configs) or any(
         "queries" in one.score.needs or one.score.replay for one in scores

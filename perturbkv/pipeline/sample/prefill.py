@@ -26,12 +26,11 @@ from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, O
 from perturbkv.pipeline.sample.replay import replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
-from perturbkv.scoring.score import ScoreRequest
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, on_device, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
-from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
+from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun, ScoreRequest
 from perturbkv.selection.sparse_lines import Positions, remembered_positions
 from perturbkv.theory import WORK
 
@@ -128,7 +127,7 @@ class Statistics:
         self, configs: Sequence[ResolvedConfig], realised: Realised | None
     ) -> Mapping[ResolvedConfig, Rankings]:
         """Return the rankings of the configurations whose kept sets all layers share, computed once per sample."""
-        sharing = tuple(config for config in configs if config.shares_layers and config.evicts)
+        sharing = tuple(config for config in configs if config.shares_layers)
         key = ("shared", sharing, realised is None)
         if key not in self.model_results:
             scores_of = _once_per_request(
@@ -237,8 +236,7 @@ def prefill(
     are freed when the layer is done. Scores that need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
-    ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
-    scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in ranked for request in config.requests}
+    scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     statistics = Statistics(sample, *shape, scored, [], run.head_scores, external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))
