@@ -13,6 +13,7 @@ from perturbkv.analyses.measurements import Measurements, measured_steps
 from perturbkv.analyses.pairing import SIDE, common, common_choices, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.escaping import escape_line
@@ -77,10 +78,11 @@ class RunIdentity:
 
     def no_eviction_note(self) -> str:
         """Return a note on the meaning of cache shares for policies that evict nothing; empty without such policies."""
-        pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
-        prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
-        notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
-        return " ".join(f"{', '.join(names)}: {note}" for names, note in notes if names)
+        named = {
+            holding.note: dict.fromkeys(config.policy.name for config in self.configs if config.holding == holding)
+            for holding in EVICT_NOTHING.values()
+        }
+        return " ".join(f"{', '.join(names)}: {note}" for note, names in named.items() if names)
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""
@@ -225,7 +227,7 @@ def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:
 def _trace_byte_shares(trace: Trace, configs: Sequence[EvictionConfig]) -> tuple[float, ...]:
     """Return the byte share of each configuration; empty if unknown, or if all only evict."""
     known = "held_bytes" in trace.arrays and bool(np.isfinite(trace.arrays["held_bytes"][trace.ok]).all())
-    if not known or not trace.ok.any() or not any(config.quantised or config.corrected for config in configs):
+    if not known or not trace.ok.any() or all(config.in_16_bits for config in configs):
         return ()
     shares = Measurements(trace, "identity").byte_shares
     return tuple(float(shares[trace.run.configs.index(config)]) for config in configs)

@@ -92,11 +92,6 @@ RANGES_NOTE = "the range of single samples, outside which a number of all of the
 DRIFT_NOTE = "Drift: distance of the evicted run's residual stream from the full run's, median over samples."
 TIES_NOTE = "A tie differs by at most 2 noise floors, or keeps the same entries."
 CACHE_SHARE_NOTE = "cache share: entries that the evicted cache holds over those of the full cache."
-READ_NOTE = "nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
-SPARSE_PREFILL_NOTE = (
-    "nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill looks at; "
-    "isolated is a mean over 32 queries of the prompt."
-)
 ABOVE_FULL = (
     "Above 1 nothing is saved: every query head keeps a set of its own; --granularity kv keeps one for all query heads "
     "that share keys and values."

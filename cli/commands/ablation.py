@@ -15,7 +15,8 @@ from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.selections import EVICT_NOTHING, UNION, reduction
+from perturbkv.configs.holdings import EVICT_NOTHING
+from perturbkv.configs.selections import UNION, reduction
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, Metric
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import print_failures
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import PAGES_READ
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line
@@ -189,7 +190,7 @@ def _show_answers(
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
     console.say(text.cache_share_note(shares, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):
-        console.say(f"{', '.join(names)}: {text.READ_NOTE}")
+        console.say(f"{', '.join(names)}: {PAGES_READ.note}")
     console.say(f"written to {path}, every answer whole")
 
 

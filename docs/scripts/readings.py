@@ -20,7 +20,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.encode import encode
 from perturbkv.models.loading import load_model
-from perturbkv.pipeline.sample.prefill import prefill, requested_scores
+from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.trace.trace_file import read_trace
 from perturbkv.trace import Trace
@@ -103,7 +103,7 @@ def single_heads(trace: Trace) -> None:
 def spread(trace: Trace, data_dir: Path) -> None:
     """Print the coefficient of variation over a head's entries: median over heads, then the range over samples."""
     run, adapter = ResolvedRun.from_run(trace.run), load_model(trace.run.model)
-    voting, found = requested_scores(run.configs[0])[0], {"ν": [], "window attention": []}
+    voting, found = run.configs[0].requests[0], {"ν": [], "window attention": []}
     options = DatasetOptions(run.samples, seed=run.seed, data_dir=data_dir)
     for sample in load(run.dataset, options, adapter.tokenizer).samples:
         prompt = encode(sample, adapter.tokenizer, chat_template=run.chat_template, max_tokens=run.max_tokens)

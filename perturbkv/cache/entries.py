@@ -70,6 +70,41 @@ def borrow(keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_
 
 
 @dataclass(frozen=True, eq=False)
+class GatheredSet:
+    """The kept set of one configuration in one layer.
+
+    Attributes:
+        entries: its entries, of the full cache.
+        position: their positions in the prompt, ascending within each kept set, one set after the other; empty for
+            all entries.
+    """
+
+    entries: KeptEntries
+    position: Int[Tensor, " kept"]
+
+    @classmethod
+    def of_all(
+        cls, keys: Float[Tensor, "kv_head key d_head"], values: Float[Tensor, "kv_head key d_head"]
+    ) -> GatheredSet:
+        """Return all entries of a layer."""
+        entries = borrow(keys, values)
+        return cls(entries, entries.index)
+
+    @classmethod
+    def of_mask(
+        cls,
+        mask: Bool[Tensor, "kept_head key"],
+        keys: Float[Tensor, "kv_head key d_head"],
+        values: Float[Tensor, "kv_head key d_head"],
+    ) -> GatheredSet:
+        """Return the kept set of a mask over one layer's entries, after waiting for its numbers of entries."""
+        starts = to_device(_head_starts(len(mask), *keys.shape[:2]), mask.device)
+        kept_head, position = mask.nonzero(as_tuple=True)
+        index, lengths = starts[kept_head] + position, mask.sum(dim=-1).tolist()
+        return cls(KeptEntries(keys.flatten(0, 1), values.flatten(0, 1), index, lengths), position)
+
+
+@dataclass(frozen=True, eq=False)
 class EntryPool:
     """Keys and values of all rows of one layer; `index` lists each row's entries, one kept set after the other."""
 
@@ -127,6 +162,15 @@ class KeptBatch:
     position: Int[Tensor, " kept"]
     entries: dict[int, KeptEntries]
     masks: UInt8[Tensor, "kept_set byte"]
+
+    def sets(self) -> dict[int, GatheredSet]:
+        """Return index of a configuration -> its kept set."""
+        counts = [sum(self.entries[index].lengths) for index in self.order]
+        positions = torch.split(self.position, counts)
+        return {
+            index: GatheredSet(self.entries[index], position)
+            for index, position in zip(self.order, positions, strict=True)
+        }
 
 
 def lengths(layers: Sequence[Sequence[AnyGroup]], configs: int, device: torch.device) -> list[Lengths]:

@@ -14,17 +14,14 @@ its flattened dimensions; kept sets of different lengths per head do not fit, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.cache.entries import KeptBatch, KeptEntries, close_gaps, positions_before
-from perturbkv.configs import selections
+from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import correction_bits, stored_bits
 from perturbkv.devices import to_device
 
 
@@ -79,48 +76,4 @@ def _first_indices(lengths: Sequence[int], counts: Sequence[int], device: torch.
     before = to_device(list(skipped)[:-1], device, torch.int64)  # entries that earlier sets leave out
     return torch.arange(sum(counts), device=device) + before.repeat_interleave(
         to_device(list(counts), device, torch.int64), output_size=sum(counts)
-    )
-
-
-def store_kept(
-    kept: KeptBatch, configs: Sequence[EvictionConfig], prompt_tokens: int, frequencies: Float[Tensor, " frequency"]
-) -> KeptBatch:
-    """Return the batch as its caches store it: rounded to few bits, and keys moved up to the prompt's end.
-
-    Those of configurations with positions in the cache move; an engine rounds such keys at 0 … b − 1, so that they are
-    rounded there before they move on. `frequencies` are the model's own, in radians per position. `KeptBatch.position`
-    is unchanged.
-    """
-    stored = {}
-    positions = torch.split(kept.position, [sum(kept.entries[index].lengths) for index in kept.order])
-    for index, position in zip(kept.order, positions, strict=True):
-        config, entries = configs[index], kept.entries[index]
-        if config.quantised and config.in_cache:
-            entries = close_gaps(entries, position, entries.lengths, frequencies)
-            position = positions_before(entries.lengths, entries.lengths, position.device)  # noqa: PLW2901
-        if config.quantised:
-            entries = quantise_entries(entries, config)
-        if config.in_cache:
-            entries = close_gaps(entries, position, [prompt_tokens] * len(entries.lengths), frequencies)
-        stored[index] = entries
-    return replace(kept, entries=kept.entries | stored)
-
-
-def layer_bits(
-    config: EvictionConfig, kept: Sequence[int], prompt_tokens: int, heads: int, kv_heads: int, d_head: int
-) -> int:
-    """Return the bits that a configuration stores in one layer whose kept sets have `kept` entries.
-
-    A policy that reads pages stores all entries and the pages' bounds; one with a sparse prefill all entries.
-    """
-    if config.has_sparse_prefill:
-        return stored_bits(config.precision, prompt_tokens, config.window, d_head) * kv_heads
-    if config.reads_pages:
-        chooses = config.kept_entries(prompt_tokens) < prompt_tokens
-        return selections.cache_bits(config.blocks(prompt_tokens), prompt_tokens, kv_heads, d_head, chooses)
-    sharing = heads // len(kept)
-    return sum(
-        stored_bits(config.precision, count, config.window, d_head)
-        + correction_bits(config.correction, prompt_tokens - count, sharing, d_head)
-        for count in kept
     )

@@ -14,6 +14,7 @@ from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, entry_count, parse_entries
+from perturbkv.configs.holdings import PAGES_READ, SPARSE_PREFILL, Holding, holding_of
 from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
 from perturbkv.configs.selections import (
@@ -161,8 +162,7 @@ class EvictionConfig:
         check_number("window (--window)", self.window)
         if self.window < (not self.is_external):
             raise ConfigError(f"the window must hold at least 1 query, got {self.window}")
-        if self.reads_pages:
-            selections.page_size(self.policy)
+        self.holding.unit_size(self.policy, self.granularity)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
@@ -216,19 +216,24 @@ class EvictionConfig:
         return self.correction.name != NONE
 
     @property
+    def holding(self) -> Holding:
+        """What the configuration's cache holds."""
+        return holding_of(self.policy)
+
+    @property
     def reads_pages(self) -> bool:
         """True if the policy reads some pages per step instead of evicting, so that b counts the entries read."""
-        return selections.reads_pages(self.policy)
+        return self.holding is PAGES_READ
 
     @property
     def has_sparse_prefill(self) -> bool:
         """True if the prefill is sparse, so that b is the maximum number of entries that a query attends to."""
-        return selections.has_sparse_prefill(self.policy)
+        return self.holding is SPARSE_PREFILL
 
     @property
     def evicts(self) -> bool:
         """True if entries are removed for good; otherwise all stay in the cache."""
-        return not self.reads_pages and not self.has_sparse_prefill
+        return self.holding.evicts
 
     @property
     def positions(self) -> str:
@@ -241,9 +246,14 @@ class EvictionConfig:
         return self.positions == "in-cache"
 
     @property
+    def in_16_bits(self) -> bool:
+        """True if the cache stores entries of 16 bits alone, so that bytes tell no more than entries."""
+        return not self.quantised and not self.corrected
+
+    @property
     def only_evicts(self) -> bool:
         """True if eviction alone changes the outputs, so that the theorems apply."""
-        return not self.quantised and not self.corrected and not self.in_cache
+        return self.in_16_bits and not self.in_cache
 
     def protected_counts(self, kept: int) -> tuple[int, int]:
         """Return the numbers of first and of most recent always-kept entries, the window included.
@@ -255,9 +265,7 @@ class EvictionConfig:
     @property
     def block(self) -> int:
         """Entries per block or page; 1 for single entries."""
-        if self.reads_pages:
-            return selections.page_size(self.policy)
-        return int(self.granularity.options.get("block", 1))
+        return self.holding.unit_size(self.policy, self.granularity)
 
     def blocks(self, prompt_tokens: int) -> Blocks:
         """Return the division of a prompt's entries into blocks."""
@@ -273,7 +281,7 @@ class EvictionConfig:
         if tokens >= always + size:
             return
         if size > 1:
-            kind = "page" if self.reads_pages else "block"
+            kind = self.holding.unit
             msg = (
                 f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
                 f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "

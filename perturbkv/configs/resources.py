@@ -97,12 +97,7 @@ class Shape:
         For a policy that reads pages, those of the bounds by which pages are chosen; for one with a sparse prefill,
         those of the whole cache.
         """
-        if config.reads_pages:
-            return self._entries_bytes(self.kv_heads * config.blocks(tokens).full)
-        if config.has_sparse_prefill:
-            return self._entries_bytes(self.kv_heads * tokens)
-        sets = self.heads if config.granularity.name == "query" else self.kv_heads
-        return self._entries_bytes(sets * config.kept_entries(tokens))
+        return self._entries_bytes(config.holding.row_entries(config, tokens, self.heads, self.kv_heads))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int, passing: bool = False) -> int:
         """Return the bytes that a configuration adds to a batch: padded cache, decoded tokens and records of steps.
@@ -112,8 +107,8 @@ class Shape:
         """
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
-        cached = kept * _INDEX_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
-        cached = kept if config.has_sparse_prefill else cached
+        copied = kept * _INDEX_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
+        cached = copied if config.holding.copied else kept
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits

@@ -1,4 +1,4 @@
-"""Selections, granularities, blocks and pages, policies that evict nothing, and presets (METHOD: Select).
+"""Selections, granularities, blocks, and presets (METHOD: Select).
 
 *Blocks.* Entries may be kept in whole blocks, as engines do: a block table has no half blocks
 (https://arxiv.org/abs/2309.06180, section 4.1). Blocks begin at the positions 0, `size`, 2 · `size`, … of the prompt. A
@@ -11,29 +11,17 @@ of the window's entries are the *tail*; the budget pays for it first, and the re
 so at most size − 1 entries of b are unused, and never more than b are kept. Protected blocks come out of the same
 budget; layer budgets, stages and α then distribute blocks instead of entries. With blocks of one entry the tail is the
 window and nothing changes.
-
-*Pages.* A page reader evicts nothing: at every step each head reads the pages of the prompt that it selects then. Pages
-are laid out like blocks, and a budget buys as many: b counts the entries that a head *reads* at a step, the tail
-included. The cache holds all entries, and the bounds of each page by which it is selected.
-
-*Sparse prefill.* Such a policy evicts nothing either, but has a prefill of its own in which every query attends along
-some lines only. Its cache is whole, and each decoding query attends to all of it. A budget b is the most entries that a
-query of the prompt attends to: the local band, which is the window, the first entries, and as many lines as remain
-(METHOD: Lines that a prefill looks along).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from perturbkv.configs import layer_types
 from perturbkv.configs.alpha_table import AlphaOption
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.option import Option
-from perturbkv.configs.precision import FULL_BITS
-from perturbkv.errors import ConfigError
 
 GIVEN = "given"
 """Name of the selection where kept sets come from outside."""
@@ -196,58 +184,8 @@ def max_protected_entries(first: int, recent: int, size: int) -> int:
     return -(-first // size) * size + recent + size - 1
 
 
-PAGE_READERS = ("quest",)
-"""Policies that read pages."""
-PAGE_SIZE = 16
-"""Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
-
-
-def reads_pages(policy: Choice) -> bool:
-    """Return whether a policy reads some pages of the cache per step instead of evicting."""
-    return policy.name in PAGE_READERS
-
-
-def page_size(policy: Choice) -> int:
-    """Return the page size of a policy, in entries. Raises ConfigError for a value that is no positive integer."""
-    size = policy.options.get("page", PAGE_SIZE)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}")
-    return size
-
-
-def cache_bits(blocks: Blocks, prompt_tokens: int, kv_heads: int, d_head: int, chooses: bool) -> int:
-    """Return the bits of a layer's full cache, including page bounds if the layer `chooses` pages."""
-    bounds = blocks.full if chooses else 0
-    return 2 * FULL_BITS * d_head * kv_heads * (prompt_tokens + bounds)
-
-
-SPARSE_PREFILLS = ("vertical-slash",)
-"""Policies with a sparse prefill of their own."""
-EVICT_NOTHING = (*PAGE_READERS, *SPARSE_PREFILLS)
-"""Policies whose cache holds the whole prompt."""
 PROMPT_QUERIES = 32
 """Largest number of prompt queries at which isolated quantities are measured."""
-
-
-def has_sparse_prefill(policy: Choice) -> bool:
-    """Return whether a policy runs a sparse prefill of its own."""
-    return policy.name in SPARSE_PREFILLS
-
-
-def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
-    """Raise ConfigError for a sparse-prefill run with several decode steps, generation or mixed layer types."""
-    name = next((policy.name for policy in policies if has_sparse_prefill(policy)), None)
-    if name is None:
-        return
-    for applies, what, instead in (
-        (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
-        (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
-        (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
-    ):
-        if applies:
-            raise ConfigError(
-                f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
-            )
 
 
 _RELEASED = {

@@ -21,14 +21,6 @@ from perturbkv.scoring.layer_view import NEEDS, OF_WINDOW, PROMPT_ALONE, LayerVi
 from perturbkv.scoring.replay_view import Replay, ReplayView
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
-    """An unpooled score and the window before which entries are scored, as they are computed once per layer."""
-
-    score: Score
-    window: int
-
-
 def window_queries_option() -> Any:
     """Return a dataclass field that declares the option `window_queries` of a score or policy."""
     about = "queries of the window that vote: all, or those of the text, without the chat template's behind it"

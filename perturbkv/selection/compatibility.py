@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import (
-    EVICT_NOTHING,
     GRANULARITIES,
     SELECTIONS,
     TEXT_QUERIES,
@@ -65,7 +65,7 @@ def check(config: EvictionConfig, cache: str = "ragged") -> None:
             f"policy '{policy.name}' compares the scores of kept sets, and reduce=union has ranks alone; choose "
             "reduce=mean or reduce=max, or another policy"
         )
-    if resolved.system.first_stage is not None and config.block > 1:
+    if resolved.first_stage is not None and config.block > 1:
         raise ConfigError(
             f"policy '{policy.name}' chooses single entries in a stage 1 of its own; leave block of the granularity out"
         )
@@ -120,7 +120,7 @@ def check_ends(config: ResolvedConfig, prompt_tokens: int) -> None:
 
 def only_text_votes(config: EvictionConfig) -> bool:
     """Return whether the chat template's queries in the window do not vote."""
-    return resolve(config).system.score.window_queries == TEXT_QUERIES
+    return resolve(config).score.window_queries == TEXT_QUERIES
 
 
 def check_window_queries(config: ResolvedConfig, sample: str, prompt_tokens: int, template: range) -> None:
@@ -148,7 +148,7 @@ def check_window_queries(config: ResolvedConfig, sample: str, prompt_tokens: int
 
 def scores_with_norms_counted_twice(configs: Iterable[ResolvedConfig]) -> list[str]:
     """Return the names of scores that include value norms, in configurations whose selection multiplies by ν again."""
-    multiplied = [config.system.score for config in configs if config.selection.name == "two-stage"]
+    multiplied = [config.score for config in configs if config.selection.name == "two-stage"]
     return list(dict.fromkeys(score.display_name for score in multiplied if score.holds_norms))
 
 
@@ -157,10 +157,10 @@ def _check_sign(config: ResolvedConfig) -> None:
     policy = config.system
     selection = f"selection '{config.selection.name}'" if config.selection.name == "two-stage" else ""
     multiplier = f"policy '{policy.name}'" if policy.mixes else selection
-    if policy.score.signed and multiplier:
-        advice = commands_for_signed(type(policy.score))
+    if config.score.signed and multiplier:
+        advice = commands_for_signed(type(config.score))
         raise ConfigError(
-            f"{multiplier} multiplies or mixes scores, and '{policy.score.display_name}' gives some below 0; {advice}"
+            f"{multiplier} multiplies or mixes scores, and '{config.score.display_name}' gives some below 0; {advice}"
         )
 
 
@@ -196,10 +196,28 @@ def check_compressible(config: EvictionConfig) -> None:
             f"policy '{config.policy.name}' looks at what decoding forgets, or at all layers at once; --compress-every "
             f"works with {suitable}"
         )
-    if resolved.system.score.whole_layer and resolved.system.budgets == "by head":
+    if resolved.score.whole_layer and resolved.system.budgets == "by head":
         raise ConfigError(
             f"policy '{config.policy}' compares all heads of a layer, whose entries differ once its budgets are by "
             "head; --compress-every works with it where budgets are alike, such as of snapkv"
+        )
+
+
+def check_searchable(config: EvictionConfig) -> None:
+    """Raise ConfigError for a configuration whose kept sets are not searched head by head for the best ones."""
+    kind = info(config.policy.name)
+    reasons = {
+        "policies with kept sets from outside": config.is_external,
+        f"policy {config.policy.name}, which evicts nothing": not config.evicts,
+        f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
+        f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
+        f"precision {config.precision}": config.quantised,
+        "window_queries=text, and a prefix has no chat template's tokens": only_text_votes(config),
+        f"correction {config.correction}, which changes the output of a set": config.corrected,
+    }
+    if wrong := next((reason for reason, applies in reasons.items() if applies), ""):
+        raise ConfigError(
+            f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
         )
 
 
@@ -210,8 +228,7 @@ def _can_recompress(policy: Policy) -> bool:
 
 def needs_all_layers(config: ResolvedConfig) -> bool:
     """Return whether eviction has to wait until all layers are computed."""
-    policy = config.system
-    return policy.whole_model or policy.score.replay is not None or shares_layers(config.granularity)
+    return config.system.whole_model or config.score.replay is not None or config.shares_layers
 
 
 def check_generation(config: EvictionConfig) -> None:

@@ -78,6 +78,10 @@ class RankingGroup:
         kept = stage1 | (self.second.ranks < self.cut[rows].unsqueeze(-1))
         return KeptSets(*(block_entries(each, self.budgets.blocks) for each in (kept, stage1)))
 
+    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
+        """Return, per step, the kept sets of the configurations in the slice `rows`: the same at each of `steps`."""
+        return [self.kept_sets(rows)] * steps
+
 
 Rankings = tuple[Ranking, Ranking | None]
 """Rankings of stage 1 and of stage 2, None for a selection without stages."""
@@ -226,6 +230,10 @@ class ExternalGroup:
     def kept_sets(self, rows: Rows = slice(None)) -> KeptSets:
         """Return the kept sets of the configurations in the slice `rows` of the group."""
         return KeptSets(self.kept[rows], self.kept[rows])
+
+    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
+        """Return, per step, the kept sets of the configurations in the slice `rows`: the same at each of `steps`."""
+        return [self.kept_sets(rows)] * steps
 
 
 Group = RankingGroup | ExternalGroup

@@ -175,7 +175,7 @@ class PageGroup:
         """Return the masks of entries read at the first step, for the configurations in the slice `rows`."""
         return self.steps[0].kept_sets(rows)
 
-    def kept_sets_per_step(self, rows: Rows) -> list[KeptSets]:
+    def kept_sets_per_step(self, rows: Rows, steps: int) -> list[KeptSets]:
         """Return, per step, the masks of entries read by the configurations in the slice `rows`."""
         return [step.kept_sets(rows) for step in self.steps]
 

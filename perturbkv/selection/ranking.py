@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from perturbkv.configs.selections import UNION, Blocks, reduction, shares_heads
+from perturbkv.configs.selections import UNION, Blocks
 from perturbkv.devices import send
 from perturbkv.errors import ConfigError
 from perturbkv.scoring.window_attention import pool, pool_signed, reduce_group, seeded
@@ -117,7 +117,7 @@ class Scores:
 
     def _distinct_sets(self, config: ResolvedConfig) -> int:
         """Return the number of kept sets that may differ: 1 where all heads share one."""
-        return 1 if shares_heads(config.granularity) else self.kept_heads(config)
+        return 1 if config.shares_heads else self.kept_heads(config)
 
     def first_ranking(self, config: ResolvedConfig) -> Ranking:
         """Return the ranking of stage 1, or of the whole kept set for a selection without stages."""
@@ -136,7 +136,7 @@ class Scores:
         With the reduction `union`, the score is the members' own.
         """
         size, block_reduction = block_scoring(config)
-        sets = self._distinct_sets(config) if reduction(config.granularity) == UNION else 0
+        sets = self._distinct_sets(config) if config.reduction == UNION else 0
 
         def make() -> Ranking:
             scores = block_scores(self._mask_missing(score), size, block_reduction)
@@ -165,7 +165,7 @@ class Scores:
         score = self.once(
             ("blocks", id(pooled), size, reduction), lambda: block_scores(self._mask_missing(pooled), size, reduction)
         )
-        if config.system.first_stage is None or not score.numel():
+        if config.first_stage is None or not score.numel():
             return score
 
         def make() -> Score:
@@ -200,10 +200,10 @@ class Scores:
         """
         sets, accumulated = self._distinct_sets(config), self.statistics.accumulated
         kind, kernel = _pooling(config, pooled)
-        if own_reduction := config.system.score.reduces:
+        if own_reduction := config.score.reduces:
             key = ("pooled", sets, own_reduction, kind, kernel)
             return self.once(key, lambda: self.reduce(config, self._pool(config, accumulated, pooled), own_reduction))
-        if (name := reduction(config.granularity)) == UNION:
+        if (name := config.reduction) == UNION:
             return self.once(("pooled", UNION, kind, kernel), lambda: self._pool(config, accumulated, pooled))
         reduced = self.once(("attention", sets, name), lambda: self.reduce(config, accumulated, name))
         return self.once(("pooled", sets, name, kind, kernel), lambda: self._pool(config, reduced, pooled))
@@ -211,7 +211,7 @@ class Scores:
     def _pool(self, config: ResolvedConfig, score: Tensor, pooled: bool) -> Score:
         """Return a score pooled over positions with the policy's kind and width; unchanged unless `pooled`."""
         kind, kernel = _pooling(config, pooled)
-        if not config.system.score.signed:
+        if not config.score.signed:
             return pool(score, kind, kernel)
         valid = self.statistics.valid
         valid = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
@@ -232,7 +232,7 @@ class Scores:
         norms = self.statistics.selected_norms(config)
         if uniform:
             norms = torch.ones_like(norms)
-        unites = reduction(config.granularity) == UNION
+        unites = config.reduction == UNION
         if unites or config.granularity.options.get("product") == "mean-of-products":
             score = self.statistics.accumulated
             per_head = pool(score, *_pooling(config, pooled)).repeat_interleave(len(norms) // len(score), dim=0)
@@ -293,7 +293,7 @@ class Scores:
 
 def _pooling(config: ResolvedConfig, pooled: bool) -> tuple[str, int]:
     """Return (kind, width) of the pooling of the policy's score; ("none", 1) unless `pooled`."""
-    return config.system.score.pooling(pooled)
+    return config.pooling if pooled else ("none", 1)
 
 
 def _epsilon(config: ResolvedConfig) -> float:

@@ -1,19 +1,27 @@
-"""Configurations with their policy and selection as objects, so that no name is looked up after planning."""
+"""Configurations with their policy, score and selection as objects, resolved once per run.
+
+After planning no name is looked up, and a number that follows from a configuration and a prompt's length is computed
+once, not per layer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from perturbkv.configs import selections
 from perturbkv.configs.eviction import EvictionConfig
+from perturbkv.configs.holdings import Holding
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.selections import GIVEN
+from perturbkv.configs.selections import GIVEN, Blocks
 from perturbkv.errors import ConfigError
 from perturbkv.selection.policies import checked, registry
 
 if TYPE_CHECKING:
+    from perturbkv.scoring.score import Score
     from perturbkv.selection.policies.base import Policy
 
 Rule = Callable[[Any, "ResolvedConfig"], Any]
@@ -81,6 +89,17 @@ class Ends:
         return slice(self.first, prefix - self.recent)
 
 
+@dataclass(frozen=True)
+class ScoreRequest:
+    """An unpooled score and the window before which entries are scored, as they are computed once per layer."""
+
+    score: Score
+    window: int
+
+
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class ResolvedConfig(EvictionConfig):
     """A configuration with its policy and selection as objects; equal to the configuration that it was built from.
@@ -88,20 +107,83 @@ class ResolvedConfig(EvictionConfig):
     Attributes:
         system: the policy with its options.
         selector: the selection.
+        score: the score by which the policy ranks entries.
+        first_stage: the score of the policy's own stage 1; None without one.
+        pooling: kind and width of the pooling of `score` over positions.
+        requests: the unpooled scores that a prefill computes for it: `score`, then `first_stage`; empty for a policy
+            that ranks no entries.
+        reduction: how the scores of the query heads that share a kept set are reduced.
+        shares_heads, shares_layers: whether all heads of a layer, or all layers, share a kept set.
     """
 
     system: Policy = field(init=False)
     selector: Selector = field(init=False)
+    score: Score = field(init=False)
+    first_stage: Score | None = field(init=False)
+    pooling: tuple[str, int] = field(init=False)
+    requests: tuple[ScoreRequest, ...] = field(init=False)
+    reduction: str = field(init=False)
+    shares_heads: bool = field(init=False)
+    shares_layers: bool = field(init=False)
 
     def __init__(self, *choices: Any, **named: Any) -> None:
         super().__init__(*choices, **named)
-        object.__setattr__(self, "system", registry.build(self.policy))
-        object.__setattr__(self, "selector", _SELECTORS[self.selection.name])
+        system = registry.build(self.policy)
+        score, first_stage = system.score, system.first_stage
+        scores = [score] if first_stage is None else [score, first_stage]
+        resolved = {
+            "system": system,
+            "selector": _SELECTORS[self.selection.name],
+            "score": score,
+            "first_stage": first_stage,
+            "pooling": score.pooling(),
+            "requests": tuple(ScoreRequest(each.unpooled(), self.window) for each in scores if system.ranks),
+            "reduction": selections.reduction(self.granularity),
+            "shares_heads": selections.shares_heads(self.granularity),
+            "shares_layers": selections.shares_layers(self.granularity),
+            "_hash": super().__hash__(),
+            "_known": {},
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        known: int = self._hash  # type: ignore[attr-defined]
+        return known
+
+    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+        """Return the result of `make`, computed once per key."""
+        known: dict[Hashable, _Result] = self._known  # type: ignore[attr-defined]
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+    @functools.cached_property
+    def holding(self) -> Holding:
+        """What the configuration's cache holds."""
+        return super().holding
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Entries per block or page; 1 for single entries."""
+        return super().block
 
     @property
     def has_own_stages(self) -> bool:
         """True if a stage 1 of the policy itself precedes the selection's ranking."""
-        return self.selection.name == "attention" and self.system.first_stage is not None
+        return self.first_stage is not None and self.selection.name == "attention"
+
+    def blocks(self, prompt_tokens: int) -> Blocks:
+        """Return the division of a prompt's entries into blocks."""
+        return self.once(("blocks", prompt_tokens), lambda: super(ResolvedConfig, self).blocks(prompt_tokens))
+
+    def allowed_entries(self, prompt_tokens: int) -> int:
+        """Return the maximum number of kept entries per head. Raises BudgetError as `EvictionConfig` does."""
+        return self.once(("allowed", prompt_tokens), lambda: super(ResolvedConfig, self).allowed_entries(prompt_tokens))
+
+    def kept_entries(self, prompt_tokens: int) -> int:
+        """Return the number of kept entries per head, in whole blocks. Raises BudgetError likewise."""
+        return self.once(("kept", prompt_tokens), lambda: super(ResolvedConfig, self).kept_entries(prompt_tokens))
 
     def ends(self, prompt_tokens: int) -> Ends:
         """Return the numbers of always-kept blocks at both ends before the tail, and of blocks to allocate by score.
@@ -109,6 +191,10 @@ class ResolvedConfig(EvictionConfig):
         Blocks that always stay are no more than the budget pays for. Raises BudgetError where the budget is no larger
         than the window.
         """
+        return self.once(("ends", prompt_tokens), lambda: self._count_ends(prompt_tokens))
+
+    def _count_ends(self, prompt_tokens: int) -> Ends:
+        """Return what `ends` returns, computed anew."""
         allowed, window = self.allowed_entries(prompt_tokens), min(self.window, prompt_tokens)
         blocks = self.blocks(prompt_tokens)
         affordable = blocks.affordable(allowed)
@@ -120,9 +206,13 @@ class ResolvedConfig(EvictionConfig):
 
     def least_stage1_blocks(self, prompt_tokens: int) -> int:
         """Return the minimum number of blocks in stage 1, without the always-kept blocks."""
-        tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
-        always = tail + ends.always
-        return checked.count(self.system, "least_stage1", self, always + ends.free, always)
+
+        def count() -> int:
+            tail, ends = self.blocks(prompt_tokens).tail_blocks, self.ends(prompt_tokens)
+            always = tail + ends.always
+            return checked.count(self.system, "least_stage1", self, always + ends.free, always)
+
+        return self.once(("least_stage1", prompt_tokens), count)
 
 
 def resolve(config: EvictionConfig) -> ResolvedConfig:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.sample.prefill import Statistics, requested_scores
+from perturbkv.pipeline.sample.prefill import Statistics
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.score import Score
@@ -98,7 +98,7 @@ def statistics(chosen: ResolvedConfig, heads: int, kv_heads: int, n: int, seed: 
         return torch.from_numpy((np.round(found * 12) / 12 + 1e-3 if ties else found) * size)
 
     shapes = [(2.0, 1.0), (0.1, 0.7), (0.5, 0.3)]
-    wanted = {one: [made(*shape) for shape in shapes] for one in requested_scores(resolve(chosen))}
+    wanted = {one: [made(*shape) for shape in shapes] for one in resolve(chosen).requests}
     norms = [torch.from_numpy(draw.lognormal(size=(heads, n))) for _ in shapes]
     return Statistics("s", n, kv_heads, LAYERS, wanted, norms)
 
@@ -166,7 +166,7 @@ def test_defensive_keeps_what_the_oracle_keeps(
     given_scores = statistics(chosen, 4, 2, n, seed, ties)
     always, places, mean = ends(chosen, n)
     sets = 4 if granularity == "query" else 2
-    worst, means = (given_scores.scored[asked] for asked in requested_scores(resolve(chosen)))
+    worst, means = (given_scores.scored[asked] for asked in resolve(chosen).requests)
     scores = [reduced(raw, sets, "max") for raw in worst]
     most = max(0, min(mean, (n - WINDOW) * min(budget, n) // n - WINDOW))
     first = [naive.stage1(reduced(raw, sets, "mean"), WINDOW, mass, places, most) for raw in means]
@@ -207,7 +207,7 @@ def test_kvzip_keeps_what_the_oracle_keeps(
         for head in range(sets):
             best = top({place: scores[layer][head][place] for place in places}, counts[layer][head])
             assert kept[layer][head] == sorted([*always, *best])
-    given_scores.scored[requested_scores(resolve(by_sinks))[0]] = given_scores.scored[asked]
+    given_scores.scored[resolve(by_sinks).requests[0]] = given_scores.scored[asked]
     assert found(by_sinks, given_scores)[0] == kept, "the first entries stay by themselves"
 
 
@@ -234,7 +234,7 @@ def test_one_order_serves_every_budget_and_protected_entries_are_not_in_it() -> 
 
 def test_budgets_of_the_whole_model_need_the_whole_model() -> None:
     chosen = config("lava", 14)
-    alone = statistics(chosen, 4, 2, 30, seed=1).scored[requested_scores(resolve(chosen))[0]][0]
+    alone = statistics(chosen, 4, 2, 30, seed=1).scored[resolve(chosen).requests[0]][0]
     with pytest.raises(ConfigError, match="look at all layers need a whole prompt"):
         select(chosen, LayerStatistics(alone, alone, 2, 0, LAYERS, "s"), 30)
 

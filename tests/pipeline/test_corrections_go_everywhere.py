@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbkv import theory
+from perturbkv.cache import makers as correcting
 from perturbkv.cache.compact import CompactLayer
 from perturbkv.cache.entries import KeptEntries
 from perturbkv.cache.stand_in import StandIn, make_stand_in
@@ -20,7 +21,6 @@ from perturbkv.configs.precision import CORRECTION_OPTIONS, correction_bits
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ConfigError
-from perturbkv.pipeline.variants import corrected as correcting
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
 from tests.oracle import theory as oracle

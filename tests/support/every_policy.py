@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from perturbkv.configs.selections import SPARSE_PREFILLS
+from perturbkv.configs.holdings import EVICT_NOTHING, SPARSE_PREFILL
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 
 
 def of_every_policy() -> list[pk.EvictionConfig]:
     """Each with its own score, where it has one, and some with two stages; none that neither steps nor answers."""
-    known = [(name, registry.info(name).selections) for name in registry.names() if name not in SPARSE_PREFILLS]
+    names = [name for name in registry.names() if EVICT_NOTHING.get(name) is not SPARSE_PREFILL]
+    known = [(name, registry.info(name).selections) for name in names]
     own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
     chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]
     return [one for name, selection in chosen for one in pk.grid(40, policy=name, selection=selection, window=8)]

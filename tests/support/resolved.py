@@ -58,7 +58,7 @@ def select(config: EvictionConfig, *more: Any) -> Any:
 
 
 def asked(config: EvictionConfig) -> Any:
-    return reading.requested_scores(resolve(config))[0]
+    return resolve(config).requests[0]
 
 
 def ranking_groups(configs: Iterable[EvictionConfig], *more: Any) -> Any:

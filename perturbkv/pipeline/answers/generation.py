@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache import entries, quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import KeptEntries, borrow, gather_kept, lengths
-from perturbkv.cache.quantisation import layer_bits
-from perturbkv.cache.stand_in import StandIn
-from perturbkv.configs.choice import Choice
+from perturbkv.cache.entries import GatheredSet, borrow, check_positions, gather_kept, lengths
+from perturbkv.cache.makers import Entries, Maker
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import full_precision, to_device
@@ -32,11 +28,12 @@ from perturbkv.pipeline.run.plan import plan_prompt_batches
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
-from perturbkv.pipeline.variants import corrected, page_reading, stored
+from perturbkv.pipeline.variants import own_entries
+from perturbkv.pipeline.variants.making import maker_of
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
-from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
+from perturbkv.selection.resolved_config import ResolvedRun
 
 _DEFAULT = Resources()
 
@@ -56,9 +53,9 @@ def read_evicting(
     are evicted after the prefill, one after the other. `with_full` adds a first row that keeps everything. A context of
     at most `above` entries is not evicted yet, for later compressions.
 
-    Raises what `entries.check_positions` raises.
+    Raises what `check_positions` raises.
     """
-    entries.check_positions(run.configs, adapter.config, adapter.name)
+    check_positions(run.configs, adapter.config, adapter.name)
     context, _ = prompt.parts(run.scenario)
     keep_all = len(context) <= above
     external = sources(adapter, context, [] if keep_all else run.configs, {})
@@ -69,7 +66,7 @@ def read_evicting(
         rows.evict_all(prefilled)
     rows.stored.raise_if_not(prompt.sample_id)
     cache = CompactCache(join_layers(adapter, rows.layers, prefilled.windows))
-    return EvictedPrompt(cache, prefilled.logits, rows.queries)
+    return EvictedPrompt(cache, prefilled.logits, rows.queries, rows.sizes)
 
 
 class _RowBuilder:
@@ -85,10 +82,12 @@ class _RowBuilder:
     def __init__(self, adapter: Adapter, run: ResolvedRun, with_full: bool, keep_all: bool) -> None:
         self._adapter, self._configs, self._layout = adapter, run.configs, run.cache
         self._with_full, self._keep_all = with_full, keep_all
+        self._makers = list(map(maker_of, run.configs))
         self._window = max(config.window for config in run.configs)
         self.whole = not keep_all and any(compatibility.needs_all_layers(config) for config in run.configs)
         self.layers: list[CompactLayer] = []
         self.queries: list[Tensor] = []
+        self.sizes: list[list[tuple[int, int]]] = []
         self.stored = FiniteCheck()
 
     def visit(self, statistics: Statistics, view: LayerView) -> None:
@@ -105,35 +104,34 @@ class _RowBuilder:
             cached.keys, cached.values = cached.keys.new_empty(0), cached.values.new_empty(0)
 
     def _evict(self, layer: FullLayer) -> None:
-        """Append the compact layer with the kept entries of all rows."""
-        kept, stand_ins = (self._all_entries(layer), {}) if self._keep_all else self._kept_entries(layer)
-        for row, config in zip(kept, self._configs, strict=True):
-            if config.quantised:
-                stored.check_finite(self.stored, self._adapter.layer_indices[layer.index], row)
-        everything = [borrow(layer.keys, layer.values)] if self._with_full else []
-        by_row = {index + len(everything): stand_in for index, stand_in in stand_ins.items()}
-        rows, heads = [*everything, *kept], self._adapter.heads
-        self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=by_row))
+        """Append the compact layer with the entries of all rows, and count them."""
+        made = self._make_whole(layer) if self._keep_all else self._make(layer)
+        for entries in made:
+            if entries.rounded:
+                own_entries.check_finite(self.stored, self._adapter.layer_indices[layer.index], entries.row)
+        everything = borrow(layer.keys, layer.values)
+        self.sizes.append([(entries.attended, entries.bits) for entries in [Maker().make_whole(everything), *made]])
+        first = [everything] if self._with_full else []
+        stand_ins = {
+            row: entries.stand_in for row, entries in enumerate(made, start=len(first)) if entries.stand_in is not None
+        }
+        rows, heads = [*first, *(entries.row for entries in made)], self._adapter.heads
+        self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=stand_ins))
 
-    def _all_entries(self, layer: FullLayer) -> list[KeptEntries]:
-        """Return every entry of the layer per configuration, quantised for quantised configurations."""
+    def _make_whole(self, layer: FullLayer) -> list[Entries]:
+        """Return every entry of the layer per configuration, as its cache stores them."""
         row = borrow(layer.keys, layer.values)
-        return [quantisation.quantise_entries(row, config) if config.quantised else row for config in self._configs]
+        return [maker.make_whole(row) for maker in self._makers]
 
-    def _kept_entries(self, layer: FullLayer) -> tuple[list[KeptEntries], dict[int, StandIn]]:
-        """Return the kept entries of each configuration, and index -> correction for corrected configurations."""
-        configs = self._configs
-        page_rows = page_reading.cache_rows(layer, dict(enumerate(configs)))
-        if len(page_rows) == len(configs):
-            return [page_rows[index] for index in range(len(configs))], {}
-        groups = layer.groups(configs)
-        (counts,) = lengths([groups], len(configs), layer.keys.device)
-        kept = gather_kept(groups, range(len(configs)), counts, layer.keys, layer.values)
-        corrections = corrected.corrections(layer, kept.entries, configs)
-        kept = quantisation.store_kept(kept, configs, layer.tokens, self._adapter.frequencies)
-        stand_ins = {index: correction.stand_in for index, correction in corrections.items()}
-        rows = kept.entries | page_rows
-        return [rows[index] for index in range(len(configs))], stand_ins
+    def _make(self, layer: FullLayer) -> list[Entries]:
+        """Return what the caches of all configurations hold of the layer."""
+        groups, sets = layer.groups(self._configs), dict[int, GatheredSet]()
+        if groups:
+            evicting = [index for group in groups for index in group.config_indices]
+            (counts,) = lengths([groups], len(self._configs), layer.keys.device)
+            sets = gather_kept(groups, evicting, counts, layer.keys, layer.values).sets()
+        everything = GatheredSet.of_all(layer.keys, layer.values)
+        return [maker.make(layer, sets.get(index, everything)) for index, maker in enumerate(self._makers)]
 
 
 def check_answer_options(configs: Iterable[EvictionConfig], most: int | None, compress_every: int | None) -> None:
@@ -267,7 +265,7 @@ def answer(
         part = run.select_configs(run.configs[index] for index in batch)
         batches.append(_answer_batch(adapter, prompt, part, options, resources, batches[0].full if batches else None))
     joined = _join_batches(indices, batches)
-    return joined if any(config.quantised or config.corrected for config in run.configs) else replace(joined, stored=[])
+    return replace(joined, stored=[]) if all(config.in_16_bits for config in run.configs) else joined
 
 
 def _answer_batch(
@@ -281,8 +279,9 @@ def _answer_batch(
     """Return the answers from the caches of `run`; `full_answer`, if known, is that of an earlier batch."""
     limit, (_, question) = options.compress_every, prompt.parts(run.scenario)
     read = read_evicting(adapter, prompt, run, resources, with_full=True, above=limit or 0)
-    entry_shares = _entry_shares(read.cache, run.configs)
-    byte_shares = _byte_shares(read.cache, run.configs, adapter.d_head)
+    entry_shares, byte_shares = (
+        _shares_of_full([[size[kind] for size in layer] for layer in read.sizes]) for kind in (0, 1)
+    )
     copy = replace(read, cache=read.cache.fork()) if options.divergence else None
 
     def make_compressor(evicted_prompt: EvictedPrompt) -> Compressor | None:
@@ -336,39 +335,10 @@ def _join_batches(indices: Sequence[Sequence[int]], batches: Sequence[Answers]) 
     )
 
 
-def _entry_shares(cache: CompactCache, configs: Sequence[ResolvedConfig]) -> list[float]:
-    """Return each configuration's number of cached entries over the full cache's (METHOD: a budget is not a share).
-
-    The first row keeps everything. For a configuration that reads pages, the entries that it reads are counted.
-    """
-    full, *evicted = (
-        sum(_attended_entries(layer, row, configs) for layer in cache.evicted) for row in range(1 + len(configs))
-    )
-    return [entries / full for entries in evicted]
-
-
-def _attended_entries(layer: CompactLayer, row: int, configs: Sequence[ResolvedConfig]) -> int:
-    """Return the number of entries that one row attends to in one layer; row 0 keeps everything."""
-    lengths = layer.lengths(row)
-    if not row or not configs[row - 1].reads_pages:
-        return sum(lengths)
-    config = configs[row - 1]
-    sets = layer.heads if config.granularity.name == "query" else len(lengths)
-    return sets * config.kept_entries(layer.seen)
-
-
-def _byte_shares(cache: CompactCache, configs: Sequence[ResolvedConfig], d_head: int) -> list[float]:
-    """Return each configuration's cache bytes with corrections, over the full cache's in 16 bits, before decoding."""
-    layers, tokens = cache.evicted, cache.get_seq_length()
-    full = sum(stored_bits(Choice(FULL), kept, 0, d_head) for layer in layers for kept in layer.lengths(0))
-    sizes = [
-        sum(
-            layer_bits(config, layer.lengths(row), tokens, layer.heads, len(layer.lengths(0)), d_head)
-            for layer in layers
-        )
-        for row, config in enumerate(configs, start=1)
-    ]
-    return [size / full for size in sizes]
+def _shares_of_full(sizes: Sequence[Sequence[int]]) -> list[float]:
+    """Return each configuration's size over the full cache's; `sizes` are per layer, the full cache's first."""
+    full, *evicted = map(sum, zip(*sizes, strict=True))
+    return [size / full for size in evicted]
 
 
 def end_tokens(adapter: Adapter) -> set[int]:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from perturbkv import theory
 from perturbkv.cache.compact import CompactCache
-from perturbkv.cache.entries import KeptEntries, close_gaps
+from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.selections import shares_layers
 from perturbkv.devices import on_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.variants.making import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms
@@ -62,11 +62,14 @@ class EvictedPrompt:
         logits: logits of the context's last position, for all rows or per row.
         queries: per layer the last queries (head, query, d_head), as many as the largest window; empty where nothing
             is compressed again.
+        sizes: per layer (entries attended to, bits) of the full cache, then of each configuration's; empty where they
+            are not asked for.
     """
 
     cache: CompactCache
     logits: Float[Tensor, "*row vocab"]
     queries: list[Tensor] = field(default_factory=list)
+    sizes: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 class Compressor:
@@ -138,7 +141,7 @@ class Compressor:
         """Compress one row, and return per layer its perturbation, output norm and retained mass, (3, head)."""
         views = [self._view(layer, row, config, generated) for layer in range(len(self.queries))]
         layers = [view.statistics(config, self.head_scores) for view in views]
-        sharing = shares_layers(config.granularity)
+        sharing = config.shares_layers
         shared = {config: rankings(config, Scores(join_layers(layers)))} if sharing else {}
         kept = [
             select(config, layer, view.longest, on_device(shared, layer.norms.device)).kept
@@ -147,9 +150,7 @@ class Compressor:
         counts = torch.stack(on_first_device(sets.sum(dim=-1) for sets in kept)).tolist()
         for view, sets, lengths in zip(views, kept, counts, strict=True):
             indices = view.kept_indices(sets, lengths)
-            remaining = view.take(indices)
-            if config.in_cache:
-                remaining = close_gaps(remaining, torch.cat(indices), view.lengths, self.adapter.frequencies)
+            remaining = maker_of(config).compress(view.take(indices), indices, view.lengths, self.adapter.frequencies)
             self.cache.evicted[view.layer].replace({row: remaining})
         return [torch.stack(view.perturbation(sets)) for view, sets in zip(views, kept, strict=True)]
 
@@ -197,7 +198,7 @@ class _RowView:
     def statistics(self, config: ResolvedConfig, head_scores: Sequence[Sequence[float]]) -> LayerStatistics:
         """Return the layer's scores and norms with which a configuration selects its kept sets."""
         window = min(config.window, self.longest)
-        score = config.system.score.unpooled()
+        score = config.requests[0].score
         views = [self._view_part(part, str(part.start)).with_window(config.window) for part in self.parts]
         accumulated = [layer_scores(view, [score], self.resources.chunk_bytes)[score] for view in views]
         lengths = to_device(self.lengths, self.norms.device)

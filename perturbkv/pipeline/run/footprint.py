@@ -22,12 +22,11 @@ from perturbkv import memory
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Shape
 from perturbkv.configs.run import RunConfig
-from perturbkv.configs.selections import STAGED, UNION, reduction, shares_layers
+from perturbkv.configs.selections import STAGED, UNION
 from perturbkv.devices import block_bytes, working_bytes
 from perturbkv.kept_codec import mask_bytes
 from perturbkv.pipeline.run.plan import Plan, is_single_pass
 from perturbkv.pipeline.sample.layer import LOST_ENTRIES
-from perturbkv.pipeline.sample.prefill import requested_scores
 from perturbkv.schema import ANSWER_TEXT, DIGEST, KEPT, TEXT, VARIABLES
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.theory import WORK
@@ -131,8 +130,8 @@ def estimate_memory(planned: Plan) -> Memory:
     shape, run = planned.shape, planned.run
     longest = max(len(prompt.token_ids) for prompt in planned.prompts)
     tokens = max(len(prompt.parts(run.scenario)[0]) for prompt in planned.prompts)
-    ranked = [config for config in planned.configs if not config.is_external and not config.has_sparse_prefill]
-    scores = {request for config in ranked for request in requested_scores(config)}
+    ranked = [config for config in planned.configs if config.requests]
+    scores = {request for config in ranked for request in config.requests}
     in_loops = len(ranked) < len(planned.configs) or any(
         "queries" in one.score.needs or one.score.replay for one in scores
     )
@@ -174,12 +173,12 @@ def _joined_bytes(configs: Sequence[ResolvedConfig], shape: Shape, tokens: int, 
 
     `norms` are the bytes of an entry's value norms per query head.
     """
-    sharing = [config for config in configs if shares_layers(config.granularity)]
+    sharing = [config for config in configs if config.shares_layers]
     if not sharing:
         return 0
-    joined = len({requested_scores(config) for config in sharing}) * (norms + 2 * WORK.itemsize)
+    joined = len({config.requests for config in sharing}) * (norms + 2 * WORK.itemsize)
     by_head = any(
-        reduction(config.granularity) == UNION or config.granularity.options.get("product") == "mean-of-products"
+        config.reduction == UNION or config.granularity.options.get("product") == "mean-of-products"
         for config in sharing
     )
     return tokens * shape.layers * shape.heads * (joined + (_BY_HEAD_BYTES if by_head else _BY_GROUP_BYTES))
@@ -189,11 +188,11 @@ def _ranking_entries(configs: Sequence[ResolvedConfig], shape: Shape, tokens: in
     """Return the number of entries in the rankings of all layers, which stay until the sample is done."""
     rankings: dict[Hashable, int] = {}
     for config in configs:
-        alike = (requested_scores(config), config.system.score.pooling(), config.granularity)
+        alike = (config.requests, config.pooling, config.granularity)
         staged = config.selection.name in STAGED or config.has_own_stages
         first = "attention" if staged or config.selection.name == "attention" else config.selection
         for rule in (first, config.selection) if staged else (first,):
-            layers = 1 if shares_layers(config.granularity) else shape.layers
+            layers = 1 if config.shares_layers else shape.layers
             rankings[alike, rule] = layers * _sets(config, shape) * (tokens // config.block)
     return sum(rankings.values())
 

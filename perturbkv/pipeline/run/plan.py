@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.cache import entries
-from perturbkv.configs import alpha_table, selections
+from perturbkv.configs import alpha_table, holdings
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
@@ -24,6 +24,7 @@ from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.variants import presses
+from perturbkv.pipeline.variants.making import maker_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun, resolve
@@ -35,12 +36,11 @@ if TYPE_CHECKING:
 
 
 def is_single_pass(run: ResolvedRun) -> bool:
-    """Return whether a run decodes a single step, with no quantised entries and no positions in the cache.
+    """Return whether a run decodes a single step from entries of the full cache alone.
 
     Copying the kept entries in each pass then takes less memory than storing them.
     """
-    changed = any(config.quantised or config.in_cache for config in run.configs)
-    return run.steps == 1 and not run.generate and not changed
+    return run.steps == 1 and not run.generate and not any(maker_of(config).own for config in run.configs)
 
 
 def plan_prompt_batches(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Resources) -> Batches:
@@ -145,7 +145,7 @@ def plan(
     presses.check_sources(resolved, files.config, files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
-    selections.check_sparse_prefill(
+    holdings.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)

@@ -30,7 +30,6 @@ from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.grading import Decode
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.schema import MEASURED_LAYERS, VARIABLES
-from perturbkv.selection.policies import kvpress
 from perturbkv.storage.output import Lock, check_writable
 from perturbkv.storage.run.sample_parts import join_parts
 from perturbkv.storage.run.shard_merging import joint_provenance, resumable_shards
@@ -45,7 +44,7 @@ def provenance(planned: Plan) -> dict[str, str]:
     run, device, stored = planned.run, planned.placement.device, planned.files.stored
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     measured = layer_types.format_measured(planned.files.config)
-    policies = [config.policy for config in run.configs]
+    of_policies = {name: text for config in planned.configs for name, text in config.system.provenance().items()}
     return {
         "model": run.model,
         "revision": run.revision,
@@ -66,7 +65,8 @@ def provenance(planned: Plan) -> dict[str, str]:
         "transformers_version": transformers.__version__,
         "python_version": platform.python_version(),
         **({MEASURED_LAYERS: measured} if measured else {}),
-    } | ({"kvpress_version": kvpress.version()} if any(map(kvpress.is_press, policies)) else {})
+        **of_policies,
+    }
 
 
 Arrays = Mapping[str, NDArray[Any]]

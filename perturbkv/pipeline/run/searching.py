@@ -22,8 +22,7 @@ from perturbkv.optimum.search import PREFIX, PROMPT, HeadSearch, prove, search
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.selection.compatibility import only_text_votes
-from perturbkv.selection.policies import registry
+from perturbkv.selection.compatibility import check_searchable
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun
 from perturbkv.storage.json_lines import SAMPLE, SampleLines
 
@@ -129,31 +128,13 @@ def check(configs: Sequence[EvictionConfig], settings: SearchSettings) -> None:
     Raises BudgetError where always-kept entries leave nothing to choose in a short probe that is to be searched.
     """
     for config in configs:
-        if wrong := _unsupported_property(config):
-            raise ConfigError(
-                f"the best set of a head is searched among sets of one size, a set per query head; got {wrong}"
-            )
+        check_searchable(config)
     if len({config.window for config in configs}) > 1:
         raise ConfigError(
             f"expected one window for all configurations, got {sorted({config.window for config in configs})}"
         )
     if settings.proven:
         probe_configs(configs, settings)
-
-
-def _unsupported_property(config: EvictionConfig) -> str:
-    """Return the property of a configuration that rules out a per-head search; empty where there is none."""
-    kind = registry.info(config.policy.name)
-    reasons = {
-        "policies with kept sets from outside": config.is_external,
-        f"policy {config.policy.name}, which evicts nothing": not config.evicts,
-        f"granularity {config.granularity}": config.granularity.name != "query" or config.block > 1,
-        f"policy {config.policy.name}, whose budgets are {kind.budgets}": kind.budgets != "uniform",
-        f"precision {config.precision}": config.quantised,
-        "window_queries=text, and a prefix has no chat template's tokens": only_text_votes(config),
-        f"correction {config.correction}, which changes the output of a set": config.corrected,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def probe_configs(configs: Sequence[_Config], settings: SearchSettings) -> list[_Config]:

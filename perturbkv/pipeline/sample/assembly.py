@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perturbkv.cache.entries import Lengths
-from perturbkv.cache.quantisation import layer_bits
+from perturbkv.cache.makers import OwnPrefill
 from perturbkv.configs.choice import Choice
-from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
@@ -24,8 +23,7 @@ from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
 from perturbkv.pipeline.sample.measure import Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import stored
-from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill
+from perturbkv.pipeline.variants.own_entries import CHANGED_VARIABLES
 from perturbkv.schema import VARIABLES
 
 
@@ -39,11 +37,12 @@ class BatchResult:
         order: indices of the configurations in the order of `kept`.
         kept: per layer what `kept_codes.encode` returns.
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
+        bits: bits of each configuration's entries in all layers, with what is stored beside them.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
             cache; empty where nothing is generated.
-        isolated: index of a configuration that changes what it keeps -> isolated perturbations (step, name, layer,
-            head), names as `stored.CHANGED_VARIABLES`; NaN where nothing is changed.
-        sparse_prefills: index of a configuration with a sparse prefill -> that prefill.
+        isolated: index of a configuration with entries of its own -> isolated perturbations (step, name, layer, head),
+            names as `CHANGED_VARIABLES`; NaN where nothing is changed.
+        prefills: index of a configuration with a prefill of its own -> that prefill.
     """
 
     configs: tuple[int, ...]
@@ -52,9 +51,10 @@ class BatchResult:
     kept: list[tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]]
     cache_bytes: int
     padding_bytes: int
+    bits: Mapping[int, int]
     generated: dict[int | None, list[int]]
     isolated: dict[int, Tensor]
-    sparse_prefills: Mapping[int, SparsePrefill] = field(default_factory=dict)
+    prefills: Mapping[int, OwnPrefill] = field(default_factory=dict)
 
 
 def sample_arrays(sample: SampleRun, batches: Sequence[BatchResult], lengths: Sequence[Lengths]) -> Arrays:
@@ -96,9 +96,9 @@ def changed_isolated_arrays(batches: Sequence[BatchResult], arrays: Arrays) -> A
         return {}
     apart = arrays["perturbation_isolated"]
     result = {"perturbation_eviction": apart, "perturbation_change": np.zeros_like(apart)}
-    result |= {name: arrays[name].copy() for name in stored.CHANGED_VARIABLES if name in arrays}
+    result |= {name: arrays[name].copy() for name in CHANGED_VARIABLES if name in arrays}
     together = torch.stack(list(changed.values())).unbind(dim=2)
-    for name, tensor in zip(stored.CHANGED_VARIABLES, together, strict=True):
+    for name, tensor in zip(CHANGED_VARIABLES, together, strict=True):
         for index, array in zip(changed, to_numpy(tensor, VARIABLES[name].dtype), strict=True):
             result[name][index] = np.where(np.isnan(array), result[name][index], array)
     return result
@@ -181,39 +181,29 @@ def cached_shares(lengths: Sequence[Lengths], kv_heads: int, prompt_tokens: int)
     return np.array(entries, dtype=np.float64) / (len(lengths) * kv_heads * prompt_tokens)
 
 
-def prefill_arrays(
-    batches: Sequence[BatchResult], configs: Sequence[EvictionConfig], cached: NDArray[np.float64], seconds: float
-) -> Arrays:
-    """Return the prefill durations and, for sparse prefills, `held_share`, the share of entries attended to.
+def prefill_arrays(batches: Sequence[BatchResult], cached: NDArray[np.float64], seconds: float) -> Arrays:
+    """Return the prefill durations and `held_share`, the share of entries that the own prefills attend to.
 
-    `cached` are the shares of the cache, and `seconds` is the full prefill's duration, which also stands for a sparse
-    prefill whose budget covers the prompt. Configurations without a sparse prefill have the duration NaN.
+    `cached` are the shares of the cache, and `seconds` is the full prefill's duration. Configurations without a prefill
+    of their own have the duration NaN.
     """
-    shares, durations = cached.copy(), np.full(len(configs), np.nan)
-    for index in (index for index, config in enumerate(configs) if config.has_sparse_prefill):
-        shares[index], durations[index] = 1.0, seconds
+    shares, durations = cached.copy(), np.full(len(cached), np.nan)
     for batch in batches:
-        for index, sparse_prefill in batch.sparse_prefills.items():
-            shares[index], durations[index] = sparse_prefill.share, sparse_prefill.seconds
+        for index, prefill in batch.prefills.items():
+            shares[index] = prefill.share
+            durations[index] = seconds if prefill.seconds is None else prefill.seconds
     return {"held_share": shares, "prefill_seconds": durations, "prefill_seconds_full": np.array(seconds)}
 
 
-def cached_bytes(
-    lengths: Sequence[Lengths], configs: Sequence[EvictionConfig], shape: Shape, prompt_tokens: int
-) -> Arrays:
+def cached_bytes(batches: Sequence[BatchResult], shape: Shape, prompt_tokens: int) -> Arrays:
     """Return the variables of the cache bytes: per configuration, corrections included, and of the full cache.
 
     Numbers count 16 bits unless they are quantised.
     """
-    full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * len(lengths)
-    bits = [
-        sum(
-            layer_bits(config, layer[index], prompt_tokens, shape.heads, shape.kv_heads, shape.d_head)
-            for layer in lengths
-        )
-        for index, config in enumerate(configs)
-    ]
-    return {"held_bytes": np.array(bits, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
+    full = stored_bits(Choice(FULL), prompt_tokens, 0, shape.d_head) * shape.kv_heads * shape.layers
+    bits = {index: size for batch in batches for index, size in batch.bits.items()}
+    sizes = [bits[index] for index in range(len(bits))]
+    return {"held_bytes": np.array(sizes, dtype=np.float64) / 8, "full_bytes": np.array(full / 8)}
 
 
 def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from perturbkv import theory
+from perturbkv.cache.makers import FullStep
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.decoding import StepRecord
 from perturbkv.pipeline.sample.prefill import Prefill, Realised, Statistics
 from perturbkv.selection.kept_sets import Group
+from perturbkv.selection.layer_statistics import LayerStatistics
 from perturbkv.selection.resolved_config import ResolvedConfig
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +31,7 @@ class FullLayer:
         statistics: the prefill's statistics of all layers.
         index: index among the measured layers.
         keys, values: the prompt's entries, then the decoded ones.
+        known: results of `once`.
     """
 
     adapter: Adapter
@@ -33,6 +39,7 @@ class FullLayer:
     index: int
     keys: Float[Tensor, "kv_head key d_head"]
     values: Float[Tensor, "kv_head key d_head"]
+    known: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def from_prefill(cls, adapter: Adapter, prefilled: Prefill, index: int) -> FullLayer:
@@ -78,6 +85,27 @@ class FullLayer:
     def weights(self, step: StepRecord) -> tuple[Float[Tensor, "head key"], Float[Tensor, " head"]]:
         """Return a decode step's attention weights A on the layer's entries, and the weight of each head's sink."""
         return theory.decode_weights(step.query[self.index][0], self.keys[:, : step.entries], self.scale, self.sinks)
+
+    def step(self, step: StepRecord) -> FullStep:
+        """Return a decode step of the full run in this layer."""
+        keys, values = (kind[:, : step.entries] for kind in (self.keys, self.values))
+        query, weights = step.query[self.index][0], self.weights(step)
+        return FullStep(query, keys, values, self.tokens, *weights, self.scale, self.sinks)
+
+    def mean_query(self, window: int) -> Float[Tensor, "head d_head"]:
+        """Return the mean of the last `window` queries, which corrected configurations ask a prefill for."""
+        return self.statistics.mean_queries[window][self.index]
+
+    def statistics_of(self, config: ResolvedConfig) -> LayerStatistics:
+        """Return the scores and norms of the entries before the window that a configuration ranks by."""
+        return self.statistics.scores(self.index)(config).statistics
+
+    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+        """Return the result of `make`, computed once per key, for all configurations."""
+        if key not in self.known:
+            self.known[key] = make()
+        result: _Result = self.known[key]
+        return result
 
     def groups(self, configs: Sequence[ResolvedConfig], realised: Realised | None = None) -> list[Group]:
         """Return the groups of configurations with their kept sets; `realised` gives A of the first decode step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,10 +22,11 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import page_reading, sparse_prefill
+from perturbkv.pipeline.variants import sparse_prefill
 from perturbkv.selection.kept_sets import KeptSets
-from perturbkv.selection.page_selection import AnyGroup, PageGroup
+from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
+from perturbkv.selection.sparse_lines import SparsePrefillGroup
 from perturbkv.theory import WORK
 
 LOST_ENTRIES = 10
@@ -103,10 +105,10 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     attention = [entries for entries, _ in weights]
     with phase("select"):
         groups: list[AnyGroup] = [
-            *layer.groups(configs, lambda other: attention[0] if other == index else sample.realised(other)),
-            *page_reading.read_page_groups(layer, configs, [step.query[index][0] for step in full]),
+            *layer.groups(configs, lambda other: attention[0] if other == index else sample.realised(other))
         ]
-        sparse_groups = sparse_prefill.line_groups(layer, configs)
+        for reader in sample.readers:
+            groups += reader.groups(layer, configs, [step.query[index][0] for step in full])
     decoded_norms = layer_norms(layer.values[:, n:], layer.projection, sample.resources)
     norms = torch.cat([layer.statistics.norms[index], decoded_norms], dim=-1)
     summands = theory.stack_summands(layer.values, norms)
@@ -117,25 +119,30 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
     ranked = rank_outputs(attention[0], norms[:, : attention[0].shape[-1]], n)
     quantities, evicted = [], []
     working = working_bytes(keys.device, sample.resources.chunk_bytes)
-    for group, rows in _split_groups(groups, heads * keys.shape[1], working):
-        masks = _masks(group, rows, heads, len(steps))
+    at_steps = [group for group in groups if not isinstance(group, SparsePrefillGroup)]
+    in_prompt = [group for group in groups if isinstance(group, SparsePrefillGroup)]
+    for group, rows in _split_groups(at_steps, heads * keys.shape[1], working):
+        masks = [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows, len(steps))]
         alphas = _alpha_per_head(layer, configs, group, rows)
         quantities.append(
             [measure.isolated_quantities(step, mask, alphas) for step, mask in zip(steps, masks, strict=True)]
         )
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
-    for lines in sparse_groups:
+    for lines in in_prompt:
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
         quantities.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
-    if sparse_groups:
+    if in_prompt:
         isolated[0] |= _largest_floors([steps_of_group[0] for steps_of_group in quantities])
     lost = _join_configs(evicted) | {"weighted_norm": steps[0].total}
-    return LayerResult([*groups, *sparse_groups], isolated, lost, attention if "outputs" in sample.run.save else [])
+    return LayerResult(groups, isolated, lost, attention if "outputs" in sample.run.save else [])
 
 
-def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Iterator[tuple[AnyGroup, slice]]:
+_Group = TypeVar("_Group", bound=AnyGroup)
+
+
+def _split_groups(groups: Sequence[_Group], entries: int, working: int) -> Iterator[tuple[_Group, slice]]:
     """Yield (group, slice of its configurations) pairs, each slice small enough for the working memory.
 
     `entries` is the number of entries times heads.
@@ -144,16 +151,6 @@ def _split_groups(groups: Sequence[AnyGroup], entries: int, working: int) -> Ite
     return (
         (group, slice(start, start + size)) for group in groups for start in range(0, len(group.config_indices), size)
     )
-
-
-def _masks(group: AnyGroup, rows: slice, heads: int, steps: int) -> list[LayerMasks]:
-    """Return, per step, the masks of the attended entries per query head, for the configurations in the slice `rows`.
-
-    They are the kept sets, or the pages that each step's query selects.
-    """
-    if isinstance(group, PageGroup):
-        return [_per_query_head(sets, heads) for sets in group.kept_sets_per_step(rows)]
-    return [_per_query_head(group.kept_sets(rows), heads)] * steps
 
 
 def _per_query_head(sets: KeptSets, heads: int) -> LayerMasks:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from perturbkv import memory
 from perturbkv.cache import entries as positions
-from perturbkv.cache import kept_codes, quantisation
+from perturbkv.cache import kept_codes
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import KeptBatch, Lengths, borrow, gather_kept, lengths
+from perturbkv.cache.entries import Lengths, borrow, gather_kept, lengths
+from perturbkv.cache.makers import Maker, PromptReading
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
@@ -44,14 +45,12 @@ from perturbkv.pipeline.sample.assembly import (
 )
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
-from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
 from perturbkv.pipeline.sample.overlap import Finisher
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import corrected as correcting
-from perturbkv.pipeline.variants import page_reading, stored
+from perturbkv.pipeline.variants import own_entries
 from perturbkv.pipeline.variants.presses import KeptMasks
-from perturbkv.pipeline.variants.sparse_prefill import SparsePrefill, full_prefill_seconds, run_sparse_prefill
+from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
@@ -121,9 +120,8 @@ def trace_sample(
     decode = _BatchDecoder(sample, layers, kept)
     batches = [decode.batch(indices) for indices in planned.indices]
     arrays = _assemble_arrays(sample, batches, layers, kept)
-    if any(config.has_sparse_prefill for config in run.configs):
-        seconds = full_prefill_seconds(adapter, sample.context)
-        arrays |= prefill_arrays(batches, run.configs, arrays["held_share"], seconds)
+    if any(batch.prefills for batch in batches):
+        arrays |= prefill_arrays(batches, arrays["held_share"], full_prefill_seconds(adapter, sample.context))
     decode.finite.raise_if_not(prompt.sample_id)
     return SampleTrace(prompt.sample_id, pad_steps(arrays, run.steps))
 
@@ -144,7 +142,7 @@ def _assemble_arrays(
         arrays = sample_arrays(sample, batches, kept) | isolated_arrays(layers, adapter.device)
         arrays |= changed_isolated_arrays(batches, arrays)
         arrays |= {"held_share": cached_shares(kept, adapter.kv_heads, n)}
-        arrays |= cached_bytes(kept, run.configs, adapter.shape, n)
+        arrays |= cached_bytes(batches, adapter.shape, n)
         arrays |= step_arrays(batches) | kept_arrays(batches, kept, layers, adapter.heads)
         arrays |= lost_arrays(layers, adapter.device)
         if run.generate:
@@ -162,13 +160,15 @@ class _EvictedLayer:
         cache: the layer of the compact cache.
         order: the configurations, as in `entries.KeptBatch`.
         codes: what `kept_codes.encode` returns for their kept sets.
-        isolated: index of a configuration that changes what it keeps -> its isolated perturbation in this layer.
+        isolated: index of a configuration with entries of its own -> their isolated perturbation in this layer.
+        bits: bits of each configuration's entries.
     """
 
     cache: CompactLayer
     order: tuple[int, ...]
     codes: tuple[UInt8[Tensor, "kept_set byte"], Int[Tensor, " kept_set"]]
     isolated: dict[int, Tensor]
+    bits: dict[int, int]
 
 
 class _BatchDecoder:
@@ -182,8 +182,10 @@ class _BatchDecoder:
     def batch(self, indices: tuple[int, ...]) -> BatchResult:
         """Evict the cache for the configurations with these indices, decode from it, and return the measurements."""
         with phase("evict"):
-            sparse = self._sparse_prefills(indices)
-            evicted_layers = [self._evict(layer, indices, sparse) for layer in range(len(self.layers))]
+            sample = self.sample
+            prompt = PromptReading(self.adapter, sample.context, sample.prompt.sample_id, sample.resources, self.finite)
+            makers = {index: sample.makers[index].begin(prompt) for index in indices}
+            evicted_layers = [self._evict(layer, makers) for layer in range(len(self.layers))]
             caches = [layer.cache for layer in evicted_layers]
             layers = join_layers(self.adapter, caches, self.sample.prefill.windows)
             cache = CompactCache(layers)
@@ -201,59 +203,32 @@ class _BatchDecoder:
             for index in first.isolated
         }
         kept = [layer.codes for layer in evicted_layers]
-        return BatchResult(indices, steps, first.order, kept, cache_bytes, padding, answers, isolated, sparse)
+        bits = {index: sum(layer.bits[index] for layer in evicted_layers) for index in indices}
+        prefills = {index: maker.prefill for index, maker in makers.items() if maker.prefill is not None}
+        sizes = (cache_bytes, padding, bits)
+        return BatchResult(indices, steps, first.order, kept, *sizes, answers, isolated, prefills)
 
-    def _sparse_prefills(self, indices: tuple[int, ...]) -> dict[int, SparsePrefill]:
-        """Return index -> result, for configurations with a sparse prefill and a budget below the prompt."""
-        configs = {index: self.run.configs[index] for index in indices}
-        context, sample, resources = self.sample.context, self.sample.prompt.sample_id, self.sample.resources
-        n = len(context)
-        return {
-            index: run_sparse_prefill(self.adapter, context, config, sample, resources, self.finite)
-            for index, config in configs.items()
-            if config.has_sparse_prefill and config.kept_entries(n) < n
-        }
-
-    def _evict(self, index: int, indices: tuple[int, ...], sparse: Mapping[int, SparsePrefill]) -> _EvictedLayer:
-        """Return the evicted cache's layer `index` for the configurations with the given indices.
+    def _evict(self, index: int, makers: Mapping[int, Maker]) -> _EvictedLayer:
+        """Return the evicted cache's layer `index` for the configurations with the given makers.
 
         Its rows are one that keeps everything, one per configuration, and padding rows that keep everything.
         """
-        layer, configs = self.sample.layer(index), self.run.configs
-        counts = self.kept[index]
-        kept = gather_kept(self.layers[index].groups, set(indices), counts, layer.keys, layer.values)
+        layer, counts = self.sample.layer(index), self.kept[index]
+        kept = gather_kept(self.layers[index].groups, makers, counts, layer.keys, layer.values)
         codes = kept_codes.encode(kept.position, [n for config in kept.order for n in counts[config]], kept.masks)
-        corrections = correcting.corrections(layer, kept.entries, configs)
-        corrected_perturbations = correcting.isolated_perturbations(layer, self.sample.full.steps, corrections)
-        kept, stored_perturbations = self._store_entries(layer, kept)
+        sets = kept.sets()
+        made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
+        for entries in made.values():
+            if entries.rounded:
+                own_entries.check_finite(self.finite, self.adapter.layer_indices[index], entries.row)
+        isolated = own_entries.isolated_perturbations(layer, self.sample.full.steps, made)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
-        rows_by_config = kept.entries | page_reading.cache_rows(layer, {config: configs[config] for config in indices})
-        rows_by_config |= {config: everything for config in indices if configs[config].has_sparse_prefill}
-        rows_by_config |= {config: prefilled.rows[index] for config, prefilled in sparse.items()}
-        rows = [everything, *(rows_by_config[config] for config in indices)]
+        rows = [everything, *(entries.row for entries in made.values())]
         rows += [everything] * (self.rows - len(rows))
-        stand_ins = {
-            row: corrections[config].stand_in for row, config in enumerate(indices, start=1) if config in corrections
-        }
+        stand_ins = {row: entries.stand_in for row, entries in enumerate(made.values(), start=1) if entries.stand_in}
         cache = CompactLayer(rows, self.adapter.heads, layer.tokens, self.run.cache, self.passing, stand_ins)
-        return _EvictedLayer(cache, kept.order, codes, stored_perturbations | corrected_perturbations)
-
-    def _store_entries(self, layer: FullLayer, kept: KeptBatch) -> tuple[KeptBatch, dict[int, Tensor]]:
-        """Return the kept entries as the cache stores them, and index -> isolated perturbations where they are changed.
-
-        Changed are the entries of quantised configurations, and keys that move to positions in the cache.
-        """
-        configs = self.run.configs
-        result = quantisation.store_kept(kept, configs, layer.tokens, self.adapter.frequencies)
-        changed = {
-            index: stored.StoredEntries(kept.entries[index], result.entries[index], configs[index].quantised)
-            for index in kept.order
-            if configs[index].quantised or configs[index].in_cache
-        }
-        for row in changed.values():
-            if row.quantised:
-                stored.check_finite(self.finite, self.adapter.layer_indices[layer.index], row.stored)
-        return result, stored.isolated_perturbations(layer, self.sample.full.steps, changed)
+        bits = {config: entries.bits for config, entries in made.items()}
+        return _EvictedLayer(cache, kept.order, codes, isolated, bits)
 
     def _measure(self, step: tuple[StepRecord, StepRecord], configs: int) -> dict[str, Tensor]:
         """Return name -> propagated quantity of a step (full and evicted record), without padding rows."""

@@ -18,7 +18,6 @@ from perturbkv.cache import stand_in
 from perturbkv.cache.compact import full_cache, sliding_windows
 from perturbkv.cache.sliding import Window
 from perturbkv.configs.resources import Resources
-from perturbkv.configs.selections import shares_layers
 from perturbkv.datasets.encode import Prompt
 from perturbkv.devices import send, to_device
 from perturbkv.models.adapter import Adapter
@@ -27,12 +26,11 @@ from perturbkv.pipeline.sample.capture import FINAL_NORM, LOGITS, FiniteCheck, O
 from perturbkv.pipeline.sample.replay import replay_scores
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView, Rotation
-from perturbkv.scoring.score import ScoreRequest
 from perturbkv.scoring.value_norms import euclidean_value_norms, projected_value_norms
 from perturbkv.selection.kept_sets import Group, Rankings, kept_groups, on_device, rankings
 from perturbkv.selection.layer_statistics import LayerStatistics, join_layers
 from perturbkv.selection.ranking import Scores
-from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun
+from perturbkv.selection.resolved_config import Ends, ResolvedConfig, ResolvedRun, ScoreRequest
 from perturbkv.selection.sparse_lines import Positions, remembered_positions
 from perturbkv.theory import WORK
 
@@ -129,7 +127,7 @@ class Statistics:
         self, configs: Sequence[ResolvedConfig], realised: Realised | None
     ) -> Mapping[ResolvedConfig, Rankings]:
         """Return the rankings of the configurations whose kept sets all layers share, computed once per sample."""
-        sharing = tuple(config for config in configs if shares_layers(config.granularity) and config.evicts)
+        sharing = tuple(config for config in configs if config.shares_layers)
         key = ("shared", sharing, realised is None)
         if key not in self.model_results:
             scores_of = _once_per_request(
@@ -148,7 +146,7 @@ class Statistics:
 
         Entries at both ends, which always stay, are left out.
         """
-        staged = config.system.first_stage is not None
+        staged = config.first_stage is not None
         ends_key = ends if staged else (ends.first, ends.recent)
         full_key = (key, config.policy, config.window, config.granularity, ends_key)
         if full_key not in self.model_results:
@@ -190,7 +188,7 @@ def _once_per_request(
     cached: dict[tuple[ScoreRequest, ...], Scores] = {}
 
     def scores_of(config: ResolvedConfig) -> Scores:
-        requests = requested_scores(config)
+        requests = config.requests
         if requests not in cached:
             cached[requests] = Scores(make(requests))
         return cached[requests]
@@ -211,12 +209,6 @@ class Prefill:
     statistics: Statistics
     finite: FiniteCheck
     windows: Mapping[int, Window] = field(default_factory=dict)
-
-
-def requested_scores(config: ResolvedConfig) -> tuple[ScoreRequest, ...]:
-    """Return the requests for a configuration's score and, where its policy has its own stage 1, that stage's score."""
-    scores = (config.system.score, config.system.first_stage)
-    return tuple(ScoreRequest(score.unpooled(), config.window) for score in scores if score is not None)
 
 
 @runtime_checkable
@@ -244,10 +236,7 @@ def prefill(
     are freed when the layer is done. Scores that need a replay are computed last.
     """
     (token_ids, _), configs, sample = prompt.parts(run.scenario), run.configs, prompt.sample_id
-    ranked = [config for config in configs if not config.is_external and not config.has_sparse_prefill]
-    scored: dict[ScoreRequest, list[Tensor]] = {
-        request: [] for config in ranked for request in requested_scores(config)
-    }
+    scored: dict[ScoreRequest, list[Tensor]] = {request: [] for config in configs for request in config.requests}
     shape = (len(token_ids), adapter.kv_heads, len(adapter.layers))
     statistics = Statistics(sample, *shape, scored, [], run.head_scores, external)
     statistics.mean_queries.update((window, []) for window in stand_in.correction_windows(configs))

@@ -21,7 +21,8 @@ from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.capture import FiniteCheck, Observer, capture
 from perturbkv.scoring.compute import compute_replay
 from perturbkv.scoring.replay_view import Replay, ReplayView
-from perturbkv.scoring.score import Score, ScoreRequest
+from perturbkv.scoring.score import Score
+from perturbkv.selection.resolved_config import ScoreRequest
 
 WORDINGS = {
     "released": (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from perturbkv.cache.makers import Maker
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models.adapter import Adapter
@@ -17,7 +19,9 @@ from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
+from perturbkv.pipeline.variants.making import maker_of, readers_of
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
+from perturbkv.pipeline.variants.reader import Reader
 from perturbkv.selection.resolved_config import ResolvedRun
 
 
@@ -86,6 +90,16 @@ class SampleRun:
         prefilled = prefill(adapter, prompt, run, resources, sources(adapter, context, run.configs, masks))
         full = full_run(adapter, prefilled, question, run.steps, rows)
         return cls(adapter, run, resources, prompt, prefilled, full)
+
+    @cached_property
+    def makers(self) -> tuple[Maker, ...]:
+        """Makers of the configurations' caches."""
+        return tuple(map(maker_of, self.run.configs))
+
+    @cached_property
+    def readers(self) -> list[type[Reader]]:
+        """Kinds of readers of the full cache among the configurations."""
+        return readers_of(self.run.configs)
 
     @property
     def context(self) -> Sequence[int]:

@@ -16,7 +16,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from perturbkv import memory
-from perturbkv.cache import quantisation
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
 from perturbkv.cache.entries import borrow, check_positions, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
@@ -35,6 +34,7 @@ from perturbkv.pipeline.sample.decoding import decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
+from perturbkv.pipeline.variants.making import maker_of
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -63,10 +63,9 @@ def rows_per_batch(prompt: Prompt, run: ResolvedRun, shape: Shape, resources: Re
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of a prompt: the n entries' keys and values, and the kept sets of baseline and treatment."""
+    """One layer of a prompt with its n entries alone, and the kept sets of baseline and treatment."""
 
-    keys: Tensor
-    values: Tensor
+    full: FullLayer
     kept: Bool[Tensor, "side kept_head key"]
 
 
@@ -149,25 +148,22 @@ class MixtureSample:
 
     def _layer(self, layer: FullLayer) -> _Layer:
         """Return copies of a layer's entries, with the kept sets of baseline and treatment."""
-        keys, values = layer.prompt_keys.clone(), layer.prompt_values.clone()
-        masks = replace(layer, keys=keys, values=values).kept_masks(self.run.configs, self.sample.realised)
-        return _Layer(keys, values, torch.stack(masks))
+        prompt = replace(layer, keys=layer.prompt_keys.clone(), values=layer.prompt_values.clone())
+        return _Layer(prompt, torch.stack(prompt.kept_masks(self.run.configs, self.sample.realised)))
 
     def _evict(self, index: int, mixtures: Sequence[Mixture]) -> tuple[CompactLayer, list[int]]:
         """Return one layer of the evicted cache, and the number of kept entries in that layer per mixture.
 
         Its rows are one that keeps everything, and one per mixture.
         """
-        layer = self.layers[index]
+        layer, full = self.layers[index], self.layers[index].full
         treated = torch.tensor([mixture.layers[index] for mixture in mixtures], device=layer.kept.device)
         kept = torch.where(treated.unsqueeze(-1), layer.kept[1], layer.kept[0])
         lengths = kept.sum(dim=-1).tolist()
         order = tuple(range(len(mixtures)))
-        kept_batch = gather_kept([ExternalGroup(order, kept)], order, lengths, layer.keys, layer.values)
-        # Both configurations store and place entries alike, as `configs.patching` checks.
-        configs = [self.run.configs[0]] * len(mixtures)
-        entries = quantisation.store_kept(kept_batch, configs, self.sample.tokens, self.adapter.frequencies).entries
-        rows = [borrow(layer.keys, layer.values), *(entries[row] for row in order)]
+        sets = gather_kept([ExternalGroup(order, kept)], order, lengths, full.keys, full.values).sets()
+        maker = maker_of(self.run.configs[0])  # of both configurations, as `configs.patching` checks
+        rows = [borrow(full.keys, full.values), *(maker.make(full, sets[row]).row for row in order)]
         cache_layer = CompactLayer(rows, self.adapter.heads, self.sample.tokens, self.run.cache, self.passing)
         return cache_layer, [sum(set_lengths) for set_lengths in lengths]
 

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
-from perturbkv.cache.entries import KeptEntries, borrow
+from perturbkv.cache.entries import GatheredSet, borrow
+from perturbkv.cache.makers import Entries, PrefilledLayer, ReadEntries
+from perturbkv.configs.precision import FULL_BITS
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader, PagesOfConfig, page_groups
+from perturbkv.pipeline.variants.reader import Reader
+from perturbkv.selection.page_selection import PagedLayer, PageGroup, PageReader, page_groups
 from perturbkv.selection.resolved_config import ResolvedConfig
 
 
-def read_page_groups(
-    layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
-) -> list[PageGroup]:
-    """Return the groups of the page-reading configurations in one layer, from one query per step."""
-    return page_groups(configs, _page_maker(layer), queries, layer.tokens)
+@dataclass(frozen=True)
+class PageReading(Reader):
+    """The reader of the pages that each query selects."""
+
+    config: ResolvedConfig
+
+    @classmethod
+    def groups(
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+    ) -> list[PageGroup]:
+        """Return the groups of the page-reading configurations in one layer, from one query per step."""
+        return page_groups(configs, lambda config: _paged_layer(layer, config), queries, layer.tokens)
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return all entries, with a reader that selects pages; none where the budget covers the prompt."""
+        n, config, row, bounds = layer.tokens, self.config, borrow(layer.prompt_keys, layer.prompt_values), 0
+        read, (kv_heads, _, d_head) = config.kept_entries(n), layer.prompt_keys.shape
+        if read < n:
+            row = replace(row, reader=PageReader(config, _paged_layer(layer, config), n))
+            bounds = config.blocks(n).full
+        heads = layer.adapter.heads if config.granularity.name == "query" else kv_heads
+        return ReadEntries(row, 2 * FULL_BITS * d_head * kv_heads * (n + bounds), heads * read)
 
 
-def cache_rows(layer: FullLayer, configs: Mapping[int, ResolvedConfig]) -> dict[int, KeptEntries]:
-    """Return index -> cache row of the page-reading configurations: all entries, with a reader that selects pages.
-
-    Where the budget covers the prompt there is no reader, as in the row that keeps everything.
-    """
-    paged, n = _page_maker(layer), layer.tokens
-    everything = borrow(layer.prompt_keys, layer.prompt_values)
-    rows = {}
-    for index, config in configs.items():
-        if config.reads_pages:
-            selects = config.kept_entries(n) < n
-            rows[index] = replace(everything, reader=PageReader(config, paged(config), n)) if selects else everything
-    return rows
-
-
-def _page_maker(layer: FullLayer) -> PagesOfConfig:
-    """Return a function from a configuration to the layer split into pages, cached by page size and window."""
-    layers: dict[tuple[int, int], PagedLayer] = {}
-
-    def paged_layer(config: ResolvedConfig) -> PagedLayer:
-        key = (config.block, config.window)
-        if key not in layers:
-            statistics = layer.statistics.scores(layer.index)(config).statistics
-            layers[key] = PagedLayer.from_keys(statistics, layer.prompt_keys, layer.scale, config.block)
-        return layers[key]
-
-    return paged_layer
+def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
+    """Return a layer split into a configuration's pages, once per page size and window."""
+    return layer.once(
+        ("pages", config.block, config.window),
+        lambda: PagedLayer.from_keys(layer.statistics_of(config), layer.prompt_keys, layer.scale, config.block),
+    )

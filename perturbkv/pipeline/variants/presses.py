@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import external_code
 from perturbkv.errors import ConfigError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter
-from perturbkv.models.families import check_plain
 from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.prefill import Source
 from perturbkv.selection.policies import kvpress
@@ -191,30 +190,23 @@ def sources(
     UnreadableCacheError where the press does more than evict.
     """
     check_sources(configs, adapter.config, adapter.name)
-    return {config: _source(adapter, token_ids, config, masks) for config in configs if config.is_external}
+    kinds = {config: _SOURCES.get(config.policy.name[: config.policy.name.find(":") + 1]) for config in configs}
+    return {config: source(adapter, token_ids, config, masks) for config, source in kinds.items() if source}
 
 
 def check_sources(configs: Iterable[ResolvedConfig], model_config: Any, name: str) -> None:
     """Raise ModelError if a configuration uses a KVPress press and presses cannot compress some layer of the model."""
     for config in configs:
-        if kvpress.is_press(config.policy):
-            check_plain(model_config, name, f"press '{config.policy.name.partition(':')[2]}'")
+        config.system.check_model(model_config, name)
 
 
-def _source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, masks: KeptMasks) -> Source:
-    """Return the source of a configuration's external kept sets. Raises ConfigError as `sources` does."""
-    if kvpress.is_press(config.policy):
-        return press_source(adapter, token_ids, config)
-    return _mask_source(adapter, len(token_ids), config, masks)
-
-
-def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: KeptMasks) -> Source:
+def _mask_source(adapter: Adapter, token_ids: Sequence[int], config: ResolvedConfig, masks: KeptMasks) -> Source:
     """Return a source of the user's masks for a configuration. Raises ConfigError for missing or misshapen masks."""
     if config not in masks:
         raise ConfigError(
             f"the kept sets of policy '{config.policy}' are handed over, by `loss.measure_kept_sets`; here are none"
         )
-    layer_masks, expected = masks[config], (adapter.kv_heads, tokens)
+    layer_masks, expected = masks[config], (adapter.kv_heads, len(token_ids))
     shapes = [tuple(mask.shape) for mask in layer_masks]
     if len(layer_masks) != len(adapter.layers) or set(shapes) != {expected}:
         wrong = next((shape for shape in shapes if shape != expected), expected)
@@ -223,3 +215,10 @@ def _mask_source(adapter: Adapter, tokens: int, config: ResolvedConfig, masks: K
             f"{wrong} of {len(layer_masks)}"
         )
     return lambda layer, key, value: layer_masks[layer].to(key.device)
+
+
+_SOURCES: Mapping[str, Callable[[Adapter, Sequence[int], ResolvedConfig, KeptMasks], Source]] = {
+    f"{kvpress.PREFIX}:": lambda adapter, token_ids, config, masks: press_source(adapter, token_ids, config),
+    "given:": _mask_source,
+}
+"""Beginning of an external policy's name -> function that returns the source of its kept sets."""

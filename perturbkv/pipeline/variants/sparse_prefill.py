@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from perturbkv import theory
 from perturbkv.cache.compact import full_cache
-from perturbkv.cache.entries import KeptEntries, borrow
+from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
+from perturbkv.cache.makers import ActivationCheck, Entries, OwnPrefill, PrefilledLayer, PromptReading, entry_bits
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
-from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, FiniteCheck, intercept_attention
+from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, intercept_attention
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_norms
+from perturbkv.pipeline.variants.reader import Reader
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_logits
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -39,6 +41,41 @@ from perturbkv.selection.sparse_lines import (
     sparse_prefill_groups,
 )
 from perturbkv.theory import WORK, Summands, softmax_with_sinks
+
+
+@dataclass(frozen=True)
+class LineReading(Reader):
+    """The reader of the lines along which a prefill of its own attends; decoding attends to all that this leaves.
+
+    `read` is that prefill of one prompt; None before it, and where the budget covers the prompt.
+    """
+
+    config: ResolvedConfig
+    read: SparsePrefill | None = None
+
+    @classmethod
+    def groups(
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+    ) -> list[SparsePrefillGroup]:
+        """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing."""
+        return line_groups(layer, configs)
+
+    def begin(self, prompt: PromptReading) -> LineReading:
+        """Return the reader after its prefill of the prompt, unless its budget covers the prompt."""
+        if self.config.kept_entries(len(prompt.token_ids)) >= len(prompt.token_ids):
+            return self
+        given = (prompt.adapter, prompt.token_ids, self.config, prompt.sample, prompt.resources, prompt.finite)
+        return replace(self, read=run_sparse_prefill(*given))
+
+    @property
+    def prefill(self) -> OwnPrefill:
+        """The reader's own prefill: the full one where its budget covers the prompt."""
+        return OwnPrefill(1.0, None) if self.read is None else OwnPrefill(self.read.share, self.read.seconds)
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return all entries that the reader's own prefill left."""
+        row = borrow(layer.prompt_keys, layer.prompt_values) if self.read is None else self.read.rows[layer.index]
+        return Entries(row, entry_bits(row))
 
 
 def line_groups(layer: FullLayer, configs: Sequence[ResolvedConfig]) -> list[SparsePrefillGroup]:
@@ -116,7 +153,7 @@ def run_sparse_prefill(
     config: ResolvedConfig,
     sample: str,
     resources: Resources,
-    finite: FiniteCheck,
+    finite: ActivationCheck,
 ) -> SparsePrefill:
     """Prefill a prompt along the lines of one configuration, and return the cache rows; `finite` checks the logits."""
     attention, cache = _LineAttention(adapter, config, sample, resources), full_cache(adapter)

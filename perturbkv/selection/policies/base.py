@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -58,6 +58,7 @@ class Policy(WithOptions):
         whole_model: whether budgets of one layer depend on the scores of all layers.
         score_options: options that have an effect only where scores are used.
         needs_scores: whether it needs head scores from the user.
+        ranks: whether it ranks a prompt's entries by its score, which a prefill then computes.
     """
 
     name: ClassVar[str]
@@ -72,6 +73,7 @@ class Policy(WithOptions):
     whole_model: ClassVar[bool] = False
     score_options: ClassVar[tuple[str, ...]] = ()
     needs_scores: ClassVar[bool] = False
+    ranks: ClassVar[bool] = True
     positions: str = option("kept", "in decoding: kept, keys at their places of the prompt; in-cache, at 0 … b − 1",
                             known=("kept", "in-cache"), omitted=True)  # fmt: skip
 
@@ -89,6 +91,15 @@ class Policy(WithOptions):
     def caches(cls) -> tuple[str, ...]:
         """Return the names of the cache layouts that can store the policy's kept sets."""
         return ("ragged",) if cls.budgets == "by head" else ("ragged", "rectangular")
+
+    @classmethod
+    def check_model(cls, model_config: Any, name: str) -> None:
+        """Raise ModelError where the policy cannot run on the model `name`."""
+
+    @classmethod
+    def provenance(cls) -> dict[str, str]:
+        """Return the attributes that a trace of the policy has beside those of all, such as a library's version."""
+        return {}
 
     @property
     def mixes(self) -> bool:
@@ -181,7 +192,7 @@ class ByScore(Policy):
 
     scored: ClassVar[type[Score]]
 
-    @property
+    @functools.cached_property
     def score(self) -> Score:
         """Score of the policy's name, with the policy's options."""
         options = {name: getattr(self, name) for name in self.scored.options()}

@@ -26,6 +26,7 @@ class ExternalPolicy(Policy):
     own_window: ClassVar[int | None] = 0
     own_granularity: ClassVar[str | None] = "kv"
     summary: ClassVar[str] = "kept sets that are handed over"
+    ranks: ClassVar[bool] = False
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:

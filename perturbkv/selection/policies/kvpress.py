@@ -53,6 +53,18 @@ class Press(ExternalPolicy):
     paper: ClassVar[str] = "https://github.com/NVIDIA/kvpress"
 
     @classmethod
+    def check_model(cls, model_config: Any, name: str) -> None:
+        """Raise ModelError for a model with layers that presses cannot compress."""
+        from perturbkv.models.families import check_plain
+
+        check_plain(model_config, name, f"press '{cls.name.partition(':')[2]}'")
+
+    @classmethod
+    def provenance(cls) -> dict[str, str]:
+        """Return the version of kvpress."""
+        return {"kvpress_version": version()}
+
+    @classmethod
     def complete(cls, choice: Choice) -> Choice:
         """Return the choice of a press with all its parameters, nested ones too, after building the press once.
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from perturbkv.configs.holdings import PAGE_SIZE
 from perturbkv.configs.option import option
-from perturbkv.configs.selections import PAGE_SIZE
 from perturbkv.selection.policies.base import NonEvicting
 
 

@@ -39,6 +39,7 @@ class VerticalSlash(NonEvicting):
     paper: ClassVar[str] = "https://arxiv.org/abs/2407.02490"
     selections: ClassVar[tuple[str, ...]] = ("attention", "two-stage", "random")
     score_options: ClassVar[tuple[str, ...]] = ("last", "sums")
+    ranks: ClassVar[bool] = False
     vertical: float = option(0.5, "share of the chosen lines that are entries; the others are offsets", high=1)
     last: int = option(64, "last queries, whose attention says which lines", low=1)
     first: int = option(4, "first entries that every query looks at")

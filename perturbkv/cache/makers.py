@@ -1,0 +1,429 @@
+"""Caches made from a prefill: what a maker of caches is given, and what it must return.
+
+Every configuration has a `Maker`, which `begin`s with each prompt. For each layer of the prefilled prompt, `make` gets
+the layer, and the kept set that was chosen there by policy and budget or handed over, and returns `Entries`: what the
+configuration's row of a `CompactCache` holds of the layer. The pipeline asks the entries what they are, and never what
+the configuration is called:
+
+- `Entries`: a kept set, entries of the full cache as they are. S, σ and θ hold for it, and its isolated perturbation
+  follows from the set alone.
+- `OwnEntries`: keys, values, positions or an additional entry that the full cache has not. No bound holds. Isolated
+  perturbation is that of their `outputs`; propagated perturbation, drift and KL come from decoding, as for all.
+- `ReadEntries`: all entries of the full cache, of which every query reads some; a `Reader` makes them
+  (`pipeline.variants.reader`).
+
+Rows of all configurations go into one cache, and kept sets of all are gathered in one step: a maker works on tensors
+that are there already, on their device, and must not wait for it (no `.item()`, no `nonzero`), nor make anything of
+size n × n. Numbers of entries are Python integers, known beforehand (`KeptEntries.lengths`).
+
+A maker that halves the values of what was kept:
+
+>>> import torch
+>>> class Halved(Maker):
+...     own = True
+...     def make(self, layer, kept):
+...         sets = kept.entries.sets()
+...         row = KeptEntries.of([keys for keys, _ in sets], [values / 2 for _, values in sets])
+...         return StoredEntries(row, entry_bits(row), kept.entries)
+>>> keys, values = torch.randn(2, 1, 6, 4)  # of one key/value head, 6 entries of 4 components
+>>> kept = GatheredSet.of_mask(torch.tensor([[True, False, False, True, True, True]]), keys, values)
+>>> made = Halved().make(None, kept)
+>>> made.row.lengths, made.bits, torch.equal(made.row.values, values[0, [0, 3, 4, 5]] / 2)
+([4], 512, True)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from perturbkv import theory
+from perturbkv.cache.entries import GatheredSet, KeptEntries, close_gaps, positions_before
+from perturbkv.cache.quantisation import quantise_entries
+from perturbkv.cache.stand_in import StandIn, make_stand_in
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.precision import FULL_BITS, correction_bits, stored_bits
+from perturbkv.configs.resources import Resources
+from perturbkv.devices import to_device
+from perturbkv.models.adapter import Adapter
+from perturbkv.selection.layer_statistics import LayerStatistics
+from perturbkv.selection.resolved_config import ResolvedConfig
+
+_Result = TypeVar("_Result")
+
+
+@runtime_checkable
+class PrefilledLayer(Protocol):
+    """One layer of a prefilled prompt, as makers see it: `pipeline.sample.full_layer.FullLayer`."""
+
+    @property
+    def adapter(self) -> Adapter:
+        """The model."""
+
+    @property
+    def index(self) -> int:
+        """Index among the measured layers."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of the prompt's entries, n."""
+
+    @property
+    def keys(self) -> Float[Tensor, "kv_head key d_head"]:
+        """Keys of the prompt's entries, then of the decoded ones."""
+
+    @property
+    def prompt_keys(self) -> Float[Tensor, "kv_head n d_head"]:
+        """Keys of the prompt's entries."""
+
+    @property
+    def prompt_values(self) -> Float[Tensor, "kv_head n d_head"]:
+        """Values of the prompt's entries."""
+
+    @property
+    def scale(self) -> float:
+        """Scale factor of the attention logits."""
+
+    def mean_query(self, window: int) -> Float[Tensor, "head d_head"]:
+        """Return the mean of the last `window` queries, which corrected configurations ask a prefill for."""
+
+    def statistics_of(self, config: ResolvedConfig) -> LayerStatistics:
+        """Return the scores and norms of the entries before the window that a configuration ranks by."""
+
+    def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+        """Return the result of `make`, computed once per key, for all configurations."""
+
+
+@runtime_checkable
+class ActivationCheck(Protocol):
+    """A record of whether activations are finite, read at the end (`pipeline.sample.capture.FiniteCheck`)."""
+
+    def check(self, where: str, activations: Tensor) -> None:
+        """Record whether activations are finite; `where` describes them in an error message."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptReading:
+    """The inputs of a maker with a prefill of its own: the model, the prompt, memory, and a check of activations."""
+
+    adapter: Adapter
+    token_ids: Sequence[int]
+    sample: str
+    resources: Resources
+    finite: ActivationCheck
+
+
+@dataclass(frozen=True)
+class OwnPrefill:
+    """A prefill that a configuration has to itself.
+
+    Attributes:
+        share: number of entries that its queries attend to over that of a full prefill.
+        seconds: its duration; None: that of the full prefill, which it equals.
+    """
+
+    share: float
+    seconds: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class FullStep:
+    """One decode step of the full run in one layer, under whose query a row's outputs are compared.
+
+    Attributes:
+        query: the decoding query after rotation.
+        keys, values: the prompt's entries, then the decoded ones up to the query's own.
+        tokens: number of the prompt's entries.
+        attention: attention weights A on the entries.
+        sink: weight of each head's sink.
+        scale, sinks: scale factor of the logits, and logits of the sinks.
+    """
+
+    query: Float[Tensor, "head d_head"]
+    keys: Float[Tensor, "kv_head key d_head"]
+    values: Float[Tensor, "kv_head key d_head"]
+    tokens: int
+    attention: Float[Tensor, "head key"]
+    sink: Float[Tensor, " head"]
+    scale: float
+    sinks: Float[Tensor, " head"] | None
+
+    @cached_property
+    def mixed(self) -> Float[Tensor, "head d_head"]:
+        """Σ A V over all entries."""
+        return theory.weighted_sums(self.attention.unsqueeze(0), self.values)[0]
+
+    @cached_property
+    def log_total(self) -> Float[Tensor, " head"]:
+        """Logarithm of each head's softmax denominator."""
+        return theory.log_total(self.query, self.keys, self.scale, self.sinks)
+
+    def attend(self, entries: KeptEntries) -> Float[Tensor, "head d_head"]:
+        """Return Σ A' V over other entries of the prompt and all decoded ones, A' the softmax over these alone."""
+        keys, values = self.keys[:, self.tokens :], self.values[:, self.tokens :]
+        sets, sharing = entries.sets(), len(entries.lengths) // len(keys)
+        kept = [pad_sequence(list(kind), batch_first=True) for kind in zip(*sets, strict=True)]
+        decoded = [kind.repeat_interleave(sharing, dim=0) for kind in (keys, values)]
+        real = [kept_keys.new_ones(len(kept_keys), dtype=torch.bool) for kept_keys, _ in sets]
+        present = [pad_sequence(real, batch_first=True), torch.ones_like(decoded[0][..., 0], dtype=torch.bool)]
+        keys, values = (torch.cat(pair, dim=1) for pair in zip(kept, decoded, strict=True))
+        return theory.attention_output(
+            self.query, keys, values, self.scale, self.sinks, present=torch.cat(present, dim=1)
+        )
+
+
+class Outputs(NamedTuple):
+    """Head outputs before W_O under the full run's query, (head, d_head).
+
+    `evicted` are those of the kept set alone, `own` those of the entries as they are. `changed` are the heads whose
+    entries are not the full cache's; None: all.
+    """
+
+    evicted: Tensor
+    own: Tensor
+    changed: Bool[Tensor, " head"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The entries that one row of a cache holds in one layer: a kept set, unless a subclass says otherwise.
+
+    Attributes:
+        row: keys and values per kept set: indices into the full cache until they are copied, or tensors of their own.
+        bits: bits that they take, with everything that is stored beside them; a number of the full cache takes 16.
+    """
+
+    row: KeptEntries
+    bits: int
+
+    @property
+    def attended(self) -> int:
+        """Number of entries that one decoding query attends to, added up over the kept sets."""
+        return sum(self.row.lengths)
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        """An additional entry per query head, with a bias; None without."""
+        return None
+
+    @property
+    def rounded(self) -> bool:
+        """True if numbers were rounded, so that large ones may have overflowed."""
+        return False
+
+
+class OwnEntries(Entries):
+    """Entries that are not the full cache's: their outputs follow from themselves, and the bounds of eviction fail."""
+
+    @abstractmethod
+    def outputs(self, step: FullStep) -> Outputs:
+        """Return the outputs of the kept set and of these entries at one decode step of the full run."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredEntries(OwnEntries):
+    """Keys and values of their own, such as keys at other positions and numbers in few bits.
+
+    Attributes:
+        kept: the kept set that they were made from, as in the full cache.
+        in_few_bits: whether numbers were rounded; all heads then differ from the full cache, and else those that evict.
+    """
+
+    kept: KeptEntries
+    in_few_bits: bool = False
+
+    @property
+    def rounded(self) -> bool:
+        """True if numbers were rounded, so that large ones may have overflowed."""
+        return self.in_few_bits
+
+    def outputs(self, step: FullStep) -> Outputs:
+        """Return the outputs of the kept set and of these entries at one decode step of the full run."""
+        evicted, own, changed = step.attend(self.kept), step.attend(self.row), None
+        if not self.in_few_bits:
+            evicts = to_device([length < step.tokens for length in self.kept.lengths], own.device)
+            changed = evicts.repeat_interleave(len(own) // len(evicts))
+        return Outputs(evicted, own, changed)
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectedEntries(OwnEntries):
+    """A kept set with one more entry per query head, which stands in for the evicted ones.
+
+    Attributes:
+        correction: the entries that stand in.
+        evicted: mask of the evicted entries of the prompt.
+    """
+
+    correction: StandIn
+    evicted: Bool[Tensor, "head key"]
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        """An additional entry per query head, with a bias."""
+        return self.correction
+
+    def outputs(self, step: FullStep) -> Outputs:
+        """Return the outputs of the kept set and of these entries at one decode step of the full run."""
+        stays = step.attention.clone()
+        stays[:, : self.evicted.shape[1]].masked_fill_(self.evicted, 0)
+        logits = self.correction.logits(step.query.to(theory.WORK).unsqueeze(1), step.scale)
+        mass = (logits.squeeze(1) - step.log_total).exp()
+        kept = theory.weighted_sums(stays.unsqueeze(0), step.values)[0]
+        share = stays.sum(dim=-1) + step.sink
+        own = theory.corrected_output(kept, share, self.correction.value, mass)
+        return Outputs(kept / share.unsqueeze(-1), own, self.evicted.any(dim=-1))
+
+
+@dataclass(frozen=True, eq=False)
+class ReadEntries(Entries):
+    """All entries of a layer, of which a decoding query attends to `read`, added up over the heads that choose."""
+
+    read: int
+
+    @property
+    def attended(self) -> int:
+        """Number of entries that one decoding query attends to, added up over the heads that choose."""
+        return self.read
+
+
+def entry_bits(row: KeptEntries) -> int:
+    """Return the bits of entries of 16 bits a number."""
+    d_head = (row.keys if row.rectangle is None else row.rectangle[0]).shape[-1]
+    return 2 * FULL_BITS * d_head * sum(row.lengths)
+
+
+class Maker:
+    """The maker of a configuration that evicts and changes nothing of what it keeps; others are its subclasses.
+
+    Class attributes:
+        own: whether its rows have tensors of their own, which a cache must hold; else they are taken from the full
+            cache whenever they are read.
+    """
+
+    own: ClassVar[bool] = False
+
+    def begin(self, prompt: PromptReading) -> Maker:
+        """Return the maker of one prompt, before its first layer, after a prefill of its own where it has one."""
+        return self
+
+    @property
+    def prefill(self) -> OwnPrefill | None:
+        """The maker's own prefill of the prompt; None where it has none."""
+        return None
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return the entries that the configuration's row holds of a layer.
+
+        `kept` is its kept set in the layer. A `Reader` does not need it.
+        """
+        return Entries(kept.entries, entry_bits(kept.entries))
+
+    def make_whole(self, row: KeptEntries) -> Entries:
+        """Return the entries of a cache that is not evicted yet, as it is still below its limit."""
+        return Entries(row, entry_bits(row))
+
+    def compress(
+        self,
+        row: KeptEntries,
+        position: Sequence[Tensor],
+        ends: Sequence[int],
+        frequencies: Float[Tensor, " frequency"],
+    ) -> KeptEntries:
+        """Return a row after one more eviction while decoding; what it keeps was at `position`, per kept set.
+
+        `ends` are the positions of the next token in each kept set, `frequencies` those of the model's rotation.
+        """
+        return row
+
+
+@dataclass(frozen=True)
+class Storage(Maker):
+    """The maker of entries as engines store them: keys at 0 … b − 1 of the cache, numbers in few bits, or both.
+
+    Attributes:
+        config: the configuration, whose precision and positions it applies.
+    """
+
+    own: ClassVar[bool] = True
+    config: ResolvedConfig
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return the kept set with its keys moved up to the prompt's end, and rounded.
+
+        An engine rounds moved keys at 0 … b − 1, so that they are rounded there before they move on.
+        """
+        entries, position, frequencies = kept.entries, kept.position, layer.adapter.frequencies
+        if self.config.quantised and self.config.in_cache:
+            entries = close_gaps(entries, position, entries.lengths, frequencies)
+            position = positions_before(entries.lengths, entries.lengths, position.device)
+        if self.config.quantised:
+            entries = quantise_entries(entries, self.config)
+        if self.config.in_cache:
+            entries = close_gaps(entries, position, [layer.tokens] * len(entries.lengths), frequencies)
+        return StoredEntries(entries, self._bits(entries), kept.entries, self.config.quantised)
+
+    def make_whole(self, row: KeptEntries) -> Entries:
+        """Return all entries, rounded; none moves."""
+        if not self.config.quantised:
+            return super().make_whole(row)
+        entries = quantise_entries(row, self.config)
+        return StoredEntries(entries, self._bits(entries), row, in_few_bits=True)
+
+    def compress(
+        self,
+        row: KeptEntries,
+        position: Sequence[Tensor],
+        ends: Sequence[int],
+        frequencies: Float[Tensor, " frequency"],
+    ) -> KeptEntries:
+        """Return the row with keys moved up to the next token, where positions are those in the cache."""
+        return close_gaps(row, torch.cat(list(position)), ends, frequencies) if self.config.in_cache else row
+
+    def _bits(self, entries: KeptEntries) -> int:
+        """Return the bits of stored entries, scales and minima included."""
+        precision, window, d_head = self.config.precision, self.config.window, entries.keys.shape[-1]
+        return sum(stored_bits(precision, length, window, d_head) for length in entries.lengths)
+
+
+@dataclass(frozen=True)
+class Correcting(Maker):
+    """The maker of kept sets with a correction for what is evicted."""
+
+    correction: Choice
+    window: int
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return the kept set with the entries that stand in for the evicted ones."""
+        lengths, heads = kept.entries.lengths, layer.adapter.heads
+        evicted = _evicted_mask(kept.entries, layer.keys.shape[1], layer.tokens, heads)
+        query, prompt = layer.mean_query(self.window), (layer.prompt_keys, layer.prompt_values)
+        stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.scale)
+        sharing, d_head = heads // len(lengths), layer.keys.shape[-1]
+        beside = sum(correction_bits(self.correction, layer.tokens - length, sharing, d_head) for length in lengths)
+        return CorrectedEntries(kept.entries, entry_bits(kept.entries) + beside, stand_in, evicted)
+
+
+def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:
+    """Return the mask of the evicted prompt entries per query head; key/value heads are `stride` entries apart."""
+    sets, device = len(entries.lengths), entries.index.device
+    lengths = to_device(entries.lengths, device)
+    rows = torch.arange(sets, device=device).repeat_interleave(lengths, output_size=len(entries.index))
+    evicted = torch.ones(sets, prompt_tokens, dtype=torch.bool, device=device)
+    evicted.view(-1).index_fill_(0, rows * prompt_tokens + entries.index % stride, False)
+    return evicted.repeat_interleave(heads // sets, dim=0)
+
+
+def evicting_maker(config: ResolvedConfig) -> Maker:
+    """Return the maker of a configuration that evicts."""
+    if config.corrected:
+        return Correcting(config.correction, config.window)
+    return Storage(config) if config.quantised or config.in_cache else Maker()

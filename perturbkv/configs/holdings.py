@@ -1,0 +1,128 @@
+"""What the cache of a configuration holds of a prompt, how large that is, and what its budget counts.
+
+*Evicted.* The cache holds the kept entries, and a budget counts them.
+
+*Pages.* A page reader evicts nothing: at every step each head reads the pages of the prompt that it selects then. Pages
+are laid out like blocks (`configs.selections`), and a budget buys as many: b counts the entries that a head *reads* at
+a step, the tail included. The cache holds all entries, and the bounds of each page by which it is selected.
+
+*Sparse prefill.* Such a policy evicts nothing either, but has a prefill of its own in which every query attends along
+some lines only. Its cache is whole, and each decoding query attends to all of it. A budget b is the most entries that a
+query of the prompt attends to: the local band, which is the window, the first entries, and as many lines as remain
+(METHOD: Lines that a prefill looks along).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from perturbkv.configs import layer_types
+from perturbkv.configs.choice import Choice
+from perturbkv.configs.selections import Blocks
+from perturbkv.errors import ConfigError
+
+PAGE_SIZE = 16
+"""Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
+
+
+class Budgeted(Protocol):
+    """A configuration (`configs.eviction.EvictionConfig`), as far as the size of its cache depends on it."""
+
+    @property
+    def granularity(self) -> Choice:
+        """The choice of what shares a kept set."""
+
+    def kept_entries(self, prompt_tokens: int) -> int:
+        """Return the number of kept entries per head."""
+
+    def blocks(self, prompt_tokens: int) -> Blocks:
+        """Return the division of a prompt's entries into blocks."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The kept entries of a configuration that evicts.
+
+    Attributes:
+        unit: what a cache is divided into where that is more than an entry.
+        note: what a cache share means, where entries are not evicted.
+        evicts: whether entries are removed for good.
+        copied: whether a row of a batch holds its entries by itself, apart from the full cache.
+    """
+
+    unit: str = "block"
+    note: str = ""
+    evicts: bool = True
+    copied: bool = True
+
+    def unit_size(self, policy: Choice, granularity: Choice) -> int:
+        """Return the number of entries of a block or page. Raises ConfigError for an invalid one."""
+        return int(granularity.options.get("block", 1))
+
+    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+        """Return the entries of one layer that a row takes in memory, for a prompt of `tokens` tokens."""
+        return (heads if config.granularity.name == "query" else kv_heads) * config.kept_entries(tokens)
+
+
+@dataclass(frozen=True)
+class PagesRead(Holding):
+    """All entries, of which every decoding query reads some pages; a row takes the pages' bounds besides."""
+
+    unit: str = "page"
+    note: str = "nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
+    evicts: bool = False
+
+    def unit_size(self, policy: Choice, granularity: Choice) -> int:
+        """Return the page size of the policy, in entries. Raises ConfigError for one that is no positive integer."""
+        size = policy.options.get("page", PAGE_SIZE)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}")
+        return size
+
+    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+        """Return the entries that take as much memory as the bounds of all pages."""
+        return kv_heads * config.blocks(tokens).full
+
+
+@dataclass(frozen=True)
+class SparsePrefill(Holding):
+    """All entries, as a prefill of its own left them."""
+
+    note: str = (
+        "nothing is evicted; the cache share is that of the pairs of query and entry that its own prefill looks at; "
+        "isolated is a mean over 32 queries of the prompt."
+    )
+    evicts: bool = False
+    copied: bool = False
+
+    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+        """Return the number of all entries."""
+        return kv_heads * tokens
+
+
+EVICTED, PAGES_READ, SPARSE_PREFILL = Holding(), PagesRead(), SparsePrefill()
+EVICT_NOTHING: Mapping[str, Holding] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
+"""Policies whose cache holds the whole prompt -> how."""
+
+
+def holding_of(policy: Choice) -> Holding:
+    """Return what the cache of a policy holds."""
+    return EVICT_NOTHING.get(policy.name, EVICTED)
+
+
+def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
+    """Raise ConfigError for a sparse-prefill run with several decode steps, generation or mixed layer types."""
+    name = next((policy.name for policy in policies if holding_of(policy) is SPARSE_PREFILL), None)
+    if name is None:
+        return
+    for applies, what, instead in (
+        (steps > 1, f"{steps} decode steps", "the prompt's queries have no steps: use --steps 1"),
+        (generate > 0, f"answers of {generate} tokens", "it is measured and does not answer: generate nothing"),
+        (layer_types.is_mixed(model_config), f"model '{model}', some of whose layers slide", "choose another model"),
+    ):
+        if applies:
+            raise ConfigError(
+                f"policy '{name}' reads the prompt in a prefill of its own and expects no {what}; {instead}"
+            )
