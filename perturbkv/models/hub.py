@@ -299,6 +299,12 @@ def find(name: str, revision: str = "", kind: str = "model") -> Repository:
     return Repository(name, kind, commit, {}, reason)
 
 
+def check_available(name: str, revision: str = "", kind: str = "model") -> None:
+    """Raise HubError where the hub cannot be reached and its cache on disk does not hold the repository."""
+    if (reason := unreachable()) and not _cached_commit(name, revision, kind):
+        raise HubError(reason)
+
+
 def _request_repository(name: str, revision: str, kind: str) -> Repository:
     """Return a repository with its files, as listed by the hub.
 

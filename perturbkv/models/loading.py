@@ -28,11 +28,19 @@ from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
-from perturbkv.models.aliases import ALIASES, EMBEDDED
+from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES
 from perturbkv.models.hub import HubError
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
-from perturbkv.models.sources import RANDOM, READ_SUFFIXES, Source, check_random, explain_errors, resolve
+from perturbkv.models.sources import (
+    RANDOM,
+    READ_SUFFIXES,
+    Source,
+    check_random,
+    explain_errors,
+    explain_hub_errors,
+    resolve,
+)
 from perturbkv.models.stored_weights import WeightStorage
 
 _WEIGHTS = "model.safetensors"
@@ -45,7 +53,7 @@ def download_settings(source: Source) -> Source:
     """
     if not source.hub_id:
         return source
-    with _explain_hub_errors(source):
+    with explain_hub_errors(source):
         repository = hub.find(source.hub_id, source.revision)
         repository.download({source.gguf_file} if source.gguf_file else filter(_is_setting, repository.names()))
     return replace(source, location=str(repository.folder), repository=repository)
@@ -54,7 +62,7 @@ def download_settings(source: Source) -> Source:
 def download_weights(source: Source) -> None:
     """Download the safetensors of a source of the hub. Raises ModelError where the hub does not deliver them."""
     if source.repository is not None and source.gguf_file is None:
-        with _explain_hub_errors(source):
+        with explain_hub_errors(source):
             source.repository.download({_WEIGHTS} & source.repository.names() or _indexed_files(source))
 
 
@@ -72,20 +80,6 @@ def _indexed_files(source: Source) -> set[str]:
 def _is_setting(name: str) -> bool:
     """Return whether a hub file may belong to configuration or tokenizer, judged by its name."""
     return "/" not in name and PurePosixPath(name).suffix in READ_SUFFIXES - {".safetensors", ".bin", ".gguf"}
-
-
-@contextmanager
-def _explain_hub_errors(source: Source) -> Iterator[None]:
-    """Turn a HubError in the block into a ModelError with the reason and advice."""
-    try:
-        yield
-    except HubError as error:
-        instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
-        other = "; bring it with --model PATH (a folder of safetensors or a .gguf file), or with a filled HF_HOME"
-        raise ModelError(
-            f"model '{source.name}' needs {source.hub_id} and the hub did not give it: "
-            f"{error}{'' if ';' in str(error) else other}{instead}"
-        ) from error
 
 
 _lock = threading.Lock()
