@@ -387,9 +387,9 @@ class MethodRanking(SettingsResult):
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return where nothing is evicted, and the notes that define 'same ends' and the verdicts on the controls."""
+        """Return the notes that define 'same ends' and the verdicts on the controls."""
         ends = "Same ends: under the method's own window and protection."
-        return [*self.unevicted_notes(), *filter(None, [ends, self._verdict_note])]
+        return list(filter(None, [ends, self._verdict_note]))
 
     @property
     def _verdict_note(self) -> str:

@@ -22,7 +22,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
     Sides,
-    check_sides,
+    choose_sides,
     configs_of,
     pair_columns,
     pair_names,
@@ -169,8 +169,8 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
 def compare_heads(
     trace: Trace,
-    baseline: str = "attention",
-    treatments: Sides = "two-stage",
+    baseline: str | None = None,
+    treatments: Sides | None = None,
     *,
     step: int = 0,
     distance: str = "l1",
@@ -182,8 +182,9 @@ def compare_heads(
 
     Args:
         trace: from `measure` or `read_trace`.
-        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
-        treatments: likewise, one or several.
+        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
+            trace's own where it has no two-stage.
+        treatments: likewise, one or several; None: two-stage, or all that the trace has.
         step: which decode step, from 0.
         distance: `l1`, `l2` or `cosine`: between a head's contribution to the attention output with the full cache and
             with the evicted one, each of d_model numbers; L1 and L2 in the output's own unit, cosine from 0 to 2.
@@ -201,9 +202,8 @@ def compare_heads(
     >>> rows["verdict"].tolist() == result[0].propagated.verdict.ravel().tolist()
     True
     """
-    chosen = [
-        pair for treatment in check_sides(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
-    ]
+    first, names = choose_sides(trace, baseline, treatments)
+    chosen = [pair for treatment in names for pair in pairs(trace.run, first, treatment)]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)

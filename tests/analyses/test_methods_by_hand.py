@@ -175,11 +175,13 @@ def test_verdicts_over_several_budgets_count_comparisons_and_not_methods() -> No
 def test_a_budget_at_which_nothing_is_evicted_is_said() -> None:
     whole = [config(name, 1.0, **KV) for name in ("attention", "tova:attention")]
     found = one_head({**L1, **dict.fromkeys(whole, 1.0)})
-    note = "At b=1.0 nothing is evicted: all caches there are equal."
-    assert note not in methods(found).caveats()
+    note = "Nothing is evicted at b=1.0 in 6 of 6 samples."
+    assert note not in methods(found).notes().splitlines()
     for config_ in whole:
         found.arrays["evicted"][:, found.run.configs.index(config_)] = 0
-    assert note in methods(found).caveats()
+    assert note in methods(found).notes().splitlines()
+    found.arrays["evicted"][2:, -1] = 1
+    assert note.replace("6 of 6", "2 of 6") in methods(found).notes().splitlines()
 
 
 def test_a_trace_of_one_method_says_what_it_needs() -> None:
