@@ -44,7 +44,7 @@ class RunIdentity:
         measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
-        unevicted: budgets that leave the cache whole in some samples, with the number of these.
+        unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
 
     model: str
@@ -82,7 +82,7 @@ class RunIdentity:
         pages = dict.fromkeys(config.policy.name for config in self.configs if config.reads_pages)
         prefills = dict.fromkeys(config.policy.name for config in self.configs if config.has_sparse_prefill)
         notes = ((pages, text.READ_NOTE), (prefills, text.SPARSE_PREFILL_NOTE))
-        whole = (f"b={name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
+        whole = (f"{name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
         told = [f"Nothing is evicted at {', '.join(whole)}."] if self.unevicted else []
         return " ".join([*told, *(f"{', '.join(names)}: {note}" for names, note in notes if names)])
 
@@ -215,13 +215,17 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
-    """Return (budget, number of samples) where all configurations of a budget, which evict, leave the cache whole."""
+    """Return (name, number of samples) of what leaves the cache whole: a budget, or a configuration of one."""
     evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
-    counts: dict[str, list[int]] = {}
+    groups: dict[str, dict[str, int]] = {}
     for config in configs:
         whole = int((evicted[:, trace.run.configs.index(config)] == 0).sum())
-        counts.setdefault(str(config.budget), []).append(whole if config.evicts else 0)
-    return tuple((budget, min(numbers)) for budget, numbers in counts.items() if min(numbers))
+        groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
+    named = (
+        [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())
+        for budget, counts in groups.items()
+    )
+    return tuple((name, count) for group in named for name, count in group if count)
 
 
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:

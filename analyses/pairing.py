@@ -330,8 +330,13 @@ def common(configs: Sequence[EvictionConfig], *without: str) -> str:
 
 
 def common_choices(configs: Sequence[EvictionConfig], *without: str) -> dict[str, str]:
-    """Return choice -> word for the choices that all configurations share; those in `without` left out."""
+    """Return choice -> word for the choices that all configurations share; those in `without` left out.
+
+    So is α where no configuration has stages: it says only of which entries σ is.
+    """
     shared = _shared_choices(configs) - set(without)
+    if not any(config.is_staged for config in configs):
+        shared -= {"alpha"}
     return {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
 
 

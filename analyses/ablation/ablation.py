@@ -45,6 +45,7 @@ class Ablation(SettingsResult):
     """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     SECTION: ClassVar[str] = "ablation"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
         "isolated_ratio",

@@ -124,6 +124,7 @@ class Restriction(SettingsResult):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION: ClassVar[str] = "ablation --restrictions"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST: ClassVar[str] = "one set per"
     HAS_MEDIANS: ClassVar[bool] = True

@@ -55,6 +55,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
     """
 
     SECTION: ClassVar[str] = "heads"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
@@ -147,8 +148,9 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
     def _flagged_note(self) -> list[str]:
-        """Return the note on the number of heads with σ ≤ 0.5; empty for none."""
-        flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
+        """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""
+        staged = [pair for pair in self.members if pair.treatment.is_staged]
+        flagged, heads = (sum(getattr(pair, name) for pair in staged) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
     def _prefill_note(self) -> list[str]:
@@ -198,7 +200,7 @@ def compare_heads(
     >>> result = pk.compare_heads(trace, "attention", "two-stage")
     >>> len(result), result[0].propagated.verdict.shape  # (layer, head)
     (1, (2, 2))
-    >>> rows = result.to_frame().query("kind == 'propagated'")
+    >>> rows = result.to_frame("heads").query("kind == 'propagated'")
     >>> rows["verdict"].tolist() == result[0].propagated.verdict.ravel().tolist()
     True
     """

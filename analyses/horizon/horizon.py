@@ -68,6 +68,7 @@ class Horizon(Result):
     """
 
     SECTION: ClassVar[str] = "horizon"
+    ROWS: ClassVar[str] = "steps"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
 
     identity: RunIdentity

@@ -52,6 +52,7 @@ _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 class _LayerTable(ABC):
     """The conclusion, title and table lines on drift by layer, shared by one series and several."""
 
+    ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
         "baseline_median",
@@ -212,6 +213,7 @@ def layer_drift(
 class _SampleTable(ABC):
     """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
 
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
     HAS_SHARES = True
 

@@ -131,6 +131,7 @@ class Tokens(Result):
 
     SECTION: ClassVar[str] = "tokens"
     DOCUMENT: ClassVar[str] = "of a trace"
+    ROWS: ClassVar[str] = "tokens"
     SHOWN: ClassVar[tuple[str, ...]] = ("baseline", "treatment", "both", "baseline_only", "treatment_only")
     FIRST: ClassVar[str] = "head"
 

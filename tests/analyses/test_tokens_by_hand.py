@@ -32,7 +32,7 @@ def test_every_token_has_the_fate_that_the_kept_sets_give_it() -> None:
     assert [one["text"] for one in told["tokens"]] == list(PIECES)
     assert [one["id"] for one in told["tokens"]] == list(range(100, 109))
     assert told["counts"] == {"baseline": 2, "both": 2, "neither": 2, "treatment": 2, "question": 1}
-    assert found.to_frame().fate.tolist() == fates
+    assert found.to_frame("tokens").fate.tolist() == fates
 
 
 def test_losses_are_shares_of_c_and_say_what_the_other_does() -> None:
