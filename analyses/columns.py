@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, o
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.json_values import json_value
+from perturbkv.analyses.json_values import config_columns, json_value
 from perturbkv.analyses.pairing import fold
 from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table
 
 Value = TypeVar("Value")
@@ -38,6 +39,7 @@ class Column:
         dims: axes of an array, outermost first.
         heading: its heading in a table; `#` in front aligns it to the right.
         text: formats a value, with its interval where there is one.
+        numbers: returns a data frame's cells of a value that is a record: "" or the end of a column's name -> number.
         json: whether JSON holds it.
         interval: returns the interval of a record's value; by default its attribute `<name>_interval`, if it has one.
     """
@@ -48,6 +50,7 @@ class Column:
     dims: tuple[str, ...] = ()
     heading: str = ""
     text: Callable[..., str] | None = None
+    numbers: Callable[[Any], Mapping[str, Any]] | None = None
     json: bool = True
     interval: Callable[[Any], OptionalInterval] | None = None
 
@@ -191,14 +194,53 @@ def declarations(records: Sequence[Record], names: Sequence[str]) -> dict[str, C
     return {name: known[name] for name in names}
 
 
+def frame_rows(lines: Sequence[Line], names: Sequence[str], first: str) -> list[dict[str, Any]]:
+    """Return a data frame's rows as `table` prints them, a row per line with records.
+
+    A row has the line's name in the column `first`, its configuration, and per name the value with the ends of its
+    interval, `<name>_low` and `<name>_high`.
+    """
+    rows, last = [], ""
+    for line in lines:
+        if not line.records:
+            continue
+        last = line.name or last
+        row: dict[str, Any] = {first: last, **_configuration(line.records)}
+        for name in names:
+            if found := _cell(line.records, name):
+                declared, value, ends = found
+                more = {"_low": ends.low, "_high": ends.high} if ends is not None else {}
+                numbers = declared.numbers(value) if declared.numbers and value is not None else {"": value, **more}
+                row |= {f"{name}{end}": number for end, number in numbers.items()}
+        rows.append(row)
+    return rows
+
+
+def _configuration(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the configuration of a line's records as columns, and the label of its baseline, where they have them."""
+    for record in records:
+        sides = [getattr(record, name, None) for name in ("baseline", "treatment", "config")]
+        configs = [config for config in sides if isinstance(config, EvictionConfig)]
+        if configs:
+            return {**config_columns(configs[-1]), **({"baseline": configs[0].label()} if configs[1:] else {})}
+    return {}
+
+
 def _cell_text(records: Sequence[Record], name: str, separator: str) -> str:
     """Return a column's value and interval as text, from the first record with that column; else an empty string."""
-    for record in records:
-        if name in record.columns():
-            declared = record.columns()[name]
-            ends = declared.interval(record) if declared.interval else getattr(record, f"{name}_interval", None)
-            return declared.cell(getattr(record, name), ends, separator)
+    if found := _cell(records, name):
+        declared, value, ends = found
+        return declared.cell(value, ends, separator)
     return ""
+
+
+def _cell(records: Sequence[Record], name: str) -> tuple[Column, Any, OptionalInterval] | None:
+    """Return a column's declaration, value and interval, from the first record with that column; None without one."""
+    for record in records:
+        if declared := record.columns().get(name):
+            ends = declared.interval(record) if declared.interval else getattr(record, f"{name}_interval", None)
+            return declared, getattr(record, name), ends
+    return None
 
 
 def explanation(declared: Sequence[Column]) -> Table:

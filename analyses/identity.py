@@ -45,6 +45,7 @@ class RunIdentity:
         measured_layers: layers and their total, such as `5 11 17 of 18`; empty where all were measured.
         byte_shares: bytes of each configuration over those of the full cache in 16 bits, mean over samples; empty where
             none is quantised or corrected, or where they are unknown.
+        unevicted: budgets, or configurations, that leave the cache whole in some samples, with the number of these.
     """
 
     model: str
@@ -62,6 +63,7 @@ class RunIdentity:
     unit: str = "sample"
     measured_layers: str = ""
     byte_shares: tuple[float, ...] = ()
+    unevicted: tuple[tuple[str, int], ...] = ()
 
     def layer(self, index: int) -> int:
         """Return the number of the decoder layer at an index of the measured layers."""
@@ -77,12 +79,14 @@ class RunIdentity:
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
     def no_eviction_note(self) -> str:
-        """Return a note on the meaning of cache shares for policies that evict nothing; empty without such policies."""
+        """Return notes on budgets that leave the cache whole, and on cache shares of policies that evict nothing."""
         named = {
             holding.note: dict.fromkeys(config.policy.name for config in self.configs if config.holding == holding)
             for holding in EVICT_NOTHING.values()
         }
-        return " ".join(f"{', '.join(names)}: {note}" for note, names in named.items() if names)
+        whole = (f"{name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
+        told = [f"Nothing is evicted at {', '.join(whole)}."] if self.unevicted else []
+        return " ".join([*told, *(f"{', '.join(names)}: {note}" for note, names in named.items() if names)])
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""
@@ -208,7 +212,22 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
         ended=int(trace.ok.sum()) - samples,
         measured_layers=trace.attrs.get(MEASURED_LAYERS, ""),
         byte_shares=_trace_byte_shares(trace, configs),
+        unevicted=_whole_caches(trace, configs, step),
     )
+
+
+def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
+    """Return (name, number of samples) of what leaves the cache whole: a budget, or a configuration of one."""
+    evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
+    groups: dict[str, dict[str, int]] = {}
+    for config in configs:
+        whole = int((evicted[:, trace.run.configs.index(config)] == 0).sum())
+        groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
+    named = (
+        [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())
+        for budget, counts in groups.items()
+    )
+    return tuple((name, count) for group in named for name, count in group if count)
 
 
 def joint_identity(runs: Sequence[RunIdentity]) -> RunIdentity:

@@ -151,7 +151,6 @@ class SettingsResult(Result):
         settings: one by one.
         step: decode step, from 0.
         identity: of the run, with the configurations of all settings.
-        unevicted: (setting,) whether its caches all keep everything in every sample.
         IGNORED: choices that names of settings leave out.
     """
 
@@ -160,25 +159,12 @@ class SettingsResult(Result):
     settings: tuple[Any, ...] = column("one by one")
     step: int
     identity: RunIdentity
-    unevicted: tuple[bool, ...]
 
     @classmethod
     def from_settings(cls, trace: Trace, settings: tuple[Any, ...], step: int, **more: Any) -> Self:
         """Return the result of a trace's settings; `more` are the fields that a subclass adds."""
         configs = dict.fromkeys(config for setting in settings for config in setting.identity.configs)
-        indices = [[trace.run.configs.index(config) for config in setting.identity.configs] for setting in settings]
-        unevicted = tuple(not trace.arrays["evicted"][trace.ok][:, index].any() for index in indices)
-        about = identity(trace, list(configs), step)
-        return cls(settings=settings, step=step, identity=about, unevicted=unevicted, **more)
-
-    def unevicted_notes(self) -> list[str]:
-        """Return a note on the settings in which nothing is evicted, whose ratios compare equal caches; else none."""
-        names = [
-            name or f"b={setting.baseline.budget}"
-            for name, setting, whole in zip(self.setting_names(), self.settings, self.unevicted, strict=True)
-            if whole
-        ]
-        return [f"At {', '.join(names)} nothing is evicted: all caches there are equal."] if names else []
+        return cls(settings=settings, step=step, identity=identity(trace, list(configs), step), **more)
 
     def setting_names(self) -> list[str]:
         """Return a distinct name per setting; an empty name for a single setting."""

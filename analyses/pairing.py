@@ -65,6 +65,29 @@ def check_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, ...]:
     return names
 
 
+def choose_sides(trace: Any, baseline: Any, treatments: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the names of the baseline and of the treatments; None stands for the usual ones, or the trace's own.
+
+    Usual is two-stage against attention. A trace without two-stage has its own sides: SnapKV's attention, else its
+    first side, and all sides but random ones that can be compared with that one. Raises as `check_sides`.
+    """
+    names = check_sides(trace, baseline or "", "two-stage" if treatments is None else treatments)
+    named = [(config.policy.name, config.selection.name) for config in trace.run.configs]
+    sides = [":".join(names) for names in dict.fromkeys(named) if "random" not in names] or [":".join(named[0])]
+    if treatments is not None or any(matches(config, "two-stage") for config in trace.run.configs):
+        return baseline or "attention", names
+    first = baseline or next((side for side in sides if side == "snapkv:attention"), sides[0])
+    return first, tuple(side for side in sides if side != first and _has_pairs(trace.run, first, side)) or names
+
+
+def _has_pairs(run: RunConfig, baseline: str, treatment: str) -> bool:
+    """Return whether a run has pairs of these sides."""
+    try:
+        return bool(pairs(run, baseline, treatment))
+    except TraceError:
+        return False
+
+
 def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
     """Return a pair as columns of a data frame: labels, policies and selections of both sides, and their budget."""
     both = (("baseline", baseline), ("treatment", treatment))
@@ -143,13 +166,10 @@ def series(run: RunConfig, baseline: str, treatment: str) -> list[list[Pair]]:
     return list(groups.values())
 
 
-def all_series(trace: Trace, baseline: str, treatments: Sides) -> list[list[Pair]]:
-    """Return the `series` of every treatment: pairs in groups. Raises as `check_sides` and `pairs`."""
-    return [
-        group
-        for treatment in check_sides(trace, baseline, treatments)
-        for group in series(trace.run, baseline, treatment)
-    ]
+def all_series(trace: Trace, baseline: str | None, treatments: Sides | None) -> list[list[Pair]]:
+    """Return the `series` of every treatment: pairs in groups. Raises as `choose_sides` and `pairs`."""
+    first, names = choose_sides(trace, baseline, treatments)
+    return [group for treatment in names for group in series(trace.run, first, treatment)]
 
 
 def configs_of(pairs: Iterable[Pair]) -> list[EvictionConfig]:
@@ -310,8 +330,13 @@ def common(configs: Sequence[EvictionConfig], *without: str) -> str:
 
 
 def common_choices(configs: Sequence[EvictionConfig], *without: str) -> dict[str, str]:
-    """Return choice -> word for the choices that all configurations share; those in `without` left out."""
+    """Return choice -> word for the choices that all configurations share; those in `without` left out.
+
+    So is α where no configuration has stages: it says only of which entries σ is.
+    """
     shared = _shared_choices(configs) - set(without)
+    if not any(config.is_staged for config in configs):
+        shared -= {"alpha"}
     return {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
 
 

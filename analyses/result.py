@@ -32,6 +32,7 @@ class Result(Record, ABC):
         KEY: key of the result in its command's JSON document; empty where the document has the result's own keys.
         SHOWN: names of the table's columns after the first, at most six.
         FIRST: heading of the first column, the lines' names.
+        ROWS: what `records` has a row for, where that is finer than the table: `heads`, `samples`.
         HAS_SHARES, HAS_MEDIANS: whether the table holds shares of samples, or medians over samples.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
@@ -40,6 +41,7 @@ class Result(Record, ABC):
     SHOWN: ClassVar[tuple[str, ...]] = ()
     DOCUMENT: ClassVar[str] = "every analysis"
     FIRST: ClassVar[str] = "configuration"
+    ROWS: ClassVar[str] = ""
     HAS_SHARES: ClassVar[bool] = False
     HAS_MEDIANS: ClassVar[bool] = False
 
@@ -75,7 +77,7 @@ class Result(Record, ABC):
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of `to_frame`, plain values at the finest level that was measured."""
+        """Return the rows of `to_frame(ROWS)`, plain values at the finest level that was measured."""
 
     def shown_columns(self) -> Sequence[str]:
         """Return the names of the table's columns after the first."""
@@ -114,11 +116,23 @@ class Result(Record, ABC):
         """
         return self._draw(type(self).__name__, width_mm, style)
 
-    def to_frame(self) -> Any:
-        """Return a `pandas.DataFrame` of `records`."""
+    def to_frame(self, rows: str = "") -> Any:
+        """Return a `pandas.DataFrame`: the table as it is shown, with intervals and n, or its finest rows.
+
+        Args:
+            rows: what has a row each: nothing for the table's lines, or the result's own kind, such as `heads`.
+
+        Raises ConfigError for another kind.
+        """
         import pandas as pd
 
-        return pd.DataFrame(self.records())
+        if rows not in ("", self.ROWS):
+            own = f" or '{self.ROWS}'" if self.ROWS else ""
+            raise ConfigError(f"expected rows of {type(self).__name__} to be ''{own}, got '{rows}'")
+        if rows == self.ROWS:
+            return pd.DataFrame(self.records())
+        shown = columns.frame_rows(self.lines(), self.shown_columns(), self.FIRST)
+        return pd.DataFrame([{**row, "n": self.identity.samples} for row in shown])
 
     def _draw(self, name: str, width_mm: float | None, style: str) -> CaptionedFigure:
         """Return this result's figure called `name` in `perturbkv.figures.FIGURES`, imported on first use."""

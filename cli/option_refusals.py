@@ -127,9 +127,9 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
-    "compare", "distance", "per_sample", "budgets", "selection", "methods", "margin", "restrictions", "traces", "right",
+    "compare", "distance", "per_sample", "budget", "budgets", "selection", "methods", "margin", "restrictions",
+    "traces", "right", "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
     "cliff", "sample", "layer", "head",
-    "lost", "by", "max_kl", "max_drop", "min_top1", "for_length", "for_batch", "everything", "kl",
 })  # fmt: skip
 """Options that have an effect on a finished trace; all others say how a trace is made."""
 _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
@@ -138,9 +138,6 @@ _NOT_ON_A_TRACE: Mapping[str, frozenset[str]] = {
     "quality": frozenset({"compare"}),
 }
 """Command -> options that have an effect only where it makes its trace."""
-_ALSO_ON_A_TRACE: Mapping[str, frozenset[str]] = {"tokens": frozenset({"budget"})}
-"""Command -> options of making a trace that have an effect on a finished one too."""
-
 
 _OWN_OPTIONS: Mapping[str, frozenset[str]] = {
     "patching": frozenset({"by", "seed"}),
@@ -175,7 +172,7 @@ def check(command: str, configs: Sequence[EvictionConfig], *runs: DataOptions) -
 
 def check_finished(command: str, run: DataOptions, path: Path) -> None:
     """Raise ConfigError for the first typed option that has no effect on a finished trace."""
-    known = (_ON_A_TRACE | _ALSO_ON_A_TRACE.get(command, frozenset())) - _NOT_ON_A_TRACE.get(command, frozenset())
+    known = _ON_A_TRACE - _NOT_ON_A_TRACE.get(command, frozenset())
     reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
     _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else reason)
 

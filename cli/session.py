@@ -6,6 +6,7 @@ A command that opens a trace or makes one, analyses it, shows and saves the resu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,9 @@ from perturbkv.cli.planned_run import (
     split_datasets,
     warn_of_missing_budgets,
 )
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.errors import ConfigError, FailedRunError
+from perturbkv.errors import ConfigError, FailedRunError, TraceError
 from perturbkv.escaping import escape_line
 from perturbkv.schema import MEASURED_LAYERS
 from perturbkv.storage.output import Claim, OutputFile, OutputFolder
@@ -56,6 +58,7 @@ class Session:
         options: the options of the analysis, as summary.json keeps them.
         source: the origin of a result without traces, as JSON keeps it.
         figures: paths of the figures written so far.
+        stored: the traces as they were read, of which `traces` are the configurations of --budget.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Session:
     options: Mapping[str, Any] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     figures: list[str] = field(default_factory=list)
+    stored: tuple[Trace, ...] = ()
 
     @property
     def trace(self) -> Trace:
@@ -147,7 +151,7 @@ class Session:
             header, body = dict(self.source), {**numbers, "figures": self.figures}
             saving.write_json(self.path, {"analysis": self.name, **header, **body})
             return header, body
-        headers = [saving.summary_header(trace) for trace in self.traces]
+        headers = [saving.summary_header(trace) for trace in self.stored or self.traces]
         header = {"traces": headers} if self.joint else {**headers[0], "failed": self.failures}
         body = {"asked": dict(self.options), **numbers, "figures": self.figures}
         saving.write_summary(self.path, header, self.name, body, self.output.overwrite)
@@ -259,10 +263,16 @@ def open_session(analysis: Analysis, look: FigureOptions) -> Session | None:
     if look.paths:
         option_refusals.check_finished(analysis.command_name, run, look.paths[0])
         output = OutputFolder(run.output or look.paths[0].parent, run.overwrite)
+        budgets = [Budget.parse(text) for text in run.budget or ()] if "budget" in run.typed_options else []
+        if budgets:
+            options = {**options, "budget": ", ".join(map(str, budgets))}
         session = Session(
             analysis.name, output, look, run.as_json, read_traces(look.paths), analysis.by_dataset, options
         )
         _check_complete(session)
+        session.stored = session.traces
+        if budgets:
+            session.traces = tuple(_with_budgets(trace, budgets) for trace in session.traces)
         sources = [saving.Source(trace.source, trace.digest) for trace in session.traces]
         _claim(analysis, session, sources if session.joint else sources[:1])
         return session
@@ -303,6 +313,17 @@ def read_traces(paths: Sequence[Path]) -> tuple[Trace, ...]:
     from perturbkv.storage.trace.trace_file import read_trace
 
     return tuple(read_trace(path) for path in paths)
+
+
+def _with_budgets(trace: Trace, budgets: Sequence[Budget]) -> Trace:
+    """Return a trace's configurations of these budgets. Raises TraceError for a budget that it does not have."""
+    known = dict.fromkeys(config.budget for config in trace.run.configs)
+    if missing := [budget for budget in budgets if budget not in known]:
+        raise TraceError(
+            f"expected a --budget of {trace.source} ({', '.join(map(str, known))}), got {missing[0]}; choose among them"
+        )
+    chosen = trace.sel(where=lambda config: config.budget in budgets)
+    return dataclasses.replace(chosen, source=trace.source, digest=trace.digest)
 
 
 def _claim(analysis: Analysis, session: Session, sources: Sequence[saving.Source]) -> None:

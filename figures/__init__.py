@@ -28,6 +28,7 @@ FIGURES = {
     "Horizon.plot_heads": ("horizon:draw_heads", "Growth of the perturbation by head"),
     "Correlation": ("correlation", "Does the first step's perturbation tell which answers are lost?"),
     "MethodRanking": ("ablation:draw_methods", "Propagated perturbation by method"),
+    "MethodRanking.plot_budgets": ("ablation:draw_methods_over_budgets", "Propagated perturbation over the budgets"),
     "Needle": ("needle:draw_needle", "Numbers found by length and depth"),
     "Needle.plot_correlation": ("needle:draw_retrieval", "Correlation of the first step's measures with retrieval"),
     "Needle.plot_depths": ("needle:draw_needle_depths", "Numbers found by depth"),

@@ -8,20 +8,24 @@ layer's drift, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
-from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting
+from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting, Row
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
-from perturbkv.analyses.pairing import short_names
+from perturbkv.analyses.pairing import common, short_names
 from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
-from perturbkv.figures.labels import sort_by_cache_share
+from perturbkv.figures.labels import legend_columns, sort_by_cache_share
 from perturbkv.figures.panels import (
     draw_drift,
     draw_ratio,
@@ -134,6 +138,79 @@ def _draw_methods_setting(axes: Axes, result: MethodSetting, margin: float) -> N
                 draw_sum_ratio(axes, index, name, comparison.propagated, _MARKS)
     finish_ratio_panel(axes, [row.name for row in result.rows], result.setting, "propagated Σ L1: ratio (log axis)",
                        ylim=(len(result.rows) - 0.5, -0.5))  # fmt: skip
+
+
+_BUDGETS_ROW_MM = 76
+_NOT_OF_SETTING = ("policy", "selection", "window", "alpha", "pool", "budget")
+
+
+def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
+    """Draw how far all outputs move, over the cache share: a curve per method, SnapKV's first; a panel per setting."""
+    with style.use():
+        groups: dict[str, list[MethodSetting]] = {}
+        for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
+            groups.setdefault(common((one.baseline,), *_NOT_OF_SETTING), []).append(one)
+        names = list(dict.fromkeys(row.name for one in result.settings for row in one.rows))
+        colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
+        columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))
+        rows = -(-len(groups) // columns)
+        figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM + 10)
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel, (name, settings) in zip(panels, groups.items(), strict=False):
+            _draw_method_curves(panel, settings, colours)
+            panel.set_title(name, loc="left")
+        for panel in panels[len(groups) :]:
+            panel.set_axis_off()
+        handles = [
+            Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, linewidth=_line(name), label=name)
+            for index, (name, colour) in enumerate(colours.items())
+        ]
+        figure.legend(
+            handles=handles,
+            loc="outside upper left",
+            ncols=legend_columns(colours, width_mm, 2 if width_mm < style.WIDE_MM else 4),
+        )
+        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+    return figure
+
+
+_SNAPKV = "snapkv"
+
+
+def _marker(index: int) -> str:
+    """Return the marker of a curve by its number."""
+    return "os^Dv"[index % 5]
+
+
+def _line(name: str) -> float:
+    """Return the width of a method's line: SnapKV's is wider."""
+    return 1.8 if name == _SNAPKV else 1.0
+
+
+def _draw_method_curves(axes: Axes, settings: Sequence[MethodSetting], colours: dict[str, Any]) -> None:
+    """Draw a curve per method through the settings, which differ in budget alone, with its band of intervals."""
+    for index, (name, colour) in enumerate(colours.items()):
+        rows = (row for one in settings for row in one.rows if row.name == name)
+        points: list[MethodSetting | Row] = list(settings if name == _SNAPKV else rows)
+        percent = [100 * point.cache_share for point in points]
+        moved = style.positive(np.array([100 * point.relative for point in points]))
+        axes.plot(percent, moved, color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
+                  linewidth=_line(name), gid=name)  # fmt: skip
+        ends = [point.relative_interval for point in points]
+        if len(points) > 1 and all(ends):
+            low, high = (
+                style.positive(np.array([100 * getattr(end, side) for end in ends])) for side in ("low", "high")
+            )
+            axes.fill_between(percent, low, high, color=colour, alpha=0.13, linewidth=0)
+    axes.set(xlabel="cache share (%), and budget", ylabel="outputs move, % of their norm\n(propagated, all heads)")
+    style.log_axes(axes, x=True, y=True)
+    shares = [100 * one.cache_share for one in settings]
+    names = [f"{share:.2g}\nb={one.baseline.budget}" for share, one in zip(shares, settings, strict=True)]
+    axes.xaxis.set_major_locator(FixedLocator(shares))
+    axes.xaxis.set_major_formatter(FixedFormatter(names))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(min(shares) / 1.15, max(shares) * 1.15)
+    axes.grid(visible=True, axis="y")
 
 
 _RESTRICTION_WIDE, _RESTRICTION_LINE_MM, _RESTRICTION_AROUND_MM = 2, 6.5, 19

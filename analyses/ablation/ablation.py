@@ -45,6 +45,7 @@ class Ablation(SettingsResult):
     """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     SECTION: ClassVar[str] = "ablation"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
         "isolated_ratio",
@@ -74,11 +75,11 @@ class Ablation(SettingsResult):
         return f"L1 over that of {BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return where nothing is evicted, the heads with half of the baseline's sum, the configurations left out."""
+        """Return the heads with half of the baseline's sum, and the configurations left out."""
         kind, count = self.settings[0].rows[0].propagated, len(self.left_out)
         left = [f"Left out: {plural(count, 'configuration')} that no setting compares."] if count else []
         half = f"Half of {BASELINE}'s sum lies in {text.percent(kind.half_share)} of the heads (propagated)."
-        return [*self.unevicted_notes(), half, *left]
+        return [half, *left]
 
     def details(self) -> Sequence[Part]:
         """Return notes on controls, missing ingredients and left-out configurations; definitions of ties, floors."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from perturbkv.analyses import text
-from perturbkv.analyses.columns import Line, column, derived, record, table
+from perturbkv.analyses.columns import Line, column, derived, interval, record, table
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.outcomes import (
     Outcome,
     OutcomeSetting,
@@ -24,9 +25,10 @@ from perturbkv.analyses.outcomes import (
     next_token_kl,
 )
 from perturbkv.analyses.pairing import common, distinct_choices, group_settings, matches
-from perturbkv.analyses.stats import equivalence
+from perturbkv.analyses.stats import equivalence, intervals
+from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.equivalence import BETTER, EQUIVALENT, WORSE, ControlVerdict
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES, median_level
+from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
 from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
 from perturbkv.analyses.verdicts import MARGIN, check_margin
 from perturbkv.configs.choice import Choice
@@ -36,6 +38,9 @@ from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
+
+if TYPE_CHECKING:
+    from perturbkv.captions import CaptionedFigure
 
 ANALYSIS = "methods"
 BASELINE = ("snapkv", "attention")
@@ -86,31 +91,53 @@ class ControlComparison(HeadComparison):
         kind, verdict = self.kinds[name]
         return f"{text.decimal(kind.sum_ratio, kind.sum_ratio_interval)}\n{verdict.words(self.margin)}"
 
+    def numbers(self, name: str) -> dict[str, Any]:
+        """Return a kind's ratio of sums, the ends of its interval, and the verdict, as cells of a data frame."""
+        kind, verdict = self.kinds[name]
+        ends = kind.sum_ratio_interval
+        low, high = (ends.low, ends.high) if ends else (None, None)
+        return {"": kind.sum_ratio, "_low": low, "_high": high, "_verdict": verdict.verdict}
+
 
 class _Controlled:
     """Columns of a record with `controls`: its sums over those of each control of the same protection."""
 
     controls: Mapping[str, ControlComparison]
 
-    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("propagated"))
+    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("propagated"),
+             numbers=lambda one: one.numbers("propagated"))  # fmt: skip
     def over_random(self) -> ControlComparison | None:
         """Propagated sum over that of random entries under the method's own window and protection, and the verdict."""
         return self.controls.get("random")
 
-    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("propagated"))
+    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("propagated"),
+             numbers=lambda one: one.numbers("propagated"))  # fmt: skip
     def over_attention(self) -> ControlComparison | None:
         """Propagated sum over SnapKV's under the method's own window and protection, and the verdict."""
         return self.controls.get("attention")
 
-    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("isolated"))
+    @derived(json=False, heading="#random,\nsame ends", text=lambda one: one.cell("isolated"),
+             numbers=lambda one: one.numbers("isolated"))  # fmt: skip
     def isolated_over_random(self) -> ControlComparison | None:
         """Isolated sum over that of random entries under the method's own window and protection, and the verdict."""
         return self.controls.get("random")
 
-    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("isolated"))
+    @derived(json=False, heading="#attention,\nsame ends", text=lambda one: one.cell("isolated"),
+             numbers=lambda one: one.numbers("isolated"))  # fmt: skip
     def isolated_over_attention(self) -> ControlComparison | None:
         """Isolated sum over SnapKV's under the method's own window and protection, and the verdict."""
         return self.controls.get("attention")
+
+
+_RELATIVE = "propagated Σ L1 over Σ ‖o_h‖₁, how far all outputs move as a share of their norm under the full cache"
+
+
+def relative_sum(trace: Trace, config: EvictionConfig, step: int) -> dict[str, Any]:
+    """Return the columns `relative` and `relative_interval` of a configuration, over all heads and samples."""
+    measured = Measurements(trace, ANALYSIS, step)
+    moved = measured["perturbation_propagated"][:, measured.index(config)].sum(axis=(1, 2))
+    norm = measured["output_norm"].sum(axis=(1, 2))
+    return {"relative": float(ratio(moved.sum(), norm.sum())), "relative_interval": intervals.of_ratio(moved, norm)}
 
 
 @record
@@ -126,6 +153,8 @@ class Row(_Controlled, Outcome):
     controls: Mapping[str, ControlComparison] = column(
         "the method against snapkv's entries so selected (random, attention) with its own window and protection"
     )
+    relative: float = column(_RELATIVE, unit="share")
+    relative_interval: OptionalInterval = interval()
     difference: str = ""
 
     @derived()
@@ -148,6 +177,8 @@ class MethodSetting(_Controlled, OutcomeSetting):
     controls: Mapping[str, ControlComparison] = column(
         "the same controls of the baseline as each row has of its method"
     )
+    relative: float = column(_RELATIVE, unit="share")
+    relative_interval: OptionalInterval = interval()
 
     @property
     def setting(self) -> str:
@@ -286,12 +317,14 @@ def _setting(
             config,
             step,
             controls=_compare_with_controls(trace, baseline, config, group, step, margin),
+            **relative_sum(trace, config, step),
         )
         for config in methods
     ]
     return MethodSetting(
         baseline=baseline,
         **next_token_kl(trace, ANALYSIS, baseline, step),
+        **relative_sum(trace, baseline, step),
         controls=_compare_with_controls(trace, baseline, baseline, group, step, margin),
         rows=tuple(sorted(_with_distinct_names(rows), key=lambda row: row.propagated.sum_ratio)),
         identity=identity(trace, group, step),
@@ -335,6 +368,7 @@ class MethodRanking(SettingsResult):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
     SECTION: ClassVar[str] = "ablation --methods"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "propagated_ratio", "over_random", "over_attention")
     FIRST: ClassVar[str] = "method"
     IGNORED: ClassVar[tuple[str, ...]] = ("policy", "selection", "window", "alpha", "pool")
@@ -387,9 +421,9 @@ class MethodRanking(SettingsResult):
         return f"propagated L1, sum of all heads, over that of snapkv or of a control{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return where nothing is evicted, and the notes that define 'same ends' and the verdicts on the controls."""
+        """Return the notes that define 'same ends' and the verdicts on the controls."""
         ends = "Same ends: under the method's own window and protection."
-        return [*self.unevicted_notes(), *filter(None, [ends, self._verdict_note])]
+        return list(filter(None, [ends, self._verdict_note]))
 
     @property
     def _verdict_note(self) -> str:
@@ -412,6 +446,10 @@ class MethodRanking(SettingsResult):
             f"KL: medians{level}.",
             text.noise_floor_note(kind.floor_relative_median),
         ]
+
+    def plot_budgets(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
+        """Return the figure of each method's perturbation over the budgets; arguments and errors as `plot`."""
+        return self._draw("MethodRanking.plot_budgets", width_mm, style)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per method, kind, layer and head: both sides' mean L1, their floor and the verdict.

@@ -124,6 +124,7 @@ class Restriction(SettingsResult):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION: ClassVar[str] = "ablation --restrictions"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST: ClassVar[str] = "one set per"
     HAS_MEDIANS: ClassVar[bool] = True
@@ -154,10 +155,9 @@ class Restriction(SettingsResult):
         return f"L1 and drift over those of {RESTRICTION_BASELINE}{where}"
 
     def caveats(self) -> Sequence[str]:
-        """Return where nothing is evicted, and that sets per query head, if any, make larger caches."""
+        """Return the note that sets per query head, if any, make larger caches."""
         wider = any(row.wider for setting in self.settings for row in setting.rows)
-        note = ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
-        return [*self.unevicted_notes(), *note]
+        return ["A set per query head holds more of a grouped cache: no equal comparison."] if wider else []
 
     def details(self) -> Sequence[Part]:
         """Return the median head's ratios, and the definitions of blocks, ties and floors."""

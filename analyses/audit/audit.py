@@ -98,6 +98,7 @@ class Audit(Result):
 
     SECTION: ClassVar[str] = "audit"
     DOCUMENT: ClassVar[str] = "of an audit"
+    ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "intact", "worst", "difference")
     FIRST: ClassVar[str] = "prompt"
 

@@ -168,6 +168,7 @@ class DumpAudit(Result):
 
     SECTION: ClassVar[str] = "audit DUMP"
     DOCUMENT: ClassVar[str] = "of an audit"
+    ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "tokens",
         "compared",

@@ -193,6 +193,7 @@ class Assumption(Result):
     """
 
     SECTION: ClassVar[str] = "assumption"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "stage1_share", "weak_count", "topk_share", "kept_share")
 
     selection: str = column("selection whose configurations are shown")

@@ -66,6 +66,7 @@ class BoundTightness(Result):
     """
 
     SECTION: ClassVar[str] = "bound-tightness"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "share", "l_theta", "l_theta_hat")
 
     selection: str

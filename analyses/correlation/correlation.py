@@ -163,6 +163,7 @@ class Correlation(Result):
     """
 
     SECTION: ClassVar[str] = "correlation"
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = correlation_tables.SHOWN
     FIRST: ClassVar[str] = "measure"
 

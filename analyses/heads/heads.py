@@ -22,7 +22,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.pairing import (
     Sides,
-    check_sides,
+    choose_sides,
     configs_of,
     pair_columns,
     pair_names,
@@ -55,6 +55,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
     """
 
     SECTION: ClassVar[str] = "heads"
+    ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("name", "cache_share", "better_share", "sum_ratio", "median_ratio", "counts")
 
     members: tuple[HeadComparison, ...] = column("one per pair of configurations", key="comparisons")
@@ -147,8 +148,9 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
 
     def _flagged_note(self) -> list[str]:
-        """Return the note on the number of heads with σ ≤ 0.5; empty for none."""
-        flagged, heads = (sum(getattr(pair, name) for pair in self.members) for name in ("flagged_count", "heads"))
+        """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""
+        staged = [pair for pair in self.members if pair.treatment.is_staged]
+        flagged, heads = (sum(getattr(pair, name) for pair in staged) for name in ("flagged_count", "heads"))
         return [f"σ ≤ 0.5 in {flagged:,} of {heads:,} heads, where Theorem 3 says nothing."] if flagged else []
 
     def _prefill_note(self) -> list[str]:
@@ -169,8 +171,8 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
 
 def compare_heads(
     trace: Trace,
-    baseline: str = "attention",
-    treatments: Sides = "two-stage",
+    baseline: str | None = None,
+    treatments: Sides | None = None,
     *,
     step: int = 0,
     distance: str = "l1",
@@ -182,8 +184,9 @@ def compare_heads(
 
     Args:
         trace: from `measure` or `read_trace`.
-        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
-        treatments: likewise, one or several.
+        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
+            trace's own where it has no two-stage.
+        treatments: likewise, one or several; None: two-stage, or all that the trace has.
         step: which decode step, from 0.
         distance: `l1`, `l2` or `cosine`: between a head's contribution to the attention output with the full cache and
             with the evicted one, each of d_model numbers; L1 and L2 in the output's own unit, cosine from 0 to 2.
@@ -197,13 +200,12 @@ def compare_heads(
     >>> result = pk.compare_heads(trace, "attention", "two-stage")
     >>> len(result), result[0].propagated.verdict.shape  # (layer, head)
     (1, (2, 2))
-    >>> rows = result.to_frame().query("kind == 'propagated'")
+    >>> rows = result.to_frame("heads").query("kind == 'propagated'")
     >>> rows["verdict"].tolist() == result[0].propagated.verdict.ravel().tolist()
     True
     """
-    chosen = [
-        pair for treatment in check_sides(trace, baseline, treatments) for pair in pairs(trace.run, baseline, treatment)
-    ]
+    first, names = choose_sides(trace, baseline, treatments)
+    chosen = [pair for treatment in names for pair in pairs(trace.run, first, treatment)]
     order = list(dict.fromkeys(first for first, _ in chosen))
     chosen.sort(key=lambda pair: order.index(pair[0]))
     measured = Measurements(trace, ANALYSIS, step)

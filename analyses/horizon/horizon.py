@@ -32,7 +32,7 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import common, method_names, pairs_of, plural, side_indices, side_names
+from perturbkv.analyses.pairing import choose_sides, common, method_names, pairs_of, plural, side_indices, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.text import (
     comparison,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 _LISTED = 6
-_SIDES = ("attention", "two-stage")
 _GROWTH_CLAUSES = {
     1: ("the error grows", "it grows"),
     -1: ("the error shrinks", "it shrinks"),
@@ -69,6 +68,7 @@ class Horizon(Result):
     """
 
     SECTION: ClassVar[str] = "horizon"
+    ROWS: ClassVar[str] = "steps"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "first", "growth", "head_counts", "first_ratio", "last_ratio")
 
     identity: RunIdentity
@@ -193,7 +193,7 @@ class Horizon(Result):
         return " ".join(shown) or "none"
 
 
-def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
+def horizon(trace: Trace, compare: str | Sequence[str] | None = None) -> Horizon:
     """Follow the perturbation over the decode steps: its growth, and whether one selection's advantage lasts.
 
     Curves are Σ L1 / Σ ‖o_h‖₁ over all heads, (step,), propagated and isolated (METHOD: the quantities), teacher-forced
@@ -201,7 +201,8 @@ def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
 
     Args:
         trace: what was measured, over three decode steps or more.
-        compare: selections, policies, or `policy:selection`; the others are compared with the first.
+        compare: selections, policies, or `policy:selection`; the others are compared with the first. None: attention
+            and two-stage, or all that a trace without two-stage has.
 
     Raises ConfigError where no text has three decode steps, TraceError where a side is not there, or the trace has no
     complete sample or not what is needed.
@@ -211,6 +212,9 @@ def horizon(trace: Trace, compare: str | Sequence[str] = _SIDES) -> Horizon:
         >>> pk.horizon(trace).configs[0].curves["propagated"].relative.shape
         (3,)
     """
+    if compare is None:
+        first, others = choose_sides(trace, None, None)
+        compare = (first, *others)
     sides = [compare] if isinstance(compare, str) else list(compare)
     measured = Measurements(trace, ANALYSIS, None)
     steps = steps_of(measured.trace)

@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, interval, 
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, check_sides, common, plural, sweeps
+from perturbkv.analyses.pairing import Sides, choose_sides, common, plural, sweeps
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
@@ -265,8 +265,8 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
 
 def budget_curves(
     trace: Trace,
-    baseline: str = "attention",
-    treatments: Sides = "two-stage",
+    baseline: str | None = None,
+    treatments: Sides | None = None,
     *,
     step: int = 0,
     distance: str = "l1",
@@ -277,8 +277,9 @@ def budget_curves(
 
     Args:
         trace: from `measure` or `read_trace`.
-        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`): the first curve.
-        treatments: likewise, one or several: the others.
+        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`): the first curve; None:
+            attention, or the trace's own where it has no two-stage.
+        treatments: likewise, one or several: the others; None: two-stage, or all that the trace has.
         step: which decode step, from 0.
         distance: of the residual stream after the last decoder layer: `l1`, `l2` (its own unit) or `cosine` (0 to 2).
             Beside it stand KL(full ‖ evicted) of the next token, in nats, and how often the likeliest token is the
@@ -295,4 +296,5 @@ def budget_curves(
     >>> [curve.name for curve in result], result[0].medians.kl.shape  # (budget,)
     (['attention', 'two-stage'], (1,))
     """
-    return summarise(trace, [baseline, *check_sides(trace, baseline, treatments)], distance, step)
+    first, names = choose_sides(trace, baseline, treatments)
+    return summarise(trace, [first, *names], distance, step)

@@ -52,6 +52,7 @@ _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 class _LayerTable(ABC):
     """The conclusion, title and table lines on drift by layer, shared by one series and several."""
 
+    ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
         "baseline_median",
@@ -171,8 +172,8 @@ def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
 
 def layer_drift(
     trace: Trace,
-    baseline: str = "attention",
-    treatments: Sides = "two-stage",
+    baseline: str | None = None,
+    treatments: Sides | None = None,
     *,
     step: int = 0,
     distance: str = "l1",
@@ -184,8 +185,9 @@ def layer_drift(
 
     Args:
         trace: from `measure` or `read_trace`.
-        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
-        treatments: likewise, one or several.
+        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
+            trace's own where it has no two-stage.
+        treatments: likewise, one or several; None: two-stage, or all that the trace has.
         step: which decode step, from 0.
         distance: `l1`, `l2` or `cosine`: between the residual streams of the full and of the evicted run after each
             decoder layer, d_model numbers each; L1 and L2 in the stream's own unit, cosine from 0 to 2.
@@ -211,6 +213,7 @@ def layer_drift(
 class _SampleTable(ABC):
     """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
 
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
     HAS_SHARES = True
 
@@ -300,8 +303,8 @@ def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:
 
 def last_layer(
     trace: Trace,
-    baseline: str = "attention",
-    treatments: Sides = "two-stage",
+    baseline: str | None = None,
+    treatments: Sides | None = None,
     *,
     step: int = 0,
     distance: str = "l1",

@@ -70,6 +70,7 @@ class Needle(Result):
     """
 
     SECTION: ClassVar[str] = "needle"
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "digits")
     FIRST: ClassVar[str] = "method"
     HAS_SHARES: ClassVar[bool] = True

@@ -41,6 +41,7 @@ class Divergence(Result):
 
     SECTION: ClassVar[str] = "quality --divergence"
     DOCUMENT: ClassVar[str] = "about answers"
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
         "equal_share",

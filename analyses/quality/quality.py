@@ -96,6 +96,7 @@ class Quality(Result):
 
     SECTION: ClassVar[str] = "quality"
     DOCUMENT: ClassVar[str] = "of scores"
+    ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "score", "minus_full", "minus_baseline", "samples_of_baseline")
     FIRST: ClassVar[str] = "method"
 

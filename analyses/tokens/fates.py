@@ -185,6 +185,12 @@ def cache_shares(trace: Trace, sample: int, sides: tuple[int, int]) -> tuple[flo
     return first, second
 
 
+def evicted_attention(trace: Trace, sample: int, sides: tuple[int, int], layer: int, head: int) -> tuple[float, float]:
+    """Return each side's share of a head's attention that is on evicted entries, 1 − S, at the first decode step."""
+    first, second = (1 - float(trace.arrays["retained_mass"][sample, side, 0, layer, head]) for side in sides)
+    return first, second
+
+
 def fates(trace: Trace, prompt: PromptText, sides: tuple[int, int], layer: int, head: int) -> tuple[str, ...]:
     """Return who keeps each token in a head: BOTH, BASELINE, TREATMENT, NEITHER, or QUESTION where not compressed."""
     first, second = (set(trace.kept(prompt.index, side, layer, head).tolist()) for side in sides)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.pairing import Pair, check_sides, pair_columns, pairs, plural, side_names
+from perturbkv.analyses.pairing import choose_sides, pair_columns, pairs, plural, side_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.tokens.fates import (
     BASELINE,
@@ -26,14 +26,14 @@ from perturbkv.analyses.tokens.fates import (
     cache_shares,
     changed_head,
     changed_heads,
+    evicted_attention,
     fates,
     losses,
     prompt_of,
 )
-from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
-from perturbkv.errors import ConfigError, TraceError
+from perturbkv.errors import ConfigError
 from perturbkv.escaping import HighlightedText, Span, escape_line, show_control_characters
 from perturbkv.trace import Trace
 
@@ -121,6 +121,7 @@ class Tokens(Result):
         identity: of the run, with this one sample.
         prompt: the sample's tokens and their text.
         cache_shares: entries of each side's cache over those of the full cache; NaN where the trace does not tell.
+        evicted_attention: 1 − S of the head at the first decode step, of each side.
         chosen: heads among which the treatment changes this one's output most: `layer` or `model`; "" where the head
             was given.
         fates: who keeps each token: `both`, `baseline`, `treatment`, `neither`; `question` is not compressed.
@@ -130,6 +131,7 @@ class Tokens(Result):
 
     SECTION: ClassVar[str] = "tokens"
     DOCUMENT: ClassVar[str] = "of a trace"
+    ROWS: ClassVar[str] = "tokens"
     SHOWN: ClassVar[tuple[str, ...]] = ("baseline", "treatment", "both", "baseline_only", "treatment_only")
     FIRST: ClassVar[str] = "head"
 
@@ -138,6 +140,7 @@ class Tokens(Result):
     baseline: EvictionConfig = column("what is compared with")
     treatment: EvictionConfig = column("what is compared")
     cache_shares: tuple[float, float]
+    evicted_attention: tuple[float, float]
     shown: ChangedHead = column("the head whose kept sets these are")
     chosen: str
     heads: tuple[ChangedHead, ...] = column(
@@ -162,6 +165,16 @@ class Tokens(Result):
     def cache_share_treatment(self) -> float:
         """Entries that the treatment's cache holds over those of the full cache."""
         return self.cache_shares[1]
+
+    @derived(unit="share")
+    def evicted_attention_baseline(self) -> float:
+        """The head's attention on entries that the baseline evicts, 1 − S, first decode step."""
+        return self.evicted_attention[0]
+
+    @derived(unit="share")
+    def evicted_attention_treatment(self) -> float:
+        """The head's attention on entries that the treatment evicts, 1 − S, first decode step."""
+        return self.evicted_attention[1]
 
     @derived()
     def chosen_among(self) -> str | None:
@@ -225,8 +238,8 @@ class Tokens(Result):
         return [Line(head.name, (head,)) for head in self.heads or (self.shown,)]
 
     def body(self) -> list[Part]:
-        """Return the table of heads, and the prompt with the fate of its tokens."""
-        return [self.table(), self._legend(), self._prompt_passage()]
+        """Return the table of heads, why the shown one's output moves, and the prompt with the fate of its tokens."""
+        return [self.table(), self._reason(), self._legend(), self._prompt_passage()]
 
     def interval_note(self) -> str:
         """Return an empty note: numbers of one sample have no intervals."""
@@ -241,6 +254,15 @@ class Tokens(Result):
         """Return the evicted entries that add most to the output, and both sides' cache shares."""
         shares = " → ".join(map(text.decimal, self.cache_shares))
         return [*self._loss_tables(), f"Entries of the evicted cache over those of the full one: {shares}."]
+
+    def _reason(self) -> str:
+        """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
+        (first, second), evicted = side_names(self.baseline, self.treatment), map(text.percent, self.evicted_attention)
+        shares = f"{first} evicts {next(evicted)} of head {self.shown.name}'s attention, {second} {next(evicted)}."
+        if not self.losses or not all(self.losses):
+            return f"Why: {shares}\n"
+        largest = (f"‹{self._piece(lost[0].position)}› at {lost[0].position:,}" for lost in self.losses)
+        return f"Why: {shares} Of what each evicts, most to the output adds {', and '.join(largest)}.\n"
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per token, in the prompt's order."""
@@ -327,7 +349,11 @@ class Tokens(Result):
         pieces = self.prompt.pieces
         before = _one_line("".join(pieces[max(0, position - _AROUND) : position]))[-_AROUND:]
         after = _one_line("".join(pieces[position + 1 : position + 1 + _AROUND]))[:_AROUND]
-        return f"{before}‹{_one_line(pieces[position] or _HALF)}›{after}"
+        return f"{before}‹{self._piece(position)}›{after}"
+
+    def _piece(self, position: int) -> str:
+        """Return a token's text in one line; a dot for part of a character."""
+        return _one_line(self.prompt.pieces[position] or _HALF)
 
 
 def _one_line(text: str) -> str:
@@ -341,9 +367,8 @@ def tokens(
     layer: int | None = None,
     head: int | None = None,
     *,
-    baseline: str = "attention",
-    treatment: str = "two-stage",
-    budget: float | None = None,
+    baseline: str | None = None,
+    treatment: str | None = None,
     everything: bool = False,
 ) -> Tokens:
     """Compare the tokens of a prompt that a head keeps and evicts under two configurations.
@@ -356,9 +381,10 @@ def tokens(
         layer: of the head; None: any layer.
         head: query head of the layer; None: the head, of the layer or of all, whose isolated perturbation over ‖o_h‖₁
             the treatment changes most at the first decode step.
-        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`).
-        treatment: a side, named like the baseline.
-        budget: of both sides: entries as an integer, else a share of the prompt. None: the first that both have.
+        baseline: a selection (`attention`), a policy (`h2o`), or both (`adakv:attention`); None: attention, or the
+            trace's own where it has no two-stage.
+        treatment: a side, named like the baseline; None: two-stage, or the first that the trace has. Of several pairs,
+            as of several budgets, the first is shown: `trace.sel(budget=128)` has those of one.
         everything: show the whole prompt; else the tokens that differ, with those around them.
 
     Raises TraceError where the trace has no text, no such sample or no such pair, ConfigError for a layer or head that
@@ -369,11 +395,11 @@ def tokens(
     >>> [(token.text, token.fate) for token in result.tokens][:2]
     [('The', 'baseline'), (' cat', 'both')]
     """
-    check_sides(trace, baseline, treatment)
+    first_side, treatments = choose_sides(trace, baseline, treatment)
     prompt = prompt_of(trace, sample)
     layers = _checked_layers(trace, layer, head)
     index = None if layer is None else layers.index(layer)
-    matching = _pairs_of_budget(trace, baseline, treatment, budget)
+    matching = pairs(trace.run, first_side, treatments[0])
     first, second = matching[0]
     sides = (trace.run.configs.index(first), trace.run.configs.index(second))
     heads = [] if head is not None else changed_heads(trace, prompt.index, sides, index, _HEADS)
@@ -384,6 +410,7 @@ def tokens(
         baseline=first,
         treatment=second,
         cache_shares=cache_shares(trace, prompt.index, sides),
+        evicted_attention=evicted_attention(trace, prompt.index, sides, layers.index(shown.layer), shown.head),
         shown=shown,
         chosen="" if head is not None else "model" if layer is None else "layer",
         heads=tuple(heads),
@@ -409,15 +436,3 @@ def _checked_layers(trace: Trace, layer: int | None, head: int | None) -> list[i
             expected = f"from 0 to {len(known) - 1}" if consecutive else f"of {', '.join(map(str, known))}"
             raise ConfigError(f"expected a {name} {expected}, got {given}")
     return names
-
-
-def _pairs_of_budget(trace: Trace, baseline: str, treatment: str, budget: float | None) -> list[Pair]:
-    """Return the pairs of both sides at `budget`; None: at all budgets. Raises TraceError without a pair."""
-    all_pairs = pairs(trace.run, baseline, treatment)
-    if budget is None:
-        return all_pairs
-    matching = [pair for pair in all_pairs if pair[1].budget == Budget(budget)]
-    if not matching:
-        budgets = ", ".join(dict.fromkeys(str(pair[1].budget) for pair in all_pairs))
-        raise TraceError(f"expected '{baseline}' and '{treatment}' with a budget of {budget}, got a trace of {budgets}")
-    return matching

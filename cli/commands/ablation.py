@@ -72,7 +72,7 @@ def _method_ranking(
 
     return Analysis(
         "ablation-methods", run, lambda: _method_configs(run, only), analyse, command="ablation --methods",
-        compares_sums=True, margin=margin,
+        figures={"plot": "", "plot_budgets": "-budgets"}, compares_sums=True, margin=margin,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from perturbkv.cli.choices import DEFAULT_COMPARE, METHODS, check_choice, parse_
 from perturbkv.cli.command_line import hide_options, show_defaults, show_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis
-from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +35,11 @@ def _name_with_distance(analysis: str, distance: str) -> str:
     return analysis if distance == "l1" else f"{analysis}-{distance}"
 
 
+def _sides(run: RunOptions, look: LookOptions, names: Sequence[str]) -> tuple[str, Sequence[str]] | tuple[None, None]:
+    """Return the baseline and the treatments of --compare; None where a finished trace has its own."""
+    return (names[0], names[1:]) if look.trace is None or "compare" in run.typed_options else (None, None)
+
+
 @analysis
 def heads(
     run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE, distance: DistanceOption = "l1"
@@ -49,8 +53,13 @@ def heads(
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.heads.heads import compare_heads
 
-        result = compare_heads(session.trace, names[0], names[1:], step=look.step, distance=distance)
-        stem = name if len(result) == 1 else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
+        first, others = _sides(run, look, names)
+        result = compare_heads(session.trace, first, others, step=look.step, distance=distance)
+        stem = (
+            name
+            if len(result) == 1 or first is None
+            else re.sub("[:/]", "-", "-".join([name, *names]))[:_MOST_STEM_CHARACTERS]
+        )
         session.draw(result, stem)
         return result
 
@@ -79,7 +88,7 @@ def layers(
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
         def compare_drifts(analyse: Callable[..., Any]) -> Any:
-            return analyse(session.trace, names[0], names[1:], step=look.step, distance=distance)
+            return analyse(session.trace, *_sides(run, look, names), step=look.step, distance=distance)
 
         drifts = compare_drifts(layer_drift)
         _save_series(session, drifts, name)
@@ -188,7 +197,7 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.horizon.horizon import horizon
 
-        return horizon(session.trace, names)
+        return horizon(session.trace, None if _sides(run, look, names)[0] is None else names)
 
     figures = {"plot": "", "plot_heads": "-heads"}
     return Analysis("horizon", wanted, lambda: wanted.configs(names), analyse, figures=figures)
@@ -210,27 +219,33 @@ def tokens(
 ) -> Analysis:
     """Show the words that a head keeps and evicts.
 
-    Under two configurations, in colours or, without them, in marks; then the ten evicted entries of each configuration
-    that add most to the head's output. Without --head, the head whose output the treatment changes most.
+    Under two configurations, in colours or, without them, in marks, and why the head's output moves. Without --head,
+    the head whose output the treatment changes most. Of a finished trace, files are written where --output says.
     """
     names = parse_compare(compare)
     if len(names) != 2:
         raise ConfigError(
             f"expected a baseline and a treatment in --compare, such as {DEFAULT_COMPARE}; got '{compare}'"
         )
-    if len(run.budget or ()) > 1:
-        raise ConfigError(f"expected one --budget, of both sides, got {len(run.budget or ())}; ask for each alone")
-    budget = Budget.parse(run.budget[0]).value if run.budget else None
 
     def analyse(session: Session) -> Result:
         from perturbkv.analyses.tokens.tokens import tokens
 
+        first, others = _sides(run, look, names)
         return tokens(
-            session.trace, sample, layer, head, baseline=names[0], treatment=names[1], budget=budget,
+            session.trace,
+            sample,
+            layer,
+            head,
+            baseline=first,
+            treatment=others[0] if others else None,
             everything=everything,
-        )  # fmt: skip
+        )
 
-    return Analysis("tokens", run, lambda: run.configs(names), analyse, figures={}, writes=False)
+    asked = run.output is not None or look.trace is None
+    return Analysis(
+        "tokens", run, lambda: run.configs(names), analyse, figures={"plot": ""} if asked else {}, writes=asked
+    )
 
 
 _NEEDLE_LENGTHS, _NEEDLE_DEPTHS = ["500,1000,2000"], ["0,0.2,0.4,0.6,0.8,1"]

@@ -236,6 +236,11 @@ class EvictionConfig:
         return self.holding.evicts
 
     @property
+    def is_staged(self) -> bool:
+        """True if the selection fills a share α of the budget first; σ, θ̂ and Assumption 1 are of such selections."""
+        return self.selection.name in selections.STAGED
+
+    @property
     def positions(self) -> str:
         """Where decoding sees a head's b kept keys: `kept`, as in the prompt, or `in-cache`, at 0 … b − 1."""
         return str(self.policy.options.get("positions", "kept"))

@@ -81,7 +81,7 @@ class Prompt:
     """A prompt as token ids.
 
     Attributes:
-        sample_id: id of its sample.
+        sample_id: id of its sample; empty until the prompts that are measured together are numbered.
         token_ids: at least one; stored as `TokenIds`, which compare equal to a tuple.
         cut_tokens: number of tokens cut out of its middle.
         question_tokens: how many of `token_ids`, the last ones, come after the context: question, template, prefix.
@@ -123,9 +123,8 @@ class Prompt:
 
     def __repr__(self) -> str:
         cut = f" ({self.cut_tokens:,} cut)" if self.cut_tokens else ""
-        return escape_line(
-            f"Prompt '{self.sample_id}': {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}"
-        )
+        name = f" '{self.sample_id}'" if self.sample_id else ""
+        return escape_line(f"Prompt{name}: {len(self.token_ids):,} tokens{cut}: {self.excerpt or '(text not known)'}")
 
     @classmethod
     def from_text(
@@ -134,7 +133,7 @@ class Prompt:
         model: Any,
         question: str = "",
         *,
-        id: str = "0",
+        id: str = "",
         answers: Sequence[str] = (),
         metric: str = "",
         chat_template: bool | None = None,
@@ -146,7 +145,7 @@ class Prompt:
             text: the context, which a context-only scenario compresses alone; all of the prompt without a question.
             model: model whose tokenizer and chat template are used.
             question: question after the text; a line of its own.
-            id: unique among the prompts that are measured together.
+            id: unique among the prompts that are measured together; empty: the first number that is no id of these.
             answers: accepted answers.
             metric: metric of an answer, one of `metrics.CHOICES`; empty: f1.
             chat_template: None: where the tokenizer has one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -166,17 +167,24 @@ def _check_length(name: str, length: int, max_tokens: int | None, positions: int
 
 
 def collect(prompts: Iterable[Prompt]) -> Prompts:
-    """Return prompts as `Prompts`; prompts from no dataset have their digests as options.
+    """Return prompts as `Prompts`; prompts from no dataset have their digests as options, and a number for no id.
 
     Raises DatasetError where only some prompts from no dataset use the chat template.
     """
-    collected = prompts if isinstance(prompts, Prompts) else Prompts(tuple(prompts))
+    collected = prompts if isinstance(prompts, Prompts) else Prompts(_number(tuple(prompts)))
     if collected.dataset != NO_DATASET:
         return collected
     digests = {prompt.sample_id: _digest(prompt) for prompt in collected}
     return replace(
         collected, options={**collected.options, DIGESTS: digests}, chat_template=_uses_chat_template(collected)
     )
+
+
+def _number(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """Return the prompts, those without an id with the first numbers, from 0, that are no id of the others."""
+    given = {prompt.sample_id for prompt in prompts}
+    free = (number for number in map(str, itertools.count()) if number not in given)
+    return tuple(prompt if prompt.sample_id else replace(prompt, sample_id=next(free)) for prompt in prompts)
 
 
 def _uses_chat_template(prompts: Prompts) -> bool:

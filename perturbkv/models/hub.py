@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,18 @@ def download_folder(repository: str, patterns: Sequence[str], revision: str = ""
             repository, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
         return Path(folder)
+
+
+def check_available(repository: str, revision: str = "") -> None:
+    """Raise UnreachableHubError where the hub does not answer and its cache on disk knows nothing of the repository."""
+    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model")).is_dir():
+        return
+    try:
+        download_file(repository, "config.json", revision)
+    except UnreachableHubError:
+        raise
+    except HubError:
+        return  # what the hub answers is told when its files are read
 
 
 @contextmanager

@@ -28,11 +28,18 @@ from perturbkv import memory
 from perturbkv.errors import ConfigError, ModelError, UnknownNameError
 from perturbkv.models import gguf, hub, quantisers, stored_weights, user_cache
 from perturbkv.models.adapter import Adapter, OpenArguments, check_projections
-from perturbkv.models.aliases import ALIASES, EMBEDDED
+from perturbkv.models.aliases import ALIASES
 from perturbkv.models.families import FAMILIES
-from perturbkv.models.hub import HubError
 from perturbkv.models.sanity import check_config, check_shapes, load_whole_model
-from perturbkv.models.sources import RANDOM, READ_SUFFIXES, Source, check_random, explain_errors, resolve
+from perturbkv.models.sources import (
+    RANDOM,
+    READ_SUFFIXES,
+    Source,
+    check_random,
+    explain_errors,
+    explain_hub_errors,
+    resolve,
+)
 from perturbkv.models.stored_weights import WeightStorage
 
 _WEIGHTS = "model.safetensors"
@@ -47,7 +54,7 @@ def download_settings(source: Source) -> Source:
     """
     if not source.hub_id:
         return source
-    with _explain_hub_errors(source):
+    with explain_hub_errors(source):
         if source.gguf_file:
             folder = hub.download_file(source.hub_id, source.gguf_file, source.revision)
             for _ in PurePosixPath(source.gguf_file).parts:
@@ -61,23 +68,9 @@ def download_weights(source: Source) -> None:
     """Download the safetensors of a source of the hub. Raises ModelError where the hub does not deliver them."""
     if source.commit and source.gguf_file is None:
         index = source.path / f"{_WEIGHTS}.index.json"
-        with _explain_hub_errors(source):
+        with explain_hub_errors(source):
             for name in sorted(stored_weights.index_files(index)) if index.is_file() else [_WEIGHTS]:
                 hub.download_file(source.hub_id, name, source.commit)
-
-
-@contextmanager
-def _explain_hub_errors(source: Source) -> Iterator[None]:
-    """Turn a HubError in the block into a ModelError with the reason and advice."""
-    try:
-        yield
-    except HubError as error:
-        instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
-        other = "; bring it with --model PATH (a folder of safetensors or a .gguf file), or with a filled HF_HOME"
-        raise ModelError(
-            f"model '{source.name}' needs {source.hub_id} and the hub did not give it: "
-            f"{error}{'' if ';' in str(error) else other}{instead}"
-        ) from error
 
 
 _lock = threading.Lock()

@@ -14,8 +14,9 @@ from typing import Any
 
 from perturbkv import memory
 from perturbkv.errors import ModelError, PerturbkvError, UnknownNameError
-from perturbkv.models import user_cache, wheels
+from perturbkv.models import hub, user_cache, wheels
 from perturbkv.models.aliases import ALIASES, EMBEDDED, Wheel
+from perturbkv.models.hub import HubError
 
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+):(.+\.gguf)", re.ASCII)
@@ -103,12 +104,16 @@ def resolve(name: str, revision: str = "") -> Source:
 def check_name(name: str, revision: str = "") -> None:
     """Raise the errors of `resolve` for a model that no alias, hub id or path names, without a download.
 
-    A model of the hub is not asked for; `random:<alias>` is known by its alias.
+    ModelError for a model of a hub that cannot be reached and that left none here; `random:<alias>` is known by its
+    alias.
     """
     if name.startswith(RANDOM):
         check_random(name)
     elif name not in ALIASES or ALIASES[name].parts is None or _as_path(name).exists():
-        resolve(name, revision)
+        source = resolve(name, revision)
+        if source.hub_id:
+            with explain_hub_errors(source):
+                hub.check_available(source.hub_id, revision)
 
 
 def check_random(name: str) -> str:
@@ -203,6 +208,20 @@ def explain_errors(source: Source, what: str) -> Iterator[None]:
         reason = _OWN_CODE if "trust_remote_code" in str(error) else _reason(error)
         raise ModelError(
             f"model '{source.name}' cannot be loaded, as {what} of {source.path} cannot be read: {reason}"
+        ) from error
+
+
+@contextmanager
+def explain_hub_errors(source: Source) -> Iterator[None]:
+    """Turn a HubError in the block into a ModelError with the reason and advice."""
+    try:
+        yield
+    except HubError as error:
+        instead = f"; '{EMBEDDED}' needs no hub" if source.hub_id == ALIASES[EMBEDDED].hub_id else ""
+        other = "; bring it with --model PATH (a folder of safetensors or a .gguf file), or with a filled HF_HOME"
+        raise ModelError(
+            f"model '{source.name}' needs {source.hub_id} and the hub did not give it: "
+            f"{error}{'' if ';' in str(error) else other}{instead}"
         ) from error
 
 

@@ -1,13 +1,14 @@
-"""Progress bars, drawn by rich in a terminal and by the browser in a notebook; and the seconds of a run's phases.
+"""Progress: rich's bar in a terminal, the browser's in a notebook, else a line each half minute; seconds of phases.
 
-Phases are timed only inside `timed`; elsewhere they cost nothing.
+Phases are timed only inside `timed`; elsewhere they are noted for the lines of progress, which costs nothing.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,20 +48,53 @@ def bar(
     console: Console | None = None,
     status: Callable[[], str] = str,
 ) -> Iterator[Bar]:
-    """Show a progress bar with the remaining time inside the block: in a notebook's cell or on a console (else stderr).
+    """Show progress inside the block: a bar in a notebook's cell or on a terminal, else a line each half minute.
 
     `status` is called whenever the bar is drawn, and returns a text to show next to it, such as `7 of 8 workers`.
 
-    Nothing is drawn where it is not `shown`, or the console is neither a terminal nor a notebook. The bar disappears
-    after the block.
+    The lines go to `console`, by default stderr. Nothing is drawn where it is not `shown`. The bar disappears after the
+    block.
     """
     screen = console or Console(stderr=True)
     if shown and screen.is_jupyter:
         with _notebook_bar(label, total, done, status) as drawn:
             yield drawn
+    elif shown and not screen.is_terminal:
+        with _lines(label, total, done, screen, status) as drawn:
+            yield drawn
     else:
         with _terminal_bar(label, total, done, screen, shown, status) as drawn:
             yield drawn
+
+
+LINE_S = 30.0
+"""Seconds between two lines of progress."""
+_open_phases: list[str] = []
+"""Names of the phases that this process is in, the outermost first."""
+
+
+@contextmanager
+def _lines(
+    label: str, total: int | None, done: int, screen: Console, status: Callable[[], str]
+) -> Iterator[_CountedBar]:
+    """Print a line of progress each `LINE_S` seconds inside the block, also while one item takes long."""
+    counted, began, over = _CountedBar(total, done), time.monotonic(), threading.Event()
+
+    def print_lines() -> None:
+        while not over.wait(LINE_S):
+            doing = ", ".join(filter(None, (*_open_phases[:1], status())))
+            elapsed = _format_seconds(time.monotonic() - began)
+            text = f"{label}: {counted.text()} after {elapsed}{f' ({doing})' if doing else ''}"
+            with suppress(OSError):  # a closed pipe, which the command itself tells
+                screen.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield counted
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager
@@ -77,8 +111,7 @@ def _terminal_bar(
         TimeRemainingColumn(),
         *([_TextColumn(lambda task: status())] if status() else []),
     )
-    visible = shown and screen.is_terminal
-    with Progress(*columns, console=screen, disable=not visible, transient=True) as drawn:
+    with Progress(*columns, console=screen, disable=not shown, transient=True) as drawn:
         yield _TerminalBar(drawn, label, total, done)
 
 
@@ -124,6 +157,26 @@ class _TerminalBar:
     def update(self, done: int, total: int) -> None:
         """Set the number of items done and the total."""
         self._drawn.update(self._task, completed=done, total=total)
+
+
+@dataclass
+class _CountedBar:
+    """A bar that is told in lines."""
+
+    total: int | None
+    done: int
+
+    def advance(self) -> None:
+        """Count one more item as done."""
+        self.done += 1
+
+    def update(self, done: int, total: int) -> None:
+        """Set the number of items done and the total."""
+        self.done, self.total = done, total
+
+    def text(self) -> str:
+        """Return the counts as text: '3 of 8 done'."""
+        return f"{self.done} done" if self.total is None else f"{self.done} of {self.total} done"
 
 
 class _NotebookBar:
@@ -204,15 +257,16 @@ def timed(wait: Callable[[], None] = lambda: None) -> Iterator[dict[str, float]]
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the duration of the block to the phase `name`; outside `timed` nothing is measured."""
+    """Add the duration of the block to the phase `name` inside `timed`; lines of progress name the outermost phase."""
     clock = _timing_clock.get()
-    if clock is None:
-        yield
-        return
-    clock.wait()
+    _open_phases.append(name)
+    if clock:
+        clock.wait()
     start = time.perf_counter()
     try:
         yield
     finally:
-        clock.wait()
-        clock.seconds[name] = clock.seconds.get(name, 0.0) + time.perf_counter() - start
+        _open_phases.pop()
+        if clock:
+            clock.wait()
+            clock.seconds[name] = clock.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +101,6 @@ def drift_floors(trace: Trace) -> Floats:
     each = [drift.drift_floors(measured, distance) for distance in DISTANCES]
     nothing = np.full(np.shape(trace.arrays["hidden_norm"])[-1], np.nan)
     return np.stack([nothing if floor is None else floor.mean(axis=0) for floor in each])
-
-
-def configs_without_eviction(trace: Trace) -> Sequence[str]:
-    """Return the labels of configurations whose budget covers every sample's prompt: nothing was evicted."""
-    evicted = Measurements(trace, ANALYSIS)["evicted"].max(axis=0) > 0
-    return [config.label() for config, some in zip(trace.run.configs, evicted.tolist(), strict=True) if not some]
 
 
 def _byte_shares(trace: Trace) -> Floats:

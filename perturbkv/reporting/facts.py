@@ -18,15 +18,13 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind
 from perturbkv.errors import TraceError
 from perturbkv.escaping import escape_control_characters, escape_line
-from perturbkv.reporting.arrays import configs_without_eviction, kl_floor
+from perturbkv.reporting.arrays import kl_floor
 from perturbkv.reporting.head_measures import ANALYSIS
 from perturbkv.reporting.prompt_texts import missing_text_hint
 from perturbkv.reporting.sides import Sides, Start, with_interval
 from perturbkv.trace import Trace
 from perturbkv.user_files import parse_json
 
-_MOST_NAMED = 4
-"""Most configurations that a warning names."""
 _LEAST_TIED = 0.01
 """Least share of tied heads that a warning mentions."""
 Fact = tuple[str, str]
@@ -68,7 +66,6 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
         _few_samples_warning(int(trace.ok.sum())),
         *_no_evidence_warnings(trace, sides, start),
         _ties_warning(sides, start, tied),
-        _nothing_evicted_warning(trace),
         identity(trace, trace.run.configs).no_eviction_note(),
     ]
     return tuple(escape_line(one) for one in sentences if one)
@@ -124,10 +121,15 @@ def _few_samples_warning(samples: int) -> str:
 
 
 def _no_evidence_warnings(trace: Trace, sides: Sides, start: Start) -> Sequence[str]:
-    """Return a warning if the first treatment's σ is at most 0.5 in some heads, with counts per budget."""
+    """Return a warning if a staged first treatment's σ is at most 0.5 in some heads, with counts per budget."""
     sigma = Measurements(trace, ANALYSIS)["sigma_stage1"].mean(axis=0)
     configs = [(budget, sides.config(start.treatment, index)) for index, budget in enumerate(sides.budgets)]
-    counts = [(budget, int((sigma[config] <= EVIDENCE).sum())) for budget, config in configs if config is not None]
+    staged = [config.is_staged for config in trace.run.configs]
+    counts = [
+        (budget, int((sigma[config] <= EVIDENCE).sum()))
+        for budget, config in configs
+        if config is not None and staged[config]
+    ]
     heads = ", ".join(f"{count} of {sigma[0].size} at budget {budget}" for budget, count in counts if count)
     if not heads:
         return []
@@ -143,15 +145,6 @@ def _ties_warning(sides: Sides, start: Start, tied: float | None) -> str:
         f"{text.percent(tied)} of the heads are tied between {pair} at budget {sides.budgets[start.budget]} "
         "(propagated): they differ by no more than rounding, or keep the same entries."
     )
-
-
-def _nothing_evicted_warning(trace: Trace) -> str:
-    """Return a warning naming the configurations that evicted nothing; '' if there are none."""
-    labels = configs_without_eviction(trace)
-    if not labels:
-        return ""
-    more = f" and {len(labels) - _MOST_NAMED} more" if len(labels) > _MOST_NAMED else ""
-    return f"Nothing was evicted, as the budget covers every prompt: {'; '.join(labels[:_MOST_NAMED])}{more}."
 
 
 _UNITS = {"digits": "digits found", "score": "score"}

@@ -109,9 +109,20 @@ FIRST = ("isolated", "propagated", "retained_mass", "sigma_stage1", "theta_hat",
 """Measures whose single samples have priority where a page has too few bytes for all."""
 
 
+OF_STAGE_1 = ("theta_hat", "theta_hat_relax", "sigma_stage1", "sigma_topk")
+
+
 def available_measures(trace: Trace) -> tuple[Measure, ...]:
-    """Return the measures of which a trace has the variable and, if needed, the noise floor."""
-    return tuple(one for one in MEASURES if {one.variable, *_floor_names(one)} <= set(trace.arrays))
+    """Return the measures of which a trace has the variable and, if needed, the noise floor.
+
+    Those of stage 1 are left out where no configuration has stages.
+    """
+    staged = any(config.is_staged for config in trace.run.configs)
+    return tuple(
+        one
+        for one in MEASURES
+        if {one.variable, *_floor_names(one)} <= set(trace.arrays) and (staged or one.variable not in OF_STAGE_1)
+    )
 
 
 def sample_values(trace: Trace, measure: Measure) -> Floats:

@@ -260,6 +260,9 @@ def page(payload: Payload) -> str:
     style = _page_style()
     return _template().render(
         payload=payload,
+        staged=any(
+            one["key"] == "sigma_stage1" for part in payload.document.get("traces", ()) for one in part["measures"]
+        ),
         policy=policy(scripts, [style]),
         style=Markup(style),
         data=Markup(as_json(payload.document)),

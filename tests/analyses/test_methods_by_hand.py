@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.ablation.methods import control, methods, protection, settings
+from perturbkv.analyses.heads.heads import compare_heads
+from perturbkv.analyses.identity import identity
 from perturbkv.analyses.text import LESS, MORE
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.policies.registry import normalise
@@ -175,11 +177,13 @@ def test_verdicts_over_several_budgets_count_comparisons_and_not_methods() -> No
 def test_a_budget_at_which_nothing_is_evicted_is_said() -> None:
     whole = [config(name, 1.0, **KV) for name in ("attention", "tova:attention")]
     found = one_head({**L1, **dict.fromkeys(whole, 1.0)})
-    note = "At b=1.0 nothing is evicted: all caches there are equal."
-    assert note not in methods(found).caveats()
+    note = "Nothing is evicted at b=1.0 in 6 of 6 samples."
+    assert note not in methods(found).notes().splitlines()
     for config_ in whole:
         found.arrays["evicted"][:, found.run.configs.index(config_)] = 0
-    assert note in methods(found).caveats()
+    assert note in methods(found).notes().splitlines()
+    found.arrays["evicted"][2:, -1] = 1
+    assert note.replace("6 of 6", "2 of 6") in methods(found).notes().splitlines()
 
 
 def test_a_trace_of_one_method_says_what_it_needs() -> None:
@@ -196,3 +200,32 @@ def test_tables_fit_80_columns_and_figures_are_drawn() -> None:
         (band,) = (patch for patch in panel.patches if patch.get_gid() == "margin")
         assert band.get_extents().transformed(panel.transData.inverted()).intervalx == pytest.approx([1 / 1.05, 1.05])
     assert {row["name"] for row in result.records()} == {"snapkv:two-stage", "tova", "h2o"}
+
+
+def test_a_curve_per_method_over_the_budgets_holds_the_outputs_relative_movement() -> None:
+    other = {config(name, 64, **KV): number for name, number in (("attention", 4.0), ("tova:attention", 3.0))}
+    found = one_head({**L1, **other})
+    result = methods(found)
+    norm = found.arrays["output_norm"][:, 0].sum()
+    configs = found.run.configs
+    curves = {line.get_gid(): line.get_ydata() for line in result.plot_budgets().axes[0].get_lines() if line.get_gid()}
+    assert set(curves) == {"snapkv", "snapkv:two-stage", "tova", "h2o"}
+    for name, label in (("snapkv", "snapkv:attention"), ("tova", "tova:attention")):
+        own = [one for one in configs if one.label().startswith(f"{label} ")]
+        at = sorted((one.budget.value, configs.index(one)) for one in own)
+        moved = [found.arrays["perturbation_propagated"][:, index, 0].sum() / norm for _, index in at]
+        np.testing.assert_allclose(curves[name], [100 * share for share in moved], err_msg=name)
+    ends = result.settings[0].relative_interval
+    assert ends is not None and ends.low <= result.settings[0].relative <= ends.high
+
+
+def test_words_of_two_stages_stand_only_where_there_are_stages() -> None:
+    plain, staged = ({one: number for one, number in L1.items() if one.is_staged <= with_it} for with_it in (0, 1))
+    for traced, has in ((one_head(plain), False), (one_head(staged), True)):
+        foot = identity(traced, traced.run.configs).lines()[1]
+        assert ("a=0.25" in foot) == has
+        sigma = np.full_like(traced.arrays["sigma_stage1"], 0.3)
+        weak = dataclasses.replace(traced, arrays={**traced.arrays, "sigma_stage1": sigma})
+        treatments = "two-stage" if has else "tova:attention"
+        said = compare_heads(weak, "snapkv:attention", treatments).notes()
+        assert ("Theorem 3" in said) == has

@@ -58,7 +58,7 @@ def test_a_result_says_of_which_run_it_is() -> None:
 
 def test_heads_of_a_frame_add_up_to_the_numbers_of_the_document() -> None:
     result = pk.compare_heads(made(samples=5, sigma_stage1=0.4), treatments=NAMES)
-    frame = result.to_frame()
+    frame = result.to_frame("heads")
     assert len(frame) == 4 * 2 * 2 * 2  # pairs × kinds × layers × heads
     pairs = frame.groupby(["treatment", "kind"], sort=False)
     for document in result.to_dict()["comparisons"]:
@@ -76,9 +76,22 @@ def test_heads_of_a_frame_add_up_to_the_numbers_of_the_document() -> None:
             assert int(rows["flagged"].sum()) == len(document["flagged_heads"]) == 4
 
 
+def test_a_frame_is_the_table_as_it_is_shown() -> None:
+    result = pk.compare_heads(made(samples=5), treatments=NAMES)
+    frame, table = result.to_frame(), result.table()
+    assert len(frame) == len(table.rows) == 8
+    for row, pair in zip(frame.itertuples(), [pair for pair in result for _ in range(2)], strict=True):
+        kind = getattr(pair, row.name)
+        ends = kind.sum_ratio_interval
+        assert (row.baseline, row.config, row.n) == (pair.baseline.label(), pair.treatment.label(), 5)
+        assert (row.sum_ratio, row.sum_ratio_low, row.sum_ratio_high) == (kind.sum_ratio, ends.low, ends.high)
+    with pytest.raises(ConfigError, match="expected rows of HeadComparisons to be '' or 'heads', got 'layers'"):
+        result.to_frame("layers")
+
+
 def test_layers_of_a_frame_are_those_of_the_document() -> None:
     result = pk.layer_drift(made(samples=5), treatments=NAMES)
-    rows = result.to_frame().groupby("treatment", sort=False)
+    rows = result.to_frame("layers").groupby("treatment", sort=False)
     for document in result.to_dict()["drifts"]:
         own = rows.get_group(document["treatment"]["label"])
         for name in ("baseline_drift", "treatment_drift", "ratio", "verdict", "noise_floor"):
@@ -88,7 +101,7 @@ def test_layers_of_a_frame_are_those_of_the_document() -> None:
 
 def test_samples_of_a_frame_give_the_share_of_the_document() -> None:
     result = pk.last_layer(made(samples=5))
-    rows = result.to_frame().groupby("treatment", sort=False)
+    rows = result.to_frame("samples").groupby("treatment", sort=False)
     for document in result.to_dict()["per_sample"]:
         own = rows.get_group(document["treatment"]["label"])
         assert (own["verdict"] == 1).mean() == pytest.approx(document["improved_share"])
@@ -151,7 +164,6 @@ def test_notes_of_several_series_stand_once() -> None:
         ({"treatments": []}, ConfigError, "got none"),
         ({"treatments": ["two-stage", "two-stage"]}, ConfigError, "twice"),
         ({"treatments": [3]}, ConfigError, "got int"),
-        ({"treatments": None}, ConfigError, "got NoneType"),
         ({"baseline": 3}, ConfigError, "got int"),
         ({"treatments": "value"}, TraceError, "'value'"),
         ({"step": 4}, ConfigError, "expected a step from 0 to 0, got 4"),

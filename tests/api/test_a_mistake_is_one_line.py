@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def test_nothing_is_written_where_no_bar_is_wanted(
     ("call", "error", "said"),
     [
         (lambda model: pk.measure(model, [], CONFIGS), DatasetError, "at least one prompt"),
-        (lambda model: pk.measure(model, [prompt(model)] * 2, CONFIGS), DatasetError, "'0' twice"),
+        (lambda model: pk.measure(model, [replace(prompt(model), sample_id="a")] * 2, CONFIGS), DatasetError,
+         "'a' twice"),
         (lambda model: pk.measure(model, [prompt(model)], []), ConfigError, "at least one eviction"),
         (lambda model: pk.measure(model, [prompt(model)], CONFIGS, workers=pk.Workers("rae")), UnknownNameError,
          "known: ray"),

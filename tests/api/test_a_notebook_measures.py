@@ -19,7 +19,7 @@ from perturbkv.cli.main import app
 from perturbkv.datasets.prompts import collect
 from perturbkv.display import Table
 from perturbkv.engines import engine_choice
-from perturbkv.errors import ActivationError, ModelError
+from perturbkv.errors import ActivationError, DatasetError, ModelError
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.user_model import fingerprint
 from perturbkv.storage.run.writer import TraceWriter
@@ -195,7 +195,7 @@ def test_a_prompt_and_a_model_show_themselves_in_one_line(folder: Path, model: A
     text, question = "The quick brown fox jumps over\nthe lazy dog. " * 3, "Who was it?"
     cut = repr(pk.Prompt.from_text(text, model, question, id="p7", max_tokens=100))
     assert cut.startswith("Prompt 'p7': 100 tokens (48 cut): ") and cut.endswith(f" … over the lazy dog. {question}")
-    assert repr(pk.Prompt.from_text(question, model)) == f"Prompt '0': 11 tokens: {question}"
+    assert repr(pk.Prompt.from_text(question, model)) == f"Prompt: 11 tokens: {question}"
     assert repr(pk.Prompt.from_text("語" * 70, model)).endswith(f": {'語' * 30} … {'語' * 30}")
     assert repr(pk.Prompt("s", (1, 2), 0)) == "Prompt 's': 2 tokens: (text not known)"
     assert repr(model) == f"{folder}: 2 layers × 4 heads, float32 on cpu"
@@ -314,6 +314,13 @@ def test_prompts_of_ones_own(model: Adapter) -> None:
     assert found.run.dataset == "prompts"
     answers = pk.generate(model, mine, CONFIGS, max_new_tokens=3, progress=False)
     assert [len(one.evicted) for one in answers] == [2, 2]
+
+
+def test_prompts_without_an_id_are_numbered(model: Adapter) -> None:
+    mine = [pk.Prompt.from_text("The quick brown fox jumps. " * 6, model, id=name) for name in ("", "0", "")]
+    assert pk.measure(model, mine, CONFIGS[:1], progress=False).sample_ids == ("1", "0", "2")
+    with pytest.raises(DatasetError, match="got '0' twice"):  # before the model is looked at
+        pk.measure("no model", [*mine, mine[1]], CONFIGS)  # type: ignore[arg-type]
 
 
 def test_one_configuration_and_one_prompt_are_answered_as_a_series_of_each(model: Adapter) -> None:

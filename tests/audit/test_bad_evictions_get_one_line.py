@@ -164,7 +164,7 @@ def test_a_result_is_json_and_a_table() -> None:
         assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["verdict"] == result.verdict
         assert result.verdict in repr(result)
         assert result.plot() is not None
-    frame = audited("llama", planted.swapped_values, situations=["single"]).to_frame()
+    frame = audited("llama", planted.swapped_values, situations=["single"]).to_frame("layers")
     assert len(frame) == 3 * 3
     assert set(frame[frame.floors > FLOORS].layer) == {1, 2}
 

@@ -212,4 +212,12 @@ def test_a_notebook_says_what_the_command_says(perturbkv: Run) -> None:
     for suffix, text in (("tex", result.to_latex()), ("md", result.to_markdown()), ("csv", result.to_csv())):
         assert Path(f"out/quality.{suffix}").read_text() == text
     assert result._repr_html_().count("<table>") == len(result.body())
-    assert set(result.to_frame().columns) >= {"dataset", "sample", "config", "score", "full", "propagated", "kl"}
+    assert set(result.to_frame("samples").columns) >= {
+        "dataset",
+        "sample",
+        "config",
+        "score",
+        "full",
+        "propagated",
+        "kl",
+    }

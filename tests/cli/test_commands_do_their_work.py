@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from perturbkv.cli import console, planned_run
+from perturbkv.pipeline import progress
 from perturbkv.pipeline.progress import bar
 from perturbkv.pipeline.run import footprint
 from perturbkv.pipeline.sample.one_sample import trace as run_trace
@@ -123,7 +124,7 @@ def test_dry_run_says_what_would_fit(perturbkv: Run, tiny: list[object], monkeyp
 def test_cut_and_untouched_prompts_are_reported(perturbkv: Run, tiny: list[object]) -> None:
     ran = perturbkv("trace", *tiny, "--max-tokens", 100, "-b", "1.0", "-o", "t.h5")
     assert "2 of 2" in ran.err and "100 tokens" in ran.err
-    assert "evicts nothing" in ran.err
+    assert "nothing is evicted in 2 of 2 samples: budget 1.0, prompts have 100 tokens" in ran.err.splitlines()
 
 
 @pytest.mark.slow
@@ -178,6 +179,17 @@ def test_no_progress_bar_where_stderr_is_no_terminal(perturbkv: Run, tiny: list[
         with bar("samples", 3, console=screen) as drawn:
             drawn.advance()
         assert ("samples" in screen.file.getvalue()) == terminal
+
+
+def test_a_long_sample_is_told_in_lines_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = console.Console(file=io.StringIO(), force_terminal=False, width=80)
+    monkeypatch.setattr(progress, "LINE_S", 0.05)
+    with progress.bar("samples", console=screen) as drawn, progress.phase("prefill"):
+        drawn.update(2, 8)
+        time.sleep(0.4)
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert 2 <= len(lines) <= 8
+    assert set(lines) == {"samples: 2 of 8 done after 0:00:00 (prefill)"}
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ sys.stdout.write(json.dumps([refused(words) for words in json.load(sys.stdin)]))
 """
 REFUSALS = {
     "heads --model nope": "unknown model 'nope'",
+    "heads --model qwen3-8b": "needs Qwen/Qwen3-8B and the hub did not give it: HF_HUB_OFFLINE is set; bring it with",
     "heads --model ./nope": "expected a folder of safetensors or a .gguf file, got './nope'",
     "heads --model nope.gguf": "expected a folder of safetensors or a .gguf file, got 'nope.gguf'",
     "heads --model random:nope": "unknown model 'random:nope'",
@@ -117,7 +118,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "answered" / "generation.jsonl").write_text(json.dumps({"run": run, "compress_every": None}) + "\n")
     (folder / "broken" / "generation.jsonl").write_text("{}\n")
     before = sorted(folder.rglob("*"))
-    got = dict(zip(REFUSALS, answers(folder, [line.split() for line in REFUSALS]), strict=True))
+    lines = [line.split() for line in REFUSALS]
+    got = dict(zip(REFUSALS, answers(folder, lines, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hf")), strict=True))
     assert sorted(folder.rglob("*")) == before
     return got
 

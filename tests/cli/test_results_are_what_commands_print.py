@@ -91,15 +91,24 @@ def test_a_result_plots_itself_at_both_widths(results: dict[str, Result], comman
 
 @EVERY
 def test_a_frame_holds_plain_values_and_names_its_configurations(results: dict[str, Result], command: str) -> None:
-    frame = results[command].to_frame()
+    frame = results[command].to_frame(results[command].ROWS)
     assert {"config", "policy", "selection", "budget"} <= set(frame.columns)
     kinds = {type(value) for row in results[command].records() for value in row.values()}
     assert kinds <= {str, int, float, type(None)}
     assert len(frame) == len(results[command].records()) > 0
 
 
+@EVERY
+def test_a_frame_has_a_row_per_line_of_the_table(results: dict[str, Result], command: str) -> None:
+    result = results[command]
+    if result.ROWS:
+        frame, lines = result.to_frame(), [line for line in result.lines() if line.records]
+        assert len(frame) == len(lines) > 0
+        assert {result.FIRST, "n"} < set(frame.columns)
+
+
 def test_sigma_by_head_adds_up_to_its_shares(results: dict[str, Result]) -> None:
-    frame = results["assumption"].to_frame()
+    frame = results["assumption"].to_frame("heads")
     for told in results["assumption"].to_dict()["configurations"]:
         for reading in ("sigma_topk", "sigma_stage1", "retained_mass"):
             rows = frame[(frame.config == told["config"]["label"]) & (frame.reading == reading)]
@@ -109,7 +118,7 @@ def test_sigma_by_head_adds_up_to_its_shares(results: dict[str, Result]) -> None
 
 
 def test_ratios_by_head_are_those_of_the_numbers(results: dict[str, Result]) -> None:
-    frame = results["bound-tightness"].to_frame()
+    frame = results["bound-tightness"].to_frame("heads")
     for told in results["bound-tightness"].to_dict()["configurations"]:
         rows = frame[frame.config == told["config"]["label"]]
         assert rows.sigma_at_most_half.mean() == pytest.approx(told["sigma_at_most_half_share"])
@@ -119,7 +128,7 @@ def test_ratios_by_head_are_those_of_the_numbers(results: dict[str, Result]) -> 
 
 
 def test_perturbation_by_head_adds_up_to_the_ratios_of_the_ablation(results: dict[str, Result]) -> None:
-    frame = results["ablation"].to_frame()
+    frame = results["ablation"].to_frame("heads")
     frame["alpha"] = frame.alpha.astype(object).where(frame.alpha.notna(), None)
     sums = frame.groupby(["part", "baseline", "config", "kind"], sort=False)[["baseline_mean", "treatment_mean"]].sum()
     for setting in results["ablation"].to_dict()["settings"]:
@@ -131,7 +140,7 @@ def test_perturbation_by_head_adds_up_to_the_ratios_of_the_ablation(results: dic
 
 
 def test_steps_are_those_of_the_curves(results: dict[str, Result]) -> None:
-    frame = results["horizon"].to_frame()
+    frame = results["horizon"].to_frame("steps")
     for told in results["horizon"].to_dict()["configs"]:
         rows = frame[frame.config == told["config"]["label"]]
         for curve in told["curves"]:
@@ -142,7 +151,7 @@ def test_steps_are_those_of_the_curves(results: dict[str, Result]) -> None:
 
 
 def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]) -> None:
-    frame, told = results["needle"].to_frame(), results["needle"].to_dict()
+    frame, told = results["needle"].to_frame("samples"), results["needle"].to_dict()
     for method in (told["full"], *told["methods"]):
         label = method["config"]["label"] if method["config"] else "full cache"
         rows = frame[frame.config == label]
@@ -158,7 +167,7 @@ def test_what_each_sample_found_adds_up_to_the_shares(results: dict[str, Result]
 
 
 def test_answers_of_the_frame_add_up_to_those_lost(results: dict[str, Result]) -> None:
-    frame, told = results["correlation"].to_frame(), results["correlation"].to_dict()
+    frame, told = results["correlation"].to_frame("samples"), results["correlation"].to_dict()
     for setting in told["settings"]:
         rows = frame[frame.setting == setting["name"]]
         assert (len(rows), rows.lost_answer.sum()) == (setting["answers"], setting["lost"])

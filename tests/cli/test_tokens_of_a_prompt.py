@@ -36,6 +36,23 @@ def test_the_prompt_is_shown_with_its_fates(perturbkv: Run, traced: Path) -> Non
     assert not list(Path().glob("*.json"))
 
 
+def test_a_trace_without_two_stage_shows_its_own_sides_and_why(perturbkv: Run, tiny: list[object]) -> None:
+    sides = ["--policy", "snapkv", "--policy", "adakv", "--selection", "attention", "--budget", 40]
+    assert perturbkv("trace", *tiny, *sides, "-o", "t.h5").code == 0
+    ran = perturbkv("tokens", "t.h5", "--budget", 40, "-o", "out")
+    assert ran.code == 0
+    assert re.search(r"Why: snapkv evicts \d+ % of head \d-\d's attention, adakv \d+ %\.", " ".join(ran.out.split()))
+    assert sorted(path.name for path in Path("out").iterdir()) == ["summary.json", "tokens.png", "tokens.svg"]
+    assert json.loads(Path("out/summary.json").read_text())["analyses"]["tokens"]["baseline"]["budget"] == 40
+    heads = perturbkv("heads", "t.h5", "--budget", 40, "--json").json()
+    assert [(pair["treatment"]["policy"], pair["treatment"]["budget"]) for pair in heads["comparisons"]] == [
+        ("adakv", 40)
+    ]
+    assert len(heads["run"]["configs"]) == 4
+    refused(perturbkv("heads", "t.h5", "--budget", 600), "expected a --budget of t.h5 (24, 40), got 600")
+    refused(perturbkv("tokens", "t.h5", "--budget", 600), "expected a --budget of t.h5 (24, 40), got 600")
+
+
 def test_the_ten_largest_losses_of_each_side_are_details(traced: Path) -> None:
     tables = [part for part in pk.tokens(pk.read_trace(traced), "p1", 1, 3).details() if isinstance(part, Table)]
     assert [len(table.rows) for table in tables] == [10, 10]

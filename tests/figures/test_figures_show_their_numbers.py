@@ -286,7 +286,7 @@ def test_an_ablation_of_two_rows_has_ticks_with_a_scale(width: int, ratio: float
     (result, *_) = ingredients.settings(TRACE)
     kind = replace(result.rows[0].isolated, sum_ratio=ratio, median_ratio=ratio, sum_ratio_interval=None)
     rows = tuple(replace(row, isolated=kind, propagated=kind) for row in result.rows[:2])
-    figure = ablation_figure.draw_ablation(Ablation((replace(result, rows=rows),), 0, SHOWN, (), ()), width)
+    figure = ablation_figure.draw_ablation(Ablation((replace(result, rows=rows),), 0, SHOWN, ()), width)
     axes = figure.axes[0]
     low, high = axes.get_xlim()
     shown = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks() if low <= tick <= high]
@@ -332,7 +332,7 @@ DRAWN: dict[str, tuple[Callable[[], Figure], list[str]]] = {
         ["(%)", "medians over samples", "last layer's drift (L1)", "KL(full ‖ evicted) (nat)", "share of samples"],
     ),
     "ablation": (
-        lambda: ablation_figure.draw_ablation(Ablation(ingredients.settings(TRACE), 0, SHOWN, (), ())),
+        lambda: ablation_figure.draw_ablation(Ablation(ingredients.settings(TRACE), 0, SHOWN, ())),
         ["Σ L1 over attention's (log axis)"],
     ),
 }

@@ -73,7 +73,7 @@ def figures(trace: Trace, width: int) -> Iterator[Figure]:
     yield layers_figure.draw_layers(DriftSeries(tuple(drift.summarise(trace, *pair) for pair in pairs), shown), width)
     yield samples_figure.draw_last_layer(SampleSeries(tuple(last_layer(trace, *pair) for pair in pairs), shown), width)
     yield budgets_figure.draw_budget_curves(budget_curves.summarise(trace, list(NAMES)), width)
-    yield ablation_figure.draw_ablation(Ablation(ingredients.settings(trace), 0, shown, (), ()), width)
+    yield ablation_figure.draw_ablation(Ablation(ingredients.settings(trace), 0, shown, ()), width)
 
 
 ZERO = dict.fromkeys(

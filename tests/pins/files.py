@@ -102,7 +102,7 @@ def _read(path: Path, folder: Path) -> dict[str, Any]:
             found[name] = plain(folder)(f"{type(error).__name__}: {error}")
             continue
         found |= leaves(told.to_dict(), name, folder)
-        found[f"{name} as a table"] = frame(told.to_frame())
+        found[f"{name} as a table"] = frame(told.to_frame(*filter(None, [getattr(told, "ROWS", "")])))
     return found
 
 

@@ -27,10 +27,18 @@ _STRUCTURE = {"format", "arrays", "prompts", "distances", "interval", "key", "ki
 """Keys of the document below which no text of others stands."""
 
 
+_STAGED = {"measures": [{"key": "sigma_stage1"}]}
+"""The measure without which a page has no part on Assumption 1."""
+
+
 def small_payload(text: str = "m", **more: Any) -> Payload:
     """The least that makes a page: every text is this one, and what else the document says."""
     head = TraceHeader("a.h5", text, (("model", text), (text, "1")), (text,))
-    document = {"format": 1, "made_with": "perturbkv 0.1.0", "traces": [{"name": text, "title": text, **more}]}
+    document = {
+        "format": 1,
+        "made_with": "perturbkv 0.1.0",
+        "traces": [{"name": text, "title": text, **_STAGED, **more}],
+    }
     return Payload("m · d", (head,), document, {"b0": b"\x4b\x04\x00"})
 
 

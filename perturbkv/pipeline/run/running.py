@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import perturbkv
 from perturbkv.configs import layer_types
+from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts, token_texts
@@ -295,11 +296,17 @@ def _log_peculiarities(planned: Plan) -> None:
         most = "" if run.max_tokens is None else f" to {run.max_tokens} tokens"
         _log.info("%d of %d prompts were cut in the middle%s", prompts.cut, len(prompts), most)
     lengths = [len(prompt.parts(run.scenario)[0]) for prompt in prompts]
+    whole: dict[Budget, list[int]] = {}
     for config in run.configs:
-        unevicted = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
-        if unevicted:
-            only = f", and stores it in {config.bits} bits" if config.quantised else ""
-            _log.info("'%s' evicts nothing in %d of %d samples%s: b ≥ n", config.label(), unevicted, len(prompts), only)
+        covered = sum(config.kept_entries(tokens) >= tokens for tokens in lengths)
+        whole.setdefault(config.budget, []).append(covered)
+    sizes = " to ".join(f"{size:,}" for size in dict.fromkeys((min(lengths), max(lengths))))
+    for budget, counts in whole.items():
+        if min(counts):
+            _log.info(
+                "nothing is evicted in %d of %d samples: budget %s, prompts have %s tokens",
+                min(counts), len(prompts), budget, sizes,
+            )  # fmt: skip
     if measured := layer_types.format_measured(planned.files.config):
         _log.info("layers %s are measured: the others keep their own sliding window", measured)
     if run.random_weights:

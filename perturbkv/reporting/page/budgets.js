@@ -44,7 +44,8 @@ export const budgets = {
 function panel(view, width, title, read, shown, log, kind = view.data.interval) {
   const found = points(view, read);
   const logs = log && found.every((point) => point.value > 0) && found.length > 0;
-  const { baseline, treatment, grey } = colours();
+  const sides = view.data.sides;
+  const colour = { domain: sides, range: sides.map((side) => sideColour(view, side)) };
   const bars = found.filter((point) => (logs ? point.low > 0 : Number.isFinite(point.low)) && point.role !== "other");
   const known = view.data.configs.every((config) => config.held !== null);
   const x = known
@@ -54,20 +55,32 @@ function panel(view, width, title, read, shown, log, kind = view.data.interval) 
     width, height: 240, marginLeft: 50, marginBottom: 38, style: { background: "none", fontSize: "11px" }, ariaLabel: title,
     x: { ...x, labelAnchor: "center", labelArrow: "none" },
     y: { type: logs ? "log" : "linear", grid: true, ticks: 5, tickFormat: (/** @type {number} */ value) => (shown === percent ? percent(value) : tick(value)), label: null },
-    color: { domain: ["other", "baseline", "treatment"], range: [grey, baseline, treatment] },
+    color: colour,
     symbol: { domain: ["other", "baseline", "treatment"], range: ["diamond", "circle", "square"] },
     marks: [
-      Plot.line(found.filter((point) => point.role === "other"), { x: "held", y: "value", z: "side", stroke: "role", strokeOpacity: 0.45 }),
-      Plot.line(found.filter((point) => point.role !== "other"), { x: "held", y: "value", z: "side", stroke: "role", strokeWidth: 2 }),
+      Plot.line(found.filter((point) => point.role === "other"), { x: "held", y: "value", z: "side", stroke: "side", strokeWidth: 1.4 }),
+      Plot.line(found.filter((point) => point.role !== "other"), { x: "held", y: "value", z: "side", stroke: "side", strokeWidth: 2.4 }),
       ...["baseline", "treatment"].map((role) => Plot.ruleX(bars.filter((bar) => bar.role === role), {
-        x: "held", y1: "low", y2: "high", stroke: "role", dx: role === "baseline" ? -2 : 2,
+        x: "held", y1: "low", y2: "high", stroke: "side", dx: role === "baseline" ? -2 : 2,
       })),
       Plot.text(found.filter((point) => point.role === "treatment"), { x: "held", frameAnchor: "bottom", dy: -2, text: (point) => `b=${point.budget}`, fill: "currentColor", fillOpacity: 0.7 }),
-      Plot.dot(found, { x: "held", y: "value", fill: "role", symbol: "role", r: 3.2, fillOpacity: (point) => (point.role === "other" ? 0.5 : 1),
+      Plot.dot(found, { x: "held", y: "value", fill: "side", symbol: "role", r: 3.2,
         title: (point) => `${point.side}, budget ${point.budget}\n${estimate([point.value, point.low, point.high], shown, kind)}` }),
     ],
   }));
   return make("div", null, make("p", { class: "caption" }, title), figure);
+}
+
+/**
+ * Return a side's colour: that of its role, or of its number among the others, the last one grey.
+ * @param {View} view
+ * @param {string} side
+ */
+function sideColour(view, side) {
+  const { baseline, treatment, others } = colours();
+  if (side === view.choice.treatment) return treatment;
+  if (side === view.choice.baseline) return baseline;
+  return others[Math.min(view.data.sides.indexOf(side), others.length - 1)];
 }
 
 /**
@@ -92,7 +105,11 @@ function key(view) {
   const swatch = (/** @type {string} */ role, /** @type {string} */ mark, /** @type {string} */ text) =>
     make("span", { class: `key ${role}` }, make("b", { "aria-hidden": "true" }, mark), ` ${text}`);
   const intervalTexts = { interval: "bars: 95 % intervals over samples", range: "bars: ranges of single samples, of shares exact 95 % intervals", none: "" };
-  const others = view.data.sides.filter((side) => side !== baseline && side !== treatment);
+  const others = view.data.sides.filter((side) => side !== baseline && side !== treatment).map((side) => {
+    const mark = swatch("other", "◆", side);
+    /** @type {HTMLElement} */ (mark.querySelector("b")).style.color = sideColour(view, side);
+    return mark;
+  });
   return make("p", { class: "legend" }, baseline !== treatment && swatch("baseline", "●", baseline), swatch("treatment", "■", treatment),
-    others.length > 0 && swatch("other", "◆", `others: ${others.join(", ")}`), ` ${intervalTexts[view.data.interval]}`);
+    ...others, ` ${intervalTexts[view.data.interval]}`);
 }

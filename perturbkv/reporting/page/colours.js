@@ -6,6 +6,7 @@ const printing = window.matchMedia("print");
 const LIGHT = {
   signed: ["#8f4600", "#e08214", "#fdd7a4", "#f4f4f4", "#cfcbe6", "#8073ac", "#3d1778"],
   grey: "#767676",
+  others: ["#0173b2", "#029e73", "#cc78bc", "#8c6d1f", "#56b4e9", "#767676"],
   baseline: "#b35806",
   treatment: "#4a2d8f",
   paper: "#ffffff",
@@ -15,6 +16,7 @@ const DARK = {
   ...LIGHT,
   signed: ["#ffb75e", "#c47316", "#6d4517", "#2b2b30", "#443c6e", "#8173c9", "#c3b8ff"],
   grey: "#9a9aa2",
+  others: ["#4aa8e0", "#2fc79a", "#e3a0d6", "#c9a94a", "#8fd0f5", "#9a9aa2"],
   baseline: "#ffa245",
   treatment: "#b3a4ff",
   paper: "#17171b",

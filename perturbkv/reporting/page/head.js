@@ -90,7 +90,8 @@ function overSamples(view, width) {
   return [
     make("p", { class: "caption" }, `${view.measure.name} in ${samples.length === 1 ? "the sample" : `each of the ${samples.length} samples`}`),
     chart(view, marks, width, {
-      x: { label: "sample", ticks: d3.range(0, samples.length, Math.ceil(samples.length / 24)), tickFormat: (/** @type {number} */ index) => String(index + 1) },
+      x: { label: null, ticks: d3.range(0, samples.length, Math.ceil(samples.length / 24)), tickRotate: -35, tickFormat: (/** @type {number} */ index) => shortId(samples[index]?.id ?? "") },
+      marginBottom: 64,
       marks: [
         Plot.ruleX(view.sample < 0 ? [] : [view.sample], { stroke: colours().grey, strokeWidth: 9, strokeOpacity: 0.25 }),
         Plot.ruleX(links.filter((link) => link.length === 2), {
@@ -155,13 +156,13 @@ function both(view, read, from) {
  * @param {View} view
  * @param {Mark[]} marks
  * @param {number} width
- * @param {{x: object, marks: any[]}} more
+ * @param {{x: object, marks: any[], marginBottom?: number}} more
  */
 function chart(view, marks, width, more) {
   const log = view.measure.compare === "ratio" && marks.every((mark) => mark.value > 0);
   const { baseline, treatment } = colours();
   return /** @type {Node} */ (Plot.plot({
-    width, height: 190, marginLeft: 54, marginBottom: 36, style: { background: "none", fontSize: "11px" },
+    width, height: 190 + (more.marginBottom ?? 36) - 36, marginLeft: 54, marginBottom: more.marginBottom ?? 36, style: { background: "none", fontSize: "11px" },
     ariaLabel: `${view.measure.name} of head ${view.choice.head}`,
     x: { ...more.x, labelAnchor: "center", labelArrow: "none", inset: 8 },
     y: { type: log ? "log" : "linear", grid: true, ticks: 5, tickFormat: tick, label: `↑ ${view.measure.unit}`, labelArrow: "none", zero: !log && view.measure.compare === "ratio" },
@@ -169,6 +170,14 @@ function chart(view, marks, width, more) {
     symbol: { domain: ["baseline", "treatment"], range: ["circle", "square"] },
     marks: more.marks,
   }));
+}
+
+/**
+ * Return a sample's id, shortened at its beginning, which ids of one data set have in common.
+ * @param {string} id
+ */
+function shortId(id) {
+  return id.length > 12 ? `…${id.slice(-11)}` : id;
 }
 
 /**

@@ -20,6 +20,8 @@ import { Trace } from "./trace.js";
 import { verdict } from "./verdict.js";
 
 const PARTS = [verdict, map, scatter, head, prompt, layers, assumption, budgets, ablation, answers];
+/** A page of no two-stage selection has no section of the assumption. */
+const shownParts = () => PARTS.filter((part) => document.getElementById(part.id));
 
 async function open() {
   attachTooltip();
@@ -35,7 +37,7 @@ async function open() {
     event.preventDefault(); // the address is the choice's
     document.getElementById("main")?.focus();
   });
-  const drawing = new Drawing(PARTS, chosen);
+  const drawing = new Drawing(shownParts(), chosen);
   drawing.drawVisible();
   performance.mark("ready");
   onPaperChange(() => drawing.drawAll());
