@@ -174,9 +174,9 @@ def _explains(candidate: Tensor, entries: Tensor, full: Tensor) -> bool:
 
 def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of a scale, such as `per entry`; the entries quantised to `bits` bits with that scale)."""
-    for scale, scaled in (("per entry", full), ("per channel", head), ("per channel", full), ("per head", head),
-                          ("per head", full)):  # fmt: skip
-        low, high = _value_range(scaled, scale)
+    for scale, dims, scaled in (("per entry", (-1,), full), ("per channel", (0,), head), ("per channel", (0,), full),
+                                ("per head", (0, 1), head), ("per head", (0, 1), full)):  # fmt: skip
+        low, high = scaled.amin(dim=dims, keepdim=True), scaled.amax(dim=dims, keepdim=True)
         largest = torch.maximum(high, -low)
         for step, zero in (
             (largest / (2 ** (bits - 1) - 1), torch.zeros_like(low)),
@@ -185,14 +185,6 @@ def _quantisations(full: Tensor, head: Tensor, bits: int) -> Iterator[tuple[str,
         ):
             safe = step.clamp(min=torch.finfo(torch.float32).tiny)
             yield scale, ((full - zero) / safe).round() * safe + zero
-
-
-def _value_range(values: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """Return minimum and maximum of the values over each group with a common scale."""
-    if scale == "per head":
-        return values.amin(), values.amax()
-    dim = -1 if scale == "per entry" else 0
-    return values.amin(dim=dim, keepdim=True), values.amax(dim=dim, keepdim=True)
 
 
 def describe_head(

@@ -23,7 +23,7 @@ from perturbkv.auditing.forward_passes import BLOCK, Situation, make_situation, 
 from perturbkv.auditing.loss import Sets, measure_losses
 from perturbkv.auditing.model_state import ModelState, describe_damage, foreign_code
 from perturbkv.auditing.positions_file import KeptFile, audit_file, select_prompt
-from perturbkv.auditing.reference import check_attention, greedy, prompt_entries
+from perturbkv.auditing.reference import check_attention, decode_greedily, prompt_entries
 from perturbkv.configs.audit_settings import IN_CACHE, AuditSettings
 from perturbkv.configs.plugins import external_code
 from perturbkv.configs.resources import Resources
@@ -73,7 +73,7 @@ def audit_eviction(
             raise UnreadableCacheError(
                 f"no plain model is left to compare with: {found}; replace it inside the eviction, not on import"
             )
-        before = ModelState.of(adapter.model)
+        before = ModelState.capture(adapter.model)
         for prompt in used:
             for run in _audit_prompt(adapter, prompt, eviction, settings, before):
                 runs.append(run)  # at once, as a later situation may be unreadable
@@ -134,7 +134,7 @@ def _audit_prompt(
     if isinstance(eviction, KeptFile):
         yield dataclasses.replace(audit_file(adapter, ids, eviction, prompt.sample_id), allowed=settings.allow)
         return
-    tokens, full = greedy(adapter, ids, token_count(settings.steps, settings.situations))
+    tokens, full = decode_greedily(adapter, ids, token_count(settings.steps, settings.situations))
     alone = None
     for name in settings.situations:
         situation = make_situation(name, ids, tokens, settings.steps)

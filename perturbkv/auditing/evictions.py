@@ -116,24 +116,19 @@ def eviction(
         _check_options(target, name, arguments)
         with external_code(f"{name} cannot be made:", ConfigError):  # before a model is loaded
             target(**arguments)
-        return Eviction(name, CLASS, _cache_class_reader(lambda: target(**arguments)), decode, masks)
+
+        def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
+            cache, padding = target(**arguments), _padding_arguments(attention_mask)
+            model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            return cache
+
+        return Eviction(name, CLASS, evict, decode, masks)
     if inspect.isclass(target) or not callable(target):
         raise ConfigError(
             f"expected {name} to be a function ({', '.join(_TAKES)}) or a transformers Cache class, got {target!r}"
         )
     _check_options(target, name, arguments, _TAKES)
     return Eviction(name, FUNCTION, lambda *inputs: target(*inputs, **arguments), decode, masks)
-
-
-def _cache_class_reader(build: Callable[[], Cache]) -> Evict:
-    """Return an `Evict` function that passes a new cache from `build` to the plain model as `past_key_values`."""
-
-    def evict(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Cache:
-        cache, padding = build(), _padding_arguments(attention_mask)
-        model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
-        return cache
-
-    return evict
 
 
 def _check_options(target: Any, name: str, options: Mapping[str, Any], inputs: tuple[str, ...] = ()) -> None:
@@ -210,13 +205,9 @@ def load_eviction(source: Any, budget: Budget | None = None) -> Eviction | KeptF
         raise ConfigError(f"a budget has no effect here: {reason}; leave it out")
     if isinstance(source, Eviction | KeptFile):
         return source
-    if isinstance(source, str | Path):
-        return _parse_eviction(str(source))
-    return eviction(source, getattr(source, "__name__", type(source).__name__))
-
-
-def _parse_eviction(text: str) -> Eviction | KeptFile:
-    """Return the eviction or the file of kept positions named by a text, presses excluded."""
+    if not isinstance(source, str | Path):
+        return eviction(source, getattr(source, "__name__", type(source).__name__))
+    text = str(source)
     if Path(text).suffix in KEPT_SUFFIXES:
         return read_positions(Path(text))
     choice = parse(text)

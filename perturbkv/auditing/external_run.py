@@ -19,8 +19,8 @@ from perturbkv.auditing.kept_entries import EntryComparison, EntryTracker, first
 from perturbkv.auditing.model_state import ModelState, describe_damage
 from perturbkv.auditing.positions import (
     UNROTATED,
+    cache_positions,
     decode_moving,
-    held_entries,
     match_all_at_zero,
     match_at_zero,
     move_to_cache_positions,
@@ -30,10 +30,10 @@ from perturbkv.auditing.reference import (
     PromptEntries,
     compare,
     decode,
-    decode_from,
-    floors,
+    decode_entries,
+    noise_floors,
     prompt_entries,
-    read,
+    read_prompts,
 )
 from perturbkv.cache.external_cache import Layers, layer_tensors, matching_rows, recover
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL, AuditSettings
@@ -86,7 +86,7 @@ class ExternalRun:
         tracker: the kept entries of the cache.
         passes: the completed forward passes.
         own_passes: the same by the plain model from the cache's own entries; empty unless changes are allowed.
-        unmoved: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
+        original: `prompts` at the prompt's own positions, where keys of `prompts` are moved to places in the cache.
         failed, failed_layer, refused, damage: as in `AuditedRun`; a damaged model has no reference.
     """
 
@@ -98,7 +98,7 @@ class ExternalRun:
     tracker: EntryTracker
     passes: list[ForwardPass] = field(default_factory=list)
     own_passes: list[ForwardPass] = field(default_factory=list)
-    unmoved: PromptEntries | None = None
+    original: PromptEntries | None = None
     failed: str = ""
     failed_layer: int = -1
     refused: str = ""
@@ -157,10 +157,10 @@ class ExternalRun:
         self, situation: Situation, masks: Sequence[Sequence[Tensor]]
     ) -> tuple[list[ForwardPass], Distances]:
         """Return the masked reference's forward passes and their noise floors."""
-        if self.unmoved is not None and self.tracker.keys_move:
-            return decode_moving(self.adapter, self.unmoved, situation, masks, self.tracker.held)
+        if self.original is not None and self.tracker.keys_move:
+            return decode_moving(self.adapter, self.original, situation, masks, self.tracker.held)
         passes = list(decode(self.adapter, self.prompts.full, situation, masks))
-        return passes, floors(self.adapter, passes, self.prompts, situation, masks)
+        return passes, noise_floors(self.adapter, passes, self.prompts, situation, masks)
 
     def _compare_steps(self, row: int, reference: Sequence[ForwardPass], noise: Distances) -> tuple[DecodingStep, ...]:
         """Return the distances between a row's forward passes and the masked reference's, in noise floors."""
@@ -241,7 +241,7 @@ class ExternalRun:
         if not any(self.situation.padding) or not (distance := _key_distance(layers, self.prompts.full)):
             return
         counted = replace(self.situation, counts_padding=True)
-        full = read(self.adapter, counted)
+        full = read_prompts(self.adapter, counted)
         if _key_distance(layers, full) < distance:
             self.situation, self.prompts = counted, prompt_entries(self.adapter, counted, full)
             self.tracker = replace(self.tracker, situation=counted, full=full)
@@ -254,10 +254,10 @@ class ExternalRun:
         distances = self.tracker.convention_distances(layers[0])
         if self.settings.positions == IN_CACHE or distances[IN_CACHE] < distances[ORIGINAL]:
             before = situation.prompt_positions()
-            held = held_entries(match_all_at_zero(layers, full, situation.padding, before, self.adapter.frequencies))
-            self.unmoved = self.prompts
+            held = cache_positions(match_all_at_zero(layers, full, situation.padding, before, self.adapter.frequencies))
+            self.original = self.prompts
             self.prompts = move_to_cache_positions(self.adapter, held, self.prompts, situation, before)
-            self.tracker = replace(self.tracker, full=self.prompts.full, unmoved=full)
+            self.tracker = replace(self.tracker, full=self.prompts.full, original=full)
             self._expect_after(layers[0][0].shape[2])
 
     def _check_keys(self, cache: Cache) -> None:
@@ -320,7 +320,7 @@ class ExternalRun:
             self._expect_after(record.entries[0] - record.query[0].shape[2])
         entries = [record.previous_entries(layer) for layer in range(len(full))]
         if self.settings.allow and entries[0][0].shape[1] == full[0][0].shape[1]:
-            plain = decode_from(self.adapter, entries, self.situation, chunk, attended)
+            plain = decode_entries(self.adapter, entries, self.situation, chunk, attended)
             plain.forget_entries()
             self.own_passes.append(plain)
         record.forget_entries()

@@ -28,9 +28,9 @@ from perturbkv.auditing.changes import (
 from perturbkv.auditing.forward_passes import ForwardPass, Situation, boolean_mask
 from perturbkv.auditing.positions import (
     Held,
+    cache_positions,
     convention_distances,
     describe_wrong_rotation,
-    held_entries,
     match_all_at_zero,
 )
 from perturbkv.cache.external_cache import NOWHERE, STRANGE, LayerKept, Layers, recover
@@ -49,12 +49,12 @@ class EntryTracker:
         full: the plain model's entries of the prompts.
         masks: per forward pass and layer (row, kept_head, entry) True where an entry of a prompt, or one decoded
             before, is attended to; padding left out.
-        first: per row and layer the entries at the first pass.
+        first_matches: per row and layer the entries at the first pass.
         attended: per row and layer (kept_head, entry) True where the attention sees that entry.
-        cached: per layer the keys and values of the cache at the first pass.
+        first_entries: per layer the keys and values of the cache at the first pass.
         changed: per row, passes at which entries went or changed.
         hidden: row, layer and kept_head -> entries of the prompt that the cache holds and a mask hides.
-        unmoved: `full` with keys at the prompt's own positions, where those of `full` are moved to places in the cache.
+        original: `full` with keys at the prompt's own positions, where `full` has them at places in the cache.
         held: per pass the entries that the cache holds, where those of `full` are moved.
         keys_move: whether keys are moved to their places in the cache again after entries went while decoding.
         masks_itself: whether the eviction says that it masks entries instead of removing them.
@@ -64,12 +64,12 @@ class EntryTracker:
     situation: Situation
     full: Layers
     masks: list[list[Tensor]] = field(default_factory=list)
-    first: list[list[LayerKept]] = field(default_factory=list)
+    first_matches: list[list[LayerKept]] = field(default_factory=list)
     attended: list[list[Tensor]] = field(default_factory=list)
-    cached: Layers = field(default_factory=list)
+    first_entries: Layers = field(default_factory=list)
     changed: list[list[int]] = field(default_factory=list)
     hidden: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
-    unmoved: Layers | None = None
+    original: Layers | None = None
     held: list[Held] = field(default_factory=list)
     keys_move: bool = False
     masks_itself: bool = False
@@ -86,7 +86,7 @@ class EntryTracker:
         attended, by_mask = zip(*(_attended_entries(record, layer) for layer in layers), strict=True)
         if self._is_unchanged(entries) and all(bool(seen.all()) for seen in attended):
             self.masks.append([_append_new(mask, self._new_count) for mask in self.masks[-1]])
-            self.held += [self._held_with_new(self.held[-1])] if self.held else []
+            self.held += [self._append_new_positions(self.held[-1])] if self.held else []
         else:
             self._match(entries, attended, by_mask)
         self._decoded.append([record.new_entries(layer) for layer in layers])
@@ -117,8 +117,8 @@ class EntryTracker:
             recover(entries, known, row, padding, count_padding=True)
             for row, padding in enumerate(self.situation.padding)
         ]
-        if self.unmoved is not None:
-            rows = self._match_in_cache(self.unmoved, entries, known, rows)
+        if self.original is not None:
+            rows = self._match_in_cache(self.original, entries, known, rows)
         masks = []
         for layer, seen in enumerate(attended):
             by_row = [layers[layer] for layers in rows]
@@ -129,10 +129,10 @@ class EntryTracker:
                 for head, positions in enumerate(kept.positions):
                     mask[row, head, positions[seen[row, head] & (positions >= padding)]] = True
             masks.append(mask)
-        if self.first:
+        if self.first_matches:
             self._record_changes(masks)
         else:
-            self.first, self.cached, self.changed = rows, entries, [[] for _ in rows]
+            self.first_matches, self.first_entries, self.changed = rows, entries, [[] for _ in rows]
             self.attended = [list(by_layer) for by_layer in zip(*attended, strict=True)]
         self.masks.append(masks)
 
@@ -149,31 +149,31 @@ class EntryTracker:
 
     def convention_distances(self, layer: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Return how far a first layer's keys, before the next pass, are from each convention of positions."""
-        fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.unmoved or self.full))
+        fixed, known = (self._all_entries(full[:1], [layer])[0] for full in (self.full, self.original or self.full))
         return self._distances(layer, fixed, known)
 
     def _distances(
         self, layer: tuple[Tensor, Tensor], fixed: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]
     ) -> dict[str, float]:
-        """Return `convention_distances` of a first layer, given the known entries of `full` and of `unmoved`."""
+        """Return `convention_distances` of a first layer, given the known entries of `full` and of `original`."""
         rotation = self._known_positions(), self.situation.padding, self.adapter.frequencies
         return convention_distances(layer, fixed, known, *rotation)
 
     def _match_in_cache(
-        self, unmoved: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
+        self, original: Layers, entries: Layers, known: Layers, rows: list[list[LayerKept]]
     ) -> list[list[LayerKept]]:
         """Return the matches of a pass by the places in the cache of now, where these fit better than `rows`."""
-        everything = self._all_entries(unmoved, entries)
+        everything = self._all_entries(original, entries)
         before_pass = len(self.held[-1][0][0][0]) + self._new_count if self.held else (self.situation.cached or (0,))[0]
         if self.keys_move or entries[0][0].shape[2] < before_pass:  # keys may have moved up
             distances = self._distances(entries[0], known[0], everything[0])
             if distances[IN_CACHE] < distances[ORIGINAL]:
                 rotation = self.situation.padding, self._known_positions(), self.adapter.frequencies
                 rows, self.keys_move = match_all_at_zero(entries, everything, *rotation), True
-        self.held.append(held_entries(rows))
+        self.held.append(cache_positions(rows))
         return rows
 
-    def _held_with_new(self, held: Held) -> Held:
+    def _append_new_positions(self, held: Held) -> Held:
         """Return what is held after a pass, given what was held before it: the same, then the new tokens."""
         known, new = self._known_positions().shape[1], self._new_count
         added = torch.arange(known - new, known, device=self._decoded[-1][0][0].device)
@@ -249,7 +249,7 @@ class EntryComparison:
         self.tracker = tracker
         self.row = row
         self.floors = floors
-        self.layers: list[LayerKept] = tracker.first[row]
+        self.layers: list[LayerKept] = tracker.first_matches[row]
         self.attended: list[Tensor] = tracker.attended[row]
         self.padding: int = tracker.situation.padding[row]
 
@@ -328,7 +328,7 @@ class EntryComparison:
     def _row_of_entries(self, layer: int, head: int) -> int | None:
         """Return the other row of the batch whose full cache holds all of a head's entries; None if there is none."""
         seen = self.attended[layer][head]
-        keys, values = (kind[self.row, head, seen] for kind in self.tracker.cached[layer])
+        keys, values = (kind[self.row, head, seen] for kind in self.tracker.first_entries[layer])
         for row in range(self.tracker.situation.rows):
             full = [self._full_entries(kind, layer, head, row) for kind in self.tracker.full[layer]]
             if row != self.row and all(holds(known, own) for known, own in zip(full, (keys, values), strict=True)):
@@ -339,7 +339,7 @@ class EntryComparison:
         """Return whether a head's keys and values are bit-equal to the full cache's, but of different entries."""
         seen = self.attended[layer][head]
         separate = []
-        for cached, full in zip(self.tracker.cached[layer], self.tracker.full[layer], strict=True):
+        for cached, full in zip(self.tracker.first_entries[layer], self.tracker.full[layer], strict=True):
             own, known = cached[self.row, head, seen][None, None], self._full_entries(full, layer, head)[None, None]
             separate.append(recover([(own, own)], [(known, known)])[0])
         exact = not any(bool(kept.key_distance[0].any()) for kept in separate)
@@ -357,7 +357,7 @@ class EntryComparison:
         """Yield kinds of changes, with words where one explains a head's keys (`kind` 0) or values (1), else none."""
         tracker, positions = self.tracker, self.layers[layer].positions[head]
         known = (positions >= 0) & self.attended[layer][head]
-        entries, positions = tracker.cached[layer][kind][self.row, head][known], positions[known]
+        entries, positions = tracker.first_entries[layer][kind][self.row, head][known], positions[known]
         full, floor = tracker.full[layer][kind], float(self.floors[kind, layer])
         if not len(positions) or int(positions.amax()) >= full.shape[2]:
             return
@@ -370,7 +370,7 @@ class EntryComparison:
         if kind == _KEYS:
             frequencies, index = tracker.adapter.frequencies, known.nonzero().squeeze(-1)
             yield "rotation", describe_rotation(entries, own, places, frequencies, 2 * tracker.situation.entries)
-            before = self._full_entries((tracker.unmoved or tracker.full)[layer][kind], layer, head)[positions]
+            before = self._full_entries((tracker.original or tracker.full)[layer][kind], layer, head)[positions]
             yield "rotation", describe_wrong_rotation(entries, before, places, index, frequencies, NEAR)
         yield "scale", describe_scale(entries, own, floor)
         yield "rounded", describe_rounding(entries, own)

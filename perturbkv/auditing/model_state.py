@@ -68,15 +68,18 @@ class ModelState:
     logits: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def capture(cls, model: nn.Module) -> ModelState:
         """Return the present state of a model."""
         modules, config = list(model.modules()), model.config
         return cls(
             model=model,
             parts=tuple((module, name, dict(getattr(module, name))) for module in modules for name in _PARTS + _HOOKS),
-            attributes=tuple((module, _attributes(module)) for module in modules),
+            attributes=tuple(
+                (module, {name: value for name, value in vars(module).items() if name not in _PARTS + _HOOKS})
+                for module in modules
+            ),
             classes=tuple((module, type(module)) for module in modules),
-            code=tuple((owner, dict(vars(owner))) for owner in _code(model)),
+            code=tuple((owner, dict(vars(owner))) for owner in _code_owners(model)),
             registries=tuple((items, dict(items)) for items in _registries()),
             config=dict(vars(config)),
             checksums={name: _checksum(tensor) for name, tensor in _tensors(model)},
@@ -88,7 +91,7 @@ class ModelState:
         for owner, items in self.code:
             _restore_code(owner, items)
         for present, before in self.registries:
-            if not _same(present, before):
+            if not _have_same_items(present, before):
                 present.clear()
                 present.update(before)
         for module, kind in self.classes:
@@ -103,7 +106,7 @@ class ModelState:
         changed += [f"weights of {name}" for name, before in self.checksums.items() if after.get(name) != before]
         return changed or self._compare_logits()
 
-    def _name(self, module: nn.Module) -> str:
+    def _module_name(self, module: nn.Module) -> str:
         """Return a module's name in the model."""
         names = {known: name or "the model" for name, known in self.model.named_modules()}
         return names.get(module, type(module).__name__)
@@ -114,10 +117,10 @@ class ModelState:
         for name in [name for name in values if name not in before and name not in _PARTS + _HOOKS]:
             del values[name]
         for name, value in before.items():
-            if _equal(values.get(name), value):
+            if _are_equal(values.get(name), value):
                 continue
             if isinstance(value, (*_PLAIN, Tensor)):
-                changed.append(f"{name} of {self._name(module)}")
+                changed.append(f"{name} of {self._module_name(module)}")
             values[name] = value
         return changed
 
@@ -126,10 +129,10 @@ class ModelState:
         replaced = []
         for module, attribute, items in self.parts:
             present: dict[str, Any] = getattr(module, attribute)
-            if _same(present, items):
+            if _have_same_items(present, items):
                 continue
-            if attribute in _PARTS and not _same({name: present.get(name) for name in items}, items):
-                replaced.append(f"replaced: parts of {self._name(module)}")
+            if attribute in _PARTS and not _have_same_items({name: present.get(name) for name in items}, items):
+                replaced.append(f"replaced: parts of {self._module_name(module)}")
             present.clear()
             present.update(items)
         return replaced
@@ -146,7 +149,9 @@ class ModelState:
 
 def foreign_code(model: nn.Module) -> str:
     """Return which function of a model's code is of no installed library, and its file; empty where none is."""
-    values = [(f"{owner.__name__}.{name}", value) for owner in _code(model) for name, value in vars(owner).items()]
+    values = [
+        (f"{owner.__name__}.{name}", value) for owner in _code_owners(model) for name, value in vars(owner).items()
+    ]
     config: Any = model.config
     own = config._attn_implementation  # others may be registered, as the model does not call them
     values += [(f"the attention function or mask '{own}'", items[own]) for items in _registries() if own in items]
@@ -160,12 +165,7 @@ def describe_damage(changed: Sequence[str]) -> str:
     return f"it changed the model ({changed[0]}{more})" if changed else ""
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are no parts of it."""
-    return {name: value for name, value in vars(module).items() if name not in _PARTS + _HOOKS}
-
-
-def _equal(value: Any, other: Any) -> bool:
+def _are_equal(value: Any, other: Any) -> bool:
     """Return whether two values are the same object, equal plain values, or equal tensors."""
     if value is other:
         return True
@@ -178,7 +178,7 @@ def _equal(value: Any, other: Any) -> bool:
     return False
 
 
-def _code(model: nn.Module) -> Iterator[Any]:
+def _code_owners(model: nn.Module) -> Iterator[Any]:
     """Yield the Python modules that define a model's classes, what all models share, and all classes of these."""
     files = {type(module).__module__ for module in model.modules()}
     own = sorted(file for file in files if not file.startswith("torch."))
@@ -233,7 +233,7 @@ def _logits(model: nn.Module) -> Tensor:
     return bits(torch.cat([read, continued], dim=1))
 
 
-def _same(items: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
+def _have_same_items(items: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
     """Return whether two dicts hold the same objects under the same names in the same order."""
     return list(items) == list(others) and all(value is others[name] for name, value in items.items())
 

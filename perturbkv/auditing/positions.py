@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from perturbkv.auditing.forward_passes import ForwardPass, Situation
-from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, floors
+from perturbkv.auditing.reference import Distances, PromptEntries, decode, entry_floors, noise_floors
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import NOWHERE, LayerKept, Layers, recover
 from perturbkv.configs.audit_settings import IN_CACHE, ORIGINAL
@@ -104,7 +104,7 @@ def match_all_at_zero(
     ]
 
 
-def held_entries(rows: Sequence[Sequence[LayerKept]]) -> Held:
+def cache_positions(rows: Sequence[Sequence[LayerKept]]) -> Held:
     """Return the entries that a cache holds, from its match per row and layer."""
     return [[kept.positions for kept in layers] for layers in rows]
 
@@ -118,27 +118,17 @@ def move_to_cache_positions(
     difference of positions, so that the floors hold what that rounds.
     """
     rotations: Sequence[Rotate] = (_rotate, _rotate, _rotate_by_difference)
-    full, *others = (
-        _move_layers(layers, held, before, adapter.frequencies, rotate)
-        for layers, rotate in zip((prompts.full, *prompts.others), rotations, strict=True)
-    )
-    return PromptEntries(full, tuple(others), entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
-
-
-def _move_layers(
-    layers: Layers, held: Held, before: Int[Tensor, "row entry"], frequencies: Tensor, rotate: Rotate
-) -> Layers:
-    """Return layers of entries with the keys of those that a cache holds rotated to their places in it."""
-    moved = []
-    for layer, (own, values) in enumerate(layers):
-        keys = own.clone()
-        for row, positions_by_layer in enumerate(held):
-            for head, positions in enumerate(positions_by_layer[layer]):
+    readings = [[(keys.clone(), values) for keys, values in layers] for layers in (prompts.full, *prompts.others)]
+    for row, layers in enumerate(held):
+        for layer, heads in enumerate(layers):
+            for head, positions in enumerate(heads):
                 index = (positions != NOWHERE).nonzero().squeeze(-1)
                 place = positions[index]
-                keys[row, head, place] = rotate(keys[row, head, place], before[row, place], index, frequencies)
-        moved.append((keys, values))
-    return moved
+                for moved, rotate in zip(readings, rotations, strict=True):
+                    keys = moved[layer][0][row, head]
+                    keys[place] = rotate(keys[place], before[row, place], index, adapter.frequencies)
+    full, *others = readings
+    return PromptEntries(full, tuple(others), entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
 
 def decode_moving(
@@ -160,7 +150,7 @@ def decode_moving(
         single = replace(situation, chunks=situation.chunks[chunk : chunk + 1], cached=(situation.cached or ())[chunk:])
         moved = move_to_cache_positions(adapter, entries, prompts, situation, before)
         passed = list(decode(adapter, moved.full, single, [masks]))
-        noise.append(floors(adapter, passed, moved, single, [masks]))
+        noise.append(noise_floors(adapter, passed, moved, single, [masks]))
         passes += passed
         new = [passed[0].new_entries(layer) for layer in range(len(prompts.full))]
         prompts = replace(

@@ -23,7 +23,7 @@ from torch import Tensor
 from perturbkv.analyses.audit.audited_runs import AuditedRun, DecodingStep
 from perturbkv.analyses.audit.cache_entries import CacheEntries, Integers
 from perturbkv.auditing.forward_passes import Situation
-from perturbkv.auditing.reference import decode, floors, greedy, logits_distance, prompt_entries
+from perturbkv.auditing.reference import decode, decode_greedily, logits_distance, noise_floors, prompt_entries
 from perturbkv.cache.external_cache import Layers
 from perturbkv.configs.audit_settings import KEPT_FILE
 from perturbkv.datasets.encode import Prompt
@@ -90,7 +90,12 @@ def read_positions(path: Path) -> KeptFile:
     """
     KEPT_FILE.check(path)
     try:
-        content = _read_json(path) if path.suffix == ".json" else _read_npz(path)
+        if path.suffix == ".json":
+            content = parse_json(KEPT_FILE.read_text(path))
+            _check_known(content, ("kept", *_MORE))
+            content = {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
+        else:
+            content = _read_npz(path)
         return KeptFile(
             name=str(path),
             kept=content["kept"],
@@ -133,13 +138,6 @@ def _parse_logits(values: Any) -> NDArray[np.float64] | None:
         infinite = " with infinities or NaN; leave the logits out" if logits.dtype.kind == "f" else ""
         raise ValueError(f"expected finite logits (step, vocab), got {got}{infinite}")
     return logits.astype(np.float64).reshape(len(logits), -1)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the content of a JSON file, with positions parsed. Raises ValueError, KeyError or TypeError."""
-    content = parse_json(KEPT_FILE.read_text(path))
-    _check_known(content, ("kept", *_MORE))
-    return {**content, "kept": tuple(tuple(map(_parse_positions, sets)) for sets in content["kept"])}
 
 
 def _read_npz(path: Path) -> Mapping[str, Any]:
@@ -230,12 +228,12 @@ def _compare_logits(
     if file.tokens:
         decoded, full = torch.tensor(file.tokens[: len(logits)], device=adapter.device), None
     else:
-        decoded, full = greedy(adapter, ids, len(logits))
+        decoded, full = decode_greedily(adapter, ids, len(logits))
     single = Situation("single", ids.unsqueeze(0), torch.ones_like(ids).unsqueeze(0), torch.split(decoded, 1))
     prompts = prompt_entries(adapter, single, full)
     kept = _masks(file, single, prompts.full)
     passes = list(decode(adapter, prompts.full, single, kept))
-    noise = float(floors(adapter, passes, prompts, single, kept).logits)
+    noise = float(noise_floors(adapter, passes, prompts, single, kept).logits)
     steps = []
     for step, (row, masked) in enumerate(zip(logits, passes, strict=True)):
         external, expected = torch.as_tensor(row, device=adapter.device), masked.logits[0]

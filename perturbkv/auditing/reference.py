@@ -73,7 +73,7 @@ def check_attention(adapter: Adapter) -> None:
         )
 
 
-def read(
+def read_prompts(
     adapter: Adapter, situation: Situation, parts: Sequence[int] | None = None, kernel: str | None = None
 ) -> Layers:
     """Return the keys and values of all layers after the plain model has read the prompts.
@@ -113,8 +113,8 @@ def _doubling_parts(tokens: int, most: int = 256) -> list[int]:
     return parts
 
 
-def greedy(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
-    """Return the model's own greedy continuation of a prompt, `count` tokens, and the prompt's entries as of `read`."""
+def decode_greedily(adapter: Adapter, ids: Int[Tensor, " token"], count: int) -> tuple[Int[Tensor, " new"], Layers]:
+    """Return the model's own greedy continuation of a prompt, `count` tokens, and the entries of the prompt."""
     cache, token, tokens, full = DynamicCache(), ids.unsqueeze(0), [], None
     for _ in range(count):
         logits = adapter.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -140,7 +140,7 @@ def decode(
         yield _forward(adapter, cache, situation, chunk, masked_attention(kept[chunk], arrange))
 
 
-def decode_from(
+def decode_entries(
     adapter: Adapter, entries: Layers, situation: Situation, chunk: int, attended: Sequence[Tensor]
 ) -> ForwardPass:
     """Return the forward pass of a chunk by the plain model from given entries, attended to where `attended` says so.
@@ -169,7 +169,7 @@ def _fill_cache(full: Layers) -> DynamicCache:
     return cache
 
 
-def floors(
+def noise_floors(
     adapter: Adapter,
     reference: Sequence[ForwardPass],
     prompts: PromptEntries,
@@ -200,11 +200,11 @@ def floors(
 
 
 def prompt_entries(adapter: Adapter, situation: Situation, full: Layers | None = None) -> PromptEntries:
-    """Return the entries of a situation's prompts, with their noise floors; `full` are those of `read`, if known."""
-    tokens, full = situation.entries, full or read(adapter, situation)
-    halves = read(adapter, situation, (tokens // 2, tokens - tokens // 2))
+    """Return the entries of a situation's prompts, with their noise floors; `full` are those read at once, if known."""
+    tokens, full = situation.entries, full or read_prompts(adapter, situation)
+    halves = read_prompts(adapter, situation, (tokens // 2, tokens - tokens // 2))
     kernel = "eager" if adapter.dtype.itemsize <= 4 else None  # softmax in float32: a mask of float64 is NaN there
-    others = (halves, read(adapter, situation, _doubling_parts(tokens), kernel))
+    others = (halves, read_prompts(adapter, situation, _doubling_parts(tokens), kernel))
     return PromptEntries(full, others, entry_floors(full, others, situation, torch.finfo(adapter.dtype).eps))
 
 

@@ -240,7 +240,7 @@ def test_zeros_beside_wrong_numbers_are_faults_of_their_own(tmp_path: Path) -> N
 def test_a_fault_of_every_request_is_one_of_the_dump(tmp_path: Path) -> None:
     found = Made(other_base(5e5)).audited(tmp_path / "dump")
     (fault,) = found.faults
-    assert (fault.request, fault.kind, fault.layers) == ("", "rotation", [0, 1, 2])
+    assert (fault.request, fault.kind, fault.layers) == ("", "rotation", (0, 1, 2))
     assert found.to_junit().count("<failure") == 3, "of both requests, and the verdict"
 
 
@@ -266,7 +266,7 @@ def test_only_entries_that_differ_tell_whose_they_are(tmp_path: Path) -> None:
         part[blocks["a"][4], 0, 1] = part[blocks["b"][3], 0, 1]
 
     (fault,) = Made(both(damage)).audited(tmp_path / "dump").faults
-    assert (fault.kind, fault.what, fault.layers) == ("request", "entries of tokens 24 to 31 of request b", [0, 1, 2])
+    assert (fault.kind, fault.what, fault.layers) == ("request", "entries of tokens 24 to 31 of request b", (0, 1, 2))
 
 
 def test_a_block_of_many_requests_is_named_by_the_gravest_kind(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_keys_and_values_exchanged_in_a_shared_block_are_named_in_every_layer(tm
 
     found = Made(damage).audited(tmp_path / "dump").faults
     assert [(fault.request, fault.kind, fault.layers) for fault in found] == [
-        (name, "swapped", [0, 1, 2]) for name in ("a", "b")
+        (name, "swapped", (0, 1, 2)) for name in ("a", "b")
     ]
 
 

@@ -16,7 +16,7 @@ from scipy.linalg import hadamard
 
 from perturbkv.api.auditing import audit_dump
 from perturbkv.auditing.dumps import llamacpp
-from perturbkv.auditing.dumps.llamacpp import TYPES, Stored, read_slot
+from perturbkv.auditing.dumps.llamacpp import TYPES, StorageForm, read_slot
 from perturbkv.configs.audit_settings import is_slot
 from perturbkv.errors import PerturbkvError, UnreadableCacheError
 from tests.audit.slots import IDS, LAYERS, SIZE, Made, config, content, entries, model
@@ -91,7 +91,7 @@ def through(kind: str, rotated: bool) -> Callable[[int, Any, Any], None]:
 
     def damage(layer: int, keys: Any, values: Any) -> None:
         rows = values @ matrix if rotated else values
-        stored = Stored(CODES[kind]).dequantise(content(rows.reshape(len(rows), -1), kind)).reshape(rows.shape)
+        stored = StorageForm(CODES[kind]).dequantise(content(rows.reshape(len(rows), -1), kind)).reshape(rows.shape)
         values[...] = stored @ matrix if rotated else stored
 
     return damage
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
 def test_swapped_rows_are_placed(tmp_path: Path) -> None:
     faults = Made("q8_0", "q8_0", swapped).audited(tmp_path / "slot.bin").faults
     assert {(fault.kind, fault.first, fault.last) for fault in faults} == {("token", 10, 10), ("token", 30, 30)}
-    assert all(fault.layers == [0, 1, 2] for fault in faults)
+    assert all(fault.layers == (0, 1, 2) for fault in faults)
 
 
 def cut(path: Path) -> None:
@@ -234,15 +234,15 @@ def test_rounding_to_a_type_is_that_of_its_slot() -> None:
     pairs = np.argsort(halves)
     for part, order in ((keys, pairs), (values, np.arange(SIZE))):
         rows = part[..., order] @ matrix
-        stored = Stored(CODES["q4_0"]).dequantise(content(rows.reshape(len(rows), -1), "q4_0"))
+        stored = StorageForm(CODES["q4_0"]).dequantise(content(rows.reshape(len(rows), -1), "q4_0"))
         expected = (stored.reshape(rows.shape) @ matrix)[..., np.argsort(order)]
-        kind = Stored(CODES["q4_0"], SIZE, paired=part is keys)
+        kind = StorageForm(CODES["q4_0"], SIZE, paired=part is keys)
         found = kind.round(torch.from_numpy(part).transpose(0, 1))
         np.testing.assert_allclose(found.transpose(0, 1).numpy(), expected, atol=1e-5)
 
 
 def test_readings_of_a_type_that_rounds_nothing_are_the_plain_model() -> None:
-    exact = [(Stored(CODES["f32"]),) * 2] * LAYERS
+    exact = [(StorageForm(CODES["f32"]),) * 2] * LAYERS
     with torch.inference_mode():
         for reading in llamacpp.rounded_entries(model(), IDS, exact, flash=False):
             for (keys, values), (plain_keys, plain_values) in zip(reading, entries(), strict=True):

@@ -30,7 +30,7 @@ def test_masks_of_the_kept_entries_give_what_the_naive_decoder_gives(family: str
     grown = torch.cat([kept, torch.ones(3, 2, 1, dtype=torch.bool)], dim=-1)
     masks = [[mask.unsqueeze(0) for mask in one] for one in (kept, grown)]
     with torch.inference_mode():
-        passes = list(reference.decode(adapter, reference.read(adapter, situation), situation, masks))
+        passes = list(reference.decode(adapter, reference.read_prompts(adapter, situation), situation, masks))
     naive = Decoder(adapter.model)
     for token in ids:
         naive.step(token)
@@ -55,7 +55,7 @@ def test_floors_are_rounding_of_the_type_and_never_0(dtype: torch.dtype) -> None
     with torch.inference_mode():
         prompts = reference.prompt_entries(adapter, situation)
         passes = list(reference.decode(adapter, prompts.full, situation, masks))
-        found = reference.floors(adapter, passes, prompts, situation, masks)
+        found = reference.noise_floors(adapter, passes, prompts, situation, masks)
     least = torch.finfo(dtype).eps
     for floors in (found.head, found.hidden, found.logits, *prompts.floors):
         assert (floors >= least).all()
@@ -69,7 +69,7 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
     situation = make_situation("single", torch.tensor(token_ids(TOKENS)), torch.tensor([7]), 1)
     masks = [[mask.unsqueeze(0) for mask in kept_sets(3, 2)]]
     with torch.inference_mode():
-        full = reference.read(adapter, situation)
+        full = reference.read_prompts(adapter, situation)
         plain, arranged = (
             next(reference.decode(adapter, full, situation, masks, order)).logits for order in (None, arrange)
         )
@@ -79,8 +79,8 @@ def test_entries_in_another_order_or_gathered_give_the_same_in_float64(arrange: 
 def test_the_greedy_continuation_reads_the_prompt_as_the_reference_does() -> None:
     adapter, ids = tiny_adapter(layers=3), torch.tensor(token_ids(TOKENS))
     with torch.inference_mode():
-        tokens, entries = reference.greedy(adapter, ids, 3)
-        known = reference.read(adapter, make_situation("single", ids, tokens, 3))
+        tokens, entries = reference.decode_greedily(adapter, ids, 3)
+        known = reference.read_prompts(adapter, make_situation("single", ids, tokens, 3))
     assert tokens.shape == (3,)
     for layer, read in zip(entries, known, strict=True):
         assert all(torch.equal(own, other) for own, other in zip(layer, read, strict=True))
@@ -107,8 +107,8 @@ def test_a_prompt_is_read_in_parts_and_by_another_kernel_to_the_same_entries() -
     assert sum(reference._doubling_parts(2000)) == 2000
     assert max(reference._doubling_parts(2000)) == 256
     with torch.inference_mode():
-        full = reference.read(adapter, batch)
-        other = reference.read(adapter, batch, reference._doubling_parts(40), "eager")
+        full = reference.read_prompts(adapter, batch)
+        other = reference.read_prompts(adapter, batch, reference._doubling_parts(40), "eager")
     assert adapter.config._attn_implementation == "sdpa"
     for layer, changed in zip(full, other, strict=True):
         for kind in range(2):

@@ -221,10 +221,10 @@ def prompt_ids(setting: Setting, adapter: Adapter) -> Tensor:
 def measure(setting: Setting, adapter: Adapter) -> dict[str, float]:
     """Return the largest distances of a clean situation, over the rows of its batch."""
     ids = prompt_ids(setting, adapter)
-    tokens, _ = reference.greedy(adapter, ids, token_count(STEPS, ["block"]))
+    tokens, _ = reference.decode_greedily(adapter, ids, token_count(STEPS, ["block"]))
     situation = make_situation(setting.situation, ids, tokens, STEPS)
     external = eviction(clean_eviction(setting), "clean")
-    prompts, before = reference.prompt_entries(adapter, situation), ModelState.of(adapter.model)
+    prompts, before = reference.prompt_entries(adapter, situation), ModelState.capture(adapter.model)
     runs = run_eviction(adapter, external, situation, prompts, before).results("p")
     each = [worst(run) for run in runs]
     return {name: max(row[name] for row in each) for name in each[0]}

@@ -48,7 +48,9 @@ def two(text: tuple[int, ...]) -> tuple[EngineRequest, EngineRequest]:
 def kinds(audit: DumpAudit) -> dict[str, tuple[str, int, int, list[int]]]:
     """Kind of fault -> request, first and last token, blocks, of the fault in most layers."""
     assert audit.verdict == "differs"
-    return {fault.kind: (fault.request, fault.first, fault.last, fault.blocks) for fault in reversed(audit.faults)}
+    return {
+        fault.kind: (fault.request, fault.first, fault.last, list(fault.blocks)) for fault in reversed(audit.faults)
+    }
 
 
 def test_an_overwritten_block_is_named_and_what_follows_is_not(
@@ -93,7 +95,7 @@ def test_a_block_of_a_request_that_has_ended_is_named_in_its_layer(
     with before_step(llm, 2, plant), before_step(llm, 6, plant):
         audit = audited(*two(text), ended, until="a")
     (fault,) = [fault for fault in audit.faults if fault.kind == "stale"]
-    assert (fault.request, fault.layers, fault.blocks) == ("a", [7], [tables_at[1]["a"][0]])
+    assert (fault.request, fault.layers, fault.blocks) == ("a", (7,), (tables_at[1]["a"][0],))
     assert fault.what == "entries of tokens 0 to 31 of request c, which has ended"
 
 
@@ -149,9 +151,9 @@ def test_an_engine_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_cache_that_is_stored_otherwise_is_refused_by_name(llm: Any, change: dict[str, Any], message: str) -> None:
     (cache,) = llm.collective_rpc(describe_cache)
     with pytest.raises(UnreadableCacheError, match=message):
-        vllm_engine._check({**cache, **change}, cache["names"], 1)
+        vllm_engine._check_cache({**cache, **change}, cache["names"], 1)
     with pytest.raises(UnreadableCacheError, match="2 groups of layers"):
-        vllm_engine._check(cache, cache["names"], 2)
+        vllm_engine._check_cache(cache, cache["names"], 2)
 
 
 def test_an_engine_that_cannot_be_stepped_from_here_is_refused(llm: Any, text: tuple[int, ...], tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_blocks_of_gpu_backends_are_split_by_token(parts: int) -> None:
         kv_cache=memory.transpose(1, 2), head_size=64, attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     )
     worker = SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=6)))
-    found = vllm_engine._split(worker, layer, [4, 1])
+    found = vllm_engine._split_blocks(worker, layer, [4, 1])
     assert torch.equal(found[0], keys[[4, 1]]) and torch.equal(found[1], values[[4, 1]])
 
 
@@ -190,5 +192,5 @@ def test_blocks_in_tiles_are_split_by_token() -> None:
         attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"),
     )  # fmt: skip
     worker = SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=3)))
-    found = vllm_engine._split(worker, layer, [2, 0])
+    found = vllm_engine._split_blocks(worker, layer, [2, 0])
     assert torch.equal(found[0], keys[[2, 0]]) and torch.equal(found[1], values[[2, 0]])

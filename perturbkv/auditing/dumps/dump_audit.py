@@ -19,14 +19,14 @@ from perturbkv.auditing.dumps.dump_entries import (
     EntryDistances,
     Limits,
     Pair,
+    coarser_type_of,
     common_factor,
     explained_distance,
-    fewer_bits,
     is_complete,
     mean_distance,
-    measure,
-    medians,
-    nearest,
+    measure_distances,
+    median_distances,
+    nearest_entries,
     truncated_heads,
 )
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump, LayerDump, Request
@@ -34,7 +34,7 @@ from perturbkv.auditing.dumps.matching import LayerReference, duplicate_faults, 
 from perturbkv.auditing.dumps.plain_entries import (
     PlainEntries,
     StoredCache,
-    by_token,
+    arrange_by_token,
     token_logprobs,
     unrotate_to_tokens,
 )
@@ -179,17 +179,17 @@ class _DumpComparison:
         if index == 0:
             kinds = {dtype_name(tensor.dtype) for tensors in layer.tensors for tensor in tensors}
             self.stored = self.dump.dtype or ", ".join(sorted(kinds))
-            if layer.stored:
+            if layer.block_tensors:
                 self.faults += self.reader.recognise_layout(layer, plain)
             if any(explained):
                 self._read_again(set(self.requests), layer)
         stored = self._entries(index, layer)
         references = self._nearest_references(index, stored, plain)
-        truncated = self._check_rounding(layer, index, stored, references, explained)
+        truncated = self._find_rounding(layer, index, stored, references, explained)
         entries, scaled = self._divide_by_factors(index, stored, references, truncated)
-        measured = {name: measure(own, references[name]) for name, own in entries.items()}
+        measured = {name: measure_distances(own, references[name]) for name, own in entries.items()}
         explained = (explained[0] * (1 + truncated[0]), explained[1] * (1 + truncated[1]))
-        limits = self._layer_limits(index, medians(list(measured.values())), explained)
+        limits = self._layer_limits(index, median_distances(list(measured.values())), explained)
         reference = LayerReference(
             references, plain, frozenset(request.id for request in self.dump.requests if request.finished),
             lambda: self._other_layers(index), self.adapter.frequencies,
@@ -203,10 +203,10 @@ class _DumpComparison:
             self.faults += find_faults(name, index, own, far.any(dim=0), reference, allowed)
             far |= measured[name].present & torch.tensor(scaled, device=far.device)[:, None, None]
             request = self.requests[name]
-            request.add_layer(own.positions, measured[name], measure(stored[name], references[name]), far)
-            request.perturbations.append(self._perturbation(name, index, stored[name], plain[name]))
-        if layer.rounded_before:
-            self.faults.append(DumpFault("", "rounded", " and ".join(layer.rounded_before), layers=(index,)))
+            request.add_layer(own.positions, measured[name], measure_distances(stored[name], references[name]), far)
+            request.perturbations.append(self._output_perturbation(name, index, stored[name], plain[name]))
+        if layer.earlier_rounding:
+            self.faults.append(DumpFault("", "rounded", " and ".join(layer.earlier_rounding), layers=(index,)))
         self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
     def _read_again(self, names: set[str], layer: LayerDump) -> None:
@@ -222,7 +222,7 @@ class _DumpComparison:
         for index in range(self.dump.layers):
             entries = self._entries(index, self.dump.layer(index))
             for name, layers in stored.items():
-                layers.append(by_token(entries[name], len(self.requests[name].request.token_ids), like))
+                layers.append(arrange_by_token(entries[name], len(self.requests[name].request.token_ids), like))
         dtype = layer.tensors[0][0].dtype
         for name, layers in stored.items():
             for replace_outliers in (False, True):
@@ -247,11 +247,13 @@ class _DumpComparison:
         self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
     ) -> Mapping[str, Pair]:
         """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
-        readings = {name: [cache.computed(index) for cache, _ in own.readings] for name, own in self.requests.items()}
-        return {name: nearest(entries[name], [known, *readings[name]]) if readings.get(name) else known
+        readings = {
+            name: [cache.computed_entries(index) for cache, _ in own.readings] for name, own in self.requests.items()
+        }
+        return {name: nearest_entries(entries[name], [known, *readings[name]]) if readings.get(name) else known
                 for name, known in plain.items()}  # fmt: skip
 
-    def _check_rounding(
+    def _find_rounding(
         self,
         layer: LayerDump,
         index: int,
@@ -271,7 +273,7 @@ class _DumpComparison:
                 every = "all " if len(heads) == self.dump.kv_heads else ""
                 words = f"{every}{name} rounded towards zero"
                 self.faults.append(DumpFault("", "rounded", words, layers=(index,), heads=() if every else heads))
-            if not self.dump.dtype and (found := fewer_bits(layer, kind)):
+            if not self.dump.dtype and (found := coarser_type_of(layer, kind)):
                 self.faults.append(DumpFault("", "rounded", f"all {name} rounded to {found}", layers=(index,)))
         return truncated
 
@@ -319,7 +321,7 @@ class _DumpComparison:
         """Return the largest median distances of keys and of values that the dump's types explain; 0 for the model's.
 
         Rounding to a floating-point type moves entries by about a fifth of its ε. Where the engine's own rounding is
-        known, each entry has its own limit (`plain_entries.Expected`).
+        known, each entry has its own limit (`plain_entries.ExpectedDistances`).
         """
         if self.plain.expected:
             return 0.0, 0.0
@@ -328,7 +330,7 @@ class _DumpComparison:
         keys, values = (max(*named, *(explained_distance(one.dtype) for one in tensors)) for tensors in layer.tensors)
         return keys if keys > own else 0.0, values if values > own else 0.0
 
-    def _perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
+    def _output_perturbation(self, name: str, index: int, own: Entries, full: Pair) -> Floats:
         """Return the relative perturbation (head,) of the last token's outputs; NaN where entries are gone."""
         query = self.plain.queries.get(name, {}).get(index)
         if query is None or not is_complete(own, full[0].shape[1]):

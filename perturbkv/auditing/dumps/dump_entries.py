@@ -101,7 +101,7 @@ class EntryDistances:
     present: Bool[Tensor, "kv_head entry"]
 
 
-def measure(entries: Entries, known: Pair) -> EntryDistances:
+def measure_distances(entries: Entries, known: Pair) -> EntryDistances:
     """Return the distances of entries from the plain model's entries of the tokens that they stand for."""
     present = entries.positions != REMOVED
     distances = [
@@ -120,17 +120,17 @@ def _at_positions(
 
 def mean_distance(entries: Entries, known: Pair) -> float:
     """Return the mean distance of a request's keys and values; one above 1 counts as 1."""
-    measured = measure(entries, known)
+    measured = measure_distances(entries, known)
     return float(measured.distance[:, measured.present].clamp(max=1).mean())
 
 
-def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
+def nearest_entries(entries: Entries, every: Sequence[Pair]) -> Pair:
     """Return, of each token, the keys and values in `every` that are nearest to its entries, over all heads."""
     if len(every) == 1:
         return every[0]
     far = []
     for full in every:
-        both = measure(entries, full).distance.sum(dim=0).clamp(max=_FARTHEST)
+        both = measure_distances(entries, full).distance.sum(dim=0).clamp(max=_FARTHEST)
         by_token = both.new_zeros(len(both), full[0].shape[1])
         far.append(by_token.scatter_add(1, entries.positions.clamp(min=0), both).sum(dim=0))
     chosen = torch.stack(far).argmin(dim=0)
@@ -139,7 +139,7 @@ def nearest(entries: Entries, every: Sequence[Pair]) -> Pair:
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-def medians(measured: Sequence[EntryDistances]) -> tuple[float, float]:
+def median_distances(measured: Sequence[EntryDistances]) -> tuple[float, float]:
     """Return the medians of the distances of a layer's keys and of its values; 0 without entries."""
     every = torch.cat([each.distance[:, each.present] for each in measured], dim=1)
     keys, values = every.median(dim=1).values if every.numel() else (0.0, 0.0)
@@ -184,7 +184,7 @@ class Limits:
 
 def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair]) -> float:
     """Return the constant that all keys (`kind` 0) or values (1) of a layer were multiplied by; 1 without one."""
-    dumped_entries, full = _pairs(kind, entries, known)
+    dumped_entries, full = _dumped_and_plain(kind, entries, known)
     factor = float(((dumped_entries * full).sum(dim=-1) / full.square().sum(dim=-1)).nanmedian()) if len(full) else 1.0
     if len(full) < _LEAST_ENTRIES or not factor > 0 or abs(factor - 1) < _LEAST_FACTOR:
         return 1.0
@@ -194,7 +194,7 @@ def common_factor(kind: int, entries: Mapping[str, Entries], known: Mapping[str,
     return factor if bool(after < _NEARER * before) else 1.0
 
 
-def _pairs(
+def _dumped_and_plain(
     kind: int, entries: Mapping[str, Entries], known: Mapping[str, Pair], heads: slice = slice(None)
 ) -> tuple[Float[Tensor, "entry d_head"], Float[Tensor, "entry d_head"]]:
     """Return all keys (`kind` 0) or values (1) of a layer, and the plain model's of the same tokens."""
@@ -214,7 +214,7 @@ def truncated_heads(
     dtype, scale = layer.tensors[kind][0].dtype, layer.scales[kind]
     found = []
     for head in range(len(next(iter(entries.values())).keys)):
-        own, full = _pairs(kind, entries, known, slice(head, head + 1))
+        own, full = _dumped_and_plain(kind, entries, known, slice(head, head + 1))
         one = scale if scale.ndim == 0 else scale[head]
         cut, nearest_to = round_towards_zero(full / one, dtype), (full / one).to(dtype).float()
         differ = cut != nearest_to
@@ -224,7 +224,7 @@ def truncated_heads(
     return tuple(found)
 
 
-def fewer_bits(layer: LayerDump, kind: int) -> str:
+def coarser_type_of(layer: LayerDump, kind: int) -> str:
     """Return the type of 8 bits that all keys (`kind` 0) or values (1) in 16 bits went through; empty without one."""
     tensors = layer.tensors[kind]
     numbers = torch.cat([tensor[tensor != 0] for tensor in tensors])
@@ -272,19 +272,14 @@ class DumpReader:
 
     def entries(self, layer: LayerDump, known: Mapping[str, Pair]) -> dict[str, Entries]:
         """Return the entries of all live requests in one layer."""
-        blocks = self._split_blocks(layer)
+        blocks = None
+        if layer.block_tensors:
+            assert self.layout is not None
+            try:
+                blocks = layer.split(self.layout, self.dump.sizes)
+            except ConfigError as error:
+                raise UnreadableCacheError(f"{self.dump.path}: {error}") from None
         return {request.id: self._request_entries(request, layer, blocks, known) for request in self.live}
-
-    def _split_blocks(self, layer: LayerDump) -> Pair | None:
-        """Return keys and values of all blocks in the dump's layout; None in a dump of rows."""
-        if not layer.stored:
-            return None
-        assert self.layout is not None
-        try:
-            keys, values = layer.split(self.layout, self.dump.sizes)
-        except ConfigError as error:
-            raise UnreadableCacheError(f"{self.dump.path}: {error}") from None
-        return keys, values
 
     def _request_entries(
         self, request: Request, layer: LayerDump, blocks: Pair | None, known: Mapping[str, Pair]
@@ -351,13 +346,13 @@ class DumpReader:
             blocks = layer.split(layout, self.dump.sizes)
         except ConfigError:
             return True
-        entries = [self._request_entries(request, layer, (blocks[0], blocks[1]), known) for request in self.live]
+        entries = [self._request_entries(request, layer, blocks, known) for request in self.live]
         return all(bool(part.isfinite().all()) for own in entries for part in (own.keys, own.values))
 
     def _all_layouts(self, layer: LayerDump) -> Iterator[Layout]:
         """Yield all layouts that fit the block tensors."""
         sizes = self.dump.sizes
-        both = [list(candidates(tensor.shape, sizes, len(layer.stored) == 1)) for tensor in layer.stored]
+        both = [list(candidates(tensor.shape, sizes, len(layer.block_tensors) == 1)) for tensor in layer.block_tensors]
         if len(both) == 1:
             yield from (Layout(groups, groups) for groups in both[0])
             return
@@ -374,7 +369,7 @@ class DumpReader:
             return 0.0
         tried: list[float] = []
         for request in self.live:
-            own = self._request_entries(request, layer, (blocks[0], blocks[1]), known)
+            own = self._request_entries(request, layer, blocks, known)
             there = (own.positions[0] != REMOVED).nonzero().squeeze(-1)
             if not len(there):
                 continue

@@ -59,31 +59,33 @@ class LayerDump:
     """One layer of a dump.
 
     Attributes:
-        stored: the block tensors as they were stored: `cache`, or `keys` and `values`.
+        block_tensors: as they were stored: `cache`, or `keys` and `values`.
         scales: of keys and of values, each () or (kv_head, 1).
-        block_ids: id of each block of `stored`, in order.
+        block_ids: id of each block of `block_tensors`, in order.
         rows: request -> keys, values (kv_head, entry, d_head) and positions (kv_head, entry), `REMOVED` where there is
             no entry; None where positions are not known.
-        rounded_before: keys or values that were rounded to fewer bits than their type has, in words.
+        earlier_rounding: keys or values that were rounded to fewer bits than their type has, in words.
     """
 
-    stored: tuple[Tensor, ...]
+    block_tensors: tuple[Tensor, ...]
     scales: tuple[Tensor, Tensor]
     block_ids: Int[Tensor, " block"]
     rows: Mapping[str, tuple[Tensor, Tensor, Tensor | None]]
-    rounded_before: tuple[str, ...] = ()
+    earlier_rounding: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The stored tensors with keys, and those with values."""
-        blocks = [(self.stored[0], self.stored[-1])] if self.stored else []
+        blocks = [(self.block_tensors[0], self.block_tensors[-1])] if self.block_tensors else []
         keys, values = zip(*blocks, *(row[:2] for row in self.rows.values()), strict=True)
         return keys, values
 
-    def split(self, layout: Layout, sizes: Sizes) -> tuple[Float[Tensor, "block token head dim"], ...]:
+    def split(
+        self, layout: Layout, sizes: Sizes
+    ) -> tuple[Float[Tensor, "block token head dim"], Float[Tensor, "block token head dim"]]:
         """Return keys and values of all blocks in float32, scales applied. Raises ConfigError for another shape."""
-        both = layout.split(self.stored, sizes)
-        return tuple(part.float() * scale for part, scale in zip(both, self.scales, strict=True))
+        keys, values = layout.split(self.block_tensors, sizes)
+        return keys.float() * self.scales[0], values.float() * self.scales[1]
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,23 @@ class Dump:
         """The sizes of a block tensor's axes."""
         return Sizes(self.block_size, self.kv_heads, self.head_size)
 
-    def rounded(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
+    def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
         """Yield the plain model's entries of tokens, rounded as the engine does, in several ways; none if not known."""
         yield from ()
 
     def layer(self, index: int) -> LayerDump:
         """Return one layer. Raises UnreadableCacheError for a file that lacks tensors or has others than expected."""
-        tensors = _read_tensors(self.path / layer_file(index))
-        known = {request.id for request in self.requests}
+        path, known = self.path / layer_file(index), {request.id for request in self.requests}
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
+        except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
+            _refuse(path, f"expected a complete safetensors file ({str(error)[:200]})")
         for name in tensors:
             row = _ROWS.fullmatch(name)
             if name not in _STORED and (row is None or row[2] not in known):
-                _refuse(self.path / layer_file(index), f"the unknown tensor '{name}'")
-        return _Layer(self, index, tensors).read()
+                _refuse(path, f"the unknown tensor '{name}'")
+        return _LayerReader(self, index, tensors).read()
 
 
 def layer_file(index: int) -> str:
@@ -162,8 +168,8 @@ def _parse_header(folder: Path, header: Any) -> Dump:
              "compute", "engine"}  # fmt: skip
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"the unknown field '{unknown[0]}'; known: {', '.join(sorted(known))}")
-    layers, kv_heads, head_size = (_whole(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
-    block_size = _whole(header, "block_size", 1) if "block_size" in header else 0
+    layers, kv_heads, head_size = (_whole_number(header, name, 1) for name in ("layers", "kv_heads", "head_size"))
+    block_size = _whole_number(header, "block_size", 1) if "block_size" in header else 0
     layout = header.get("layout")
     if layout is not None and not isinstance(layout, str):
         raise ValueError(f"expected a text as layout, got {str(layout)[:40]}")
@@ -181,7 +187,7 @@ def _parse_header(folder: Path, header: Any) -> Dump:
     return Dump(folder, layers, kv_heads, head_size, parsed, block_size, named, **texts)
 
 
-def _whole(fields: Mapping[str, Any], name: str, least: int) -> int:
+def _whole_number(fields: Mapping[str, Any], name: str, least: int) -> int:
     """Return a whole number of at least `least`. Raises KeyError or ValueError for anything else."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -240,17 +246,8 @@ def _refuse(path: Path, found: str) -> NoReturn:
     raise UnreadableCacheError(f"{path}: {found}")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UnreadableCacheError for an invalid or truncated one."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
-    except (SafetensorError, OSError, RuntimeError, ValueError, struct.error) as error:
-        _refuse(path, f"expected a complete safetensors file ({str(error)[:200]})")
-
-
 @dataclass
-class _Layer:
+class _LayerReader:
     """The reader of one layer's tensors."""
 
     dump: Dump
@@ -267,8 +264,8 @@ class _Layer:
             )
         if {"cache", "keys"} <= self.tensors.keys() or {"cache", "values"} <= self.tensors.keys():
             self._refuse("both 'cache' and 'keys' or 'values'")
-        scales = self._scale("key_scale"), self._scale("value_scale")
-        rows = {request.id: self._row(request) for request in self.dump.requests if request.blocks is None}
+        scales = self._read_scale("key_scale"), self._read_scale("value_scale")
+        rows = {request.id: self._request_rows(request) for request in self.dump.requests if request.blocks is None}
         if not stored and any(request.blocks is not None for request in self.dump.requests):
             self._refuse("no block tensors: 'cache', or 'keys' and 'values'")
         if stored and self.dump.layout is not None and self.dump.layout.in_one_tensor != (len(stored) == 1):
@@ -284,20 +281,20 @@ class _Layer:
                 if not tensor.is_floating_point() or not _is_readable(tensor.dtype):
                     self._refuse(f"{what} of type {tensor.dtype}, expected floating-point numbers")
         kept = {name: row for name, row in rows.items() if row is not None}
-        return LayerDump(stored, scales, self._block_ids(stored), kept)
+        return LayerDump(stored, scales, self._read_block_ids(stored), kept)
 
     def _refuse(self, found: str) -> NoReturn:
         """Raise UnreadableCacheError for this layer's file."""
         _refuse(self.dump.path / layer_file(self.index), found)
 
-    def _scale(self, name: str) -> Tensor:
+    def _read_scale(self, name: str) -> Tensor:
         """Return a scale: one number, or one per head as (head, 1). Raises UnreadableCacheError for anything else."""
         scale = self.tensors.get(name, torch.ones(())).float()
         if not bool(scale.isfinite().all()) or scale.numel() not in (1, self.dump.kv_heads):
             self._refuse(f"{name} of shape {tuple(scale.shape)}, expected one finite number, or one per head")
         return scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
 
-    def _block_ids(self, stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
+    def _read_block_ids(self, stored: Sequence[Tensor]) -> Int[Tensor, " block"]:
         """Return the ids of the stored blocks. Raises UnreadableCacheError where a table names a block without one."""
         if not stored:
             return torch.zeros(0, dtype=torch.int64)
@@ -319,7 +316,7 @@ class _Layer:
                 self._refuse(f"no block {missing[0]}, which the table of request '{request.id}' names")
         return ids.long()
 
-    def _row(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def _request_rows(self, request: Request) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Return the rows of a request. Raises UnreadableCacheError for missing ones or other shapes."""
         keys, values = (self.tensors.get(f"{kind}.{request.id}") for kind in ("keys", "values"))
         if keys is None or values is None:

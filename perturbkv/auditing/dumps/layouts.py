@@ -48,7 +48,7 @@ class Sizes:
     head: int
     dim: int
 
-    def of(self, axis: str) -> int:
+    def size(self, axis: str) -> int:
         """Return the size of an axis other than `block`."""
         return {KV: 2, TOKEN: self.token, HEAD: self.head, DIM: self.dim}[axis]
 
@@ -121,12 +121,12 @@ def arrange(tensor: Tensor, groups: Groups, sizes: Sizes) -> Shaped[Tensor, "*kv
     if len(groups) == 1:
         tensor = tensor.flatten()
     if not _fits(tuple(tensor.shape), groups, sizes):
-        known = ", ".join(f"{axis} {sizes.of(axis)}" for axis in axes if axis != BLOCK)
+        known = ", ".join(f"{axis} {sizes.size(axis)}" for axis in axes if axis != BLOCK)
         raise ConfigError(
             f"expected a tensor of layout '{_format(groups)}' with {known}, got the shape {tuple(tensor.shape)}"
         )
-    blocks = tensor.numel() // math.prod(sizes.of(axis) for axis in axes if axis != BLOCK)
-    whole = tensor.reshape([blocks if axis == BLOCK else sizes.of(axis) for axis in axes])
+    blocks = tensor.numel() // math.prod(sizes.size(axis) for axis in axes if axis != BLOCK)
+    whole = tensor.reshape([blocks if axis == BLOCK else sizes.size(axis) for axis in axes])
     if TOKEN not in axes:
         whole, axes = whole.unsqueeze(-1), (*axes, TOKEN)
     return whole.permute([axes.index(axis) for axis in _AXES if axis in axes])
@@ -137,7 +137,7 @@ def _fits(shape: Sequence[int], groups: Groups, sizes: Sizes) -> bool:
     if len(shape) != len(groups) or (sizes.token != 1 and TOKEN not in sum(groups, ())):
         return False
     for size, group in zip(shape, groups, strict=True):
-        known = math.prod(sizes.of(axis) for axis in group if axis != BLOCK)
+        known = math.prod(sizes.size(axis) for axis in group if axis != BLOCK)
         if size % known if BLOCK in group else size != known:
             return False
     return True

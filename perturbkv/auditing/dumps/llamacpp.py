@@ -59,7 +59,7 @@ _TRIED = 64
 
 
 @dataclass(frozen=True)
-class Stored:
+class StorageForm:
     """Form in which keys or values of a layer are stored.
 
     Attributes:
@@ -121,7 +121,7 @@ class Stored:
         back = torch.from_numpy(self.dequantise(content)).to(entries.device)
         return self.from_stored(back.view(stored.shape).transpose(-2, -3) / factor).to(entries.dtype)
 
-    def coarser_grid(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
+    def coarser_type(self, entries: Float[Tensor, "kv_head entry d_head"]) -> str:
         """Return the type of fewer bits that floating-point numbers went through; empty where none is found."""
         heads, count, size = entries.shape
         if self.name not in _FLOATS or not count:
@@ -131,10 +131,10 @@ class Stored:
         if not some.numel():
             return ""
         for kind, name in TYPES.items():
-            if name in _FLOATS or heads * size % Stored(kind).block[0]:
+            if name in _FLOATS or heads * size % StorageForm(kind).block[0]:
                 continue
             for rotation in (0, _ROTATION) if size % _ROTATION == 0 else (0,):
-                back = Stored(kind, rotation, self.paired).round(some)
+                back = StorageForm(kind, rotation, self.paired).round(some)
                 lost = torch.linalg.vector_norm(back - some, dim=-1) / torch.linalg.vector_norm(some, dim=-1)
                 if float(lost.median()) < _FLOATS[self.name]:
                     return name
@@ -161,7 +161,7 @@ class _Part:
 
     offset: int
     nbytes: int
-    stored: Stored
+    stored: StorageForm
     transposed: bool = False
 
 
@@ -184,18 +184,18 @@ class Slot(Dump):
         positions = torch.tensor(self.positions)
         order = positions.argsort(stable=True)
         keys, values = (self._read(part)[:, order] for part in self.parts[index])
-        grids = [part.stored.coarser_grid(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
-        rounded_before = tuple(
+        grids = [part.stored.coarser_type(rows) for part, rows in zip(self.parts[index], (keys, values), strict=True)]
+        earlier_rounding = tuple(
             f"{name} {grid}'s numbers in {part.stored.name}"
             for name, grid, part in zip(("keys", "values"), grids, self.parts[index], strict=True)
             if grid
         )
         return LayerDump(
             (), (torch.ones(()), torch.ones(())), torch.zeros(0, dtype=torch.int64),
-            {_REQUEST: (keys, values, positions[order].expand(self.kv_heads, -1))}, rounded_before,
+            {_REQUEST: (keys, values, positions[order].expand(self.kv_heads, -1))}, earlier_rounding,
         )  # fmt: skip
 
-    def rounded(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
+    def rounded_entries(self, adapter: Adapter, token_ids: Sequence[int]) -> Iterator[Layers]:
         """Yield the plain model's entries of tokens, rounded as this engine does, in several ways."""
         stored = [(keys.stored, values.stored) for keys, values in self.parts]
         return rounded_entries(adapter, token_ids, stored, self.flash)
@@ -322,7 +322,7 @@ class _Reader:
     def _part(self, cells: int, rotation: int, what: str, paired: bool = False, transposed: bool = False) -> _Part:
         """Return the keys or values of the next layer, and skip them."""
         kind, *sizes = self._numbers("iII" if transposed else "iQ")
-        stored = Stored(kind, rotation, paired)
+        stored = StorageForm(kind, rotation, paired)
         width = self.shape.kv_heads * self.shape.d_head
         if kind not in TYPES:
             known = ", ".join(TYPES.values())
@@ -340,7 +340,7 @@ class _Reader:
 
 
 def rounded_entries(
-    adapter: Adapter, token_ids: Sequence[int], stored: Sequence[tuple[Stored, Stored]], flash: bool
+    adapter: Adapter, token_ids: Sequence[int], stored: Sequence[tuple[StorageForm, StorageForm]], flash: bool
 ) -> Iterator[Layers]:
     """Yield the plain model's entries of tokens, read with the engine's rounding, each time with another of `_FACTORS`.
 
@@ -362,7 +362,7 @@ def rounded_entries(
 class _RoundingCache(DynamicCache):  # type: ignore[misc]
     """A cache that keeps entries as the engine stores them."""
 
-    def __init__(self, stored: Sequence[tuple[Stored, Stored]], factor: float, flash: bool) -> None:
+    def __init__(self, stored: Sequence[tuple[StorageForm, StorageForm]], factor: float, flash: bool) -> None:
         super().__init__()
         self.stored, self.factor, self.flash = stored, factor, flash
 
@@ -415,7 +415,7 @@ def _in_eight_bits(numbers: Tensor, block: int, factor: float) -> Tensor:
 
 @contextmanager
 def _rounded_sums(
-    adapter: Adapter, stored: Sequence[tuple[Stored, Stored]], noise: torch.Generator | None
+    adapter: Adapter, stored: Sequence[tuple[StorageForm, StorageForm]], noise: torch.Generator | None
 ) -> Iterator[None]:
     """Add to heads' outputs what rounding of every sum to float16 does, within the block; nothing without `noise`.
 

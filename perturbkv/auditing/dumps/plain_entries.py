@@ -17,7 +17,7 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.auditing.dumps.dump_entries import MEDIANS, Entries, Limits, Pair
 from perturbkv.auditing.dumps.dump_file import REMOVED, Dump
 from perturbkv.auditing.forward_passes import make_situation
-from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read
+from perturbkv.auditing.reference import decode, entry_distances, prompt_entries, read_prompts
 from perturbkv.cache.entries import rotate_keys
 from perturbkv.cache.external_cache import Layers
 from perturbkv.models.adapter import Adapter
@@ -28,7 +28,7 @@ _COARSE = 0.3
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedDistances:
     """The distances from the plain model of a request's entries in one layer, that the engine's rounding gives.
 
     Attributes:
@@ -80,13 +80,13 @@ class PlainEntries:
     def __init__(self, adapter: Adapter, dump: Dump) -> None:
         self.layers: dict[str, Layers] = {}
         self.queries: dict[str, dict[int, Tensor]] = {}
-        self.expected: dict[str, list[Expected]] = {}
+        self.expected: dict[str, list[ExpectedDistances]] = {}
         floors: list[Floats] = []
         for request in dump.requests:
             ids = torch.tensor(request.token_ids, device=adapter.device)
             alone = make_situation("single", ids, ids[:1], 1)
             if request.finished or len(ids) < 2:
-                self.layers[request.id] = read(adapter, alone)
+                self.layers[request.id] = read_prompts(adapter, alone)
                 continue
             entries = prompt_entries(adapter, alone)
             self.layers[request.id] = entries.full
@@ -94,10 +94,12 @@ class PlainEntries:
             floors.append(entries.floors.T.double().numpy())
             readings = [
                 [_layer_distances(*layer) for layer in zip(rounded, entries.full, strict=True)]
-                for rounded in dump.rounded(adapter, request.token_ids)
+                for rounded in dump.rounded_entries(adapter, request.token_ids)
             ]
             if readings:
-                self.expected[request.id] = [Expected.of_layer(distances) for distances in zip(*readings, strict=True)]
+                self.expected[request.id] = [
+                    ExpectedDistances.of_layer(distances) for distances in zip(*readings, strict=True)
+                ]
         least = np.full((len(adapter.layers), 2), torch.finfo(adapter.dtype).eps)
         if not floors:  # requests of one token: rounding grows from layer to layer
             least *= np.sqrt(np.arange(1, len(least) + 1))[:, None]
@@ -129,9 +131,10 @@ def _last_query(adapter: Adapter, ids: Tensor, full: Layers) -> dict[int, Tensor
 class StoredCache(DynamicCache):  # type: ignore[misc]
     """A cache whose attention reads entries that were stored before, as an engine's own does.
 
-    What the model computes for each layer, given the stored entries of the layers below, is in `computed`. Where a
-    stored entry is NaN or infinite, attention reads the computed one, rounded to `dtype`. With `replace_outliers` also
-    where a stored entry is more than 4 medians from the computed one: it was overwritten after the engine had read it.
+    What the model computes for each layer, given the stored entries of the layers below, is in `computed_entries`.
+    Where a stored entry is NaN or infinite, attention reads the computed one, rounded to `dtype`. With
+    `replace_outliers` also where a stored entry is more than 4 medians from the computed one: it was overwritten after
+    the engine had read it.
     """
 
     def __init__(self, stored: Sequence[Pair], dtype: torch.dtype, replace_outliers: bool) -> None:
@@ -158,12 +161,12 @@ class StoredCache(DynamicCache):  # type: ignore[misc]
         own_keys, own_values = (part[None, :, :end] for part in self.stored[layer_idx])
         return own_keys, own_values
 
-    def computed(self, index: int) -> Pair:
+    def computed_entries(self, index: int) -> Pair:
         """Return the keys and values that the model computed for a layer."""
         return self.layers[index].keys[0], self.layers[index].values[0]
 
 
-def by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
+def arrange_by_token(entries: Entries, tokens: int, like: Tensor) -> Pair:
     """Return keys and values (kv_head, token, d_head) as `like`; NaN where a token has no entry."""
     there = entries.positions != REMOVED
     heads = torch.arange(len(there)).unsqueeze(-1).expand_as(there)

@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,62 +52,46 @@ _FEW_BLOCKS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class _TextRequest:
-    """A request whose prompt is made of ranges of a text's tokens."""
-
-    id: str
-    ranges: tuple[tuple[int, int], ...]
-    new_tokens: int
-    after: int = 0
-    prompt_logprobs: bool = True
-
-    def of_text(self, text: Sequence[int]) -> EngineRequest:
-        """Return the request, given the text's tokens."""
-        tokens = tuple(token for first, last in self.ranges for token in text[first:last])
-        return EngineRequest(self.id, tokens, self.new_tokens, self.after, self.prompt_logprobs)
-
-
-@dataclass(frozen=True)
 class EngineSituation:
     """Requests and engine that bring a situation about.
 
     Attributes:
-        requests: its requests.
+        requests: its requests, with places in a text instead of tokens.
         engine: arguments of vLLM's engine besides those of all situations.
         evidence: field of `EngineDump` that is above 0 where the situation has occurred; empty: always.
         dump_at_end_of: id of the request at whose end the dump is made; empty: the first to end.
     """
 
-    requests: tuple[_TextRequest, ...]
+    requests: tuple[EngineRequest, ...]
     engine: Mapping[str, Any]
     evidence: str = ""
     dump_at_end_of: str = ""
 
 
-_PLAIN = (_TextRequest("a", ((0, 200),), 24),)
+_PLAIN = (EngineRequest("a", tuple(range(0, 200)), 24),)
 VLLM_SITUATIONS: Mapping[str, EngineSituation] = {
     "plain": EngineSituation(_PLAIN, _MANY_BLOCKS),
     "prefix": EngineSituation(
         (
-            _TextRequest("a", ((0, 160),), 30),
-            _TextRequest("b", ((0, 128), (300, 340)), 20, 1, prompt_logprobs=False),
+            EngineRequest("a", tuple(range(0, 160)), 30),
+            EngineRequest("b", (*range(0, 128), *range(300, 340)), 20, 1, prompt_logprobs=False),
         ),
         _MANY_BLOCKS, "cached_tokens",
     ),
     "interleaved": EngineSituation(
         (
-            _TextRequest("a", ((0, 70),), 30),
-            _TextRequest("b", ((200, 290),), 40, 2),
-            _TextRequest("c", ((340, 390),), 5),
+            EngineRequest("a", tuple(range(0, 70)), 30),
+            EngineRequest("b", tuple(range(200, 290)), 40, 2),
+            EngineRequest("c", tuple(range(340, 390)), 5),
         ),
         _MANY_BLOCKS, "shared_steps", "a",
     ),
-    "chunked": EngineSituation((_TextRequest("a", ((0, 190),), 20),), _FEW_BLOCKS, "partial_prefills"),
+    "chunked": EngineSituation((EngineRequest("a", tuple(range(0, 190)), 20),), _FEW_BLOCKS, "partial_prefills"),
     "preempted": EngineSituation(
         (
-            _TextRequest("a", ((0, 60),), 15),
-            _TextRequest("b", ((100, 160),), 40),
-            _TextRequest("c", ((200, 260),), 25),
+            EngineRequest("a", tuple(range(0, 60)), 15),
+            EngineRequest("b", tuple(range(100, 160)), 40),
+            EngineRequest("c", tuple(range(200, 260)), 25),
         ),
         _FEW_BLOCKS, "preemptions", "c",
     ),
@@ -157,7 +141,10 @@ def audit_vllm(
     with kept as place, tempfile.TemporaryDirectory(prefix="perturbkv-model-") as scratch:
         dumps = Path(place)
         weights = _weights_folder(files, Path(scratch), seed)
-        for names in _by_engine(situations):
+        by_engine: dict[str, list[str]] = {}
+        for name in situations:
+            by_engine.setdefault(json.dumps(dict(VLLM_SITUATIONS[name].engine)), []).append(name)
+        for names in by_engine.values():
             _run_engine(weights, dumps, names, text, dtype_name(kind))
         adapter: Adapter = load_weights(files, kind, chosen, seed)
         for name in situations:
@@ -172,14 +159,6 @@ def _weights_folder(files: ModelFiles, scratch: Path, seed: int) -> Path:
         return files.source.path
     load_weights(files, torch.float32, torch.device("cpu"), seed).model.save_pretrained(scratch)
     return scratch
-
-
-def _by_engine(situations: Sequence[str]) -> list[list[str]]:
-    """Return the situations, those together that one engine can run."""
-    groups: dict[str, list[str]] = {}
-    for name in situations:
-        groups.setdefault(json.dumps(dict(VLLM_SITUATIONS[name].engine)), []).append(name)
-    return list(groups.values())
 
 
 def _run_engine(weights: Path, dumps: Path, names: Sequence[str], text: Sequence[int], dtype: str) -> None:
@@ -245,7 +224,10 @@ def run_situations(llm: Any, plan: Mapping[str, Any]) -> None:
     for name in plan["names"]:
         situation = VLLM_SITUATIONS[name]
         llm.reset_prefix_cache()
-        requests = [request.of_text(plan["text"]) for request in situation.requests]
+        requests = [
+            replace(request, token_ids=tuple(plan["text"][place] for place in request.token_ids))
+            for request in situation.requests
+        ]
         dump = dump_vllm(llm, Path(plan["dumps"]) / name, requests, situation.dump_at_end_of)
         if situation.evidence and not getattr(dump, situation.evidence):
             raise EngineError(

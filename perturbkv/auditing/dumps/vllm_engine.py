@@ -60,7 +60,7 @@ def read_blocks(worker: Any, index: int, block_ids: Sequence[int]) -> dict[str, 
     Of a cache in 8 bits `key_scale` and `value_scale`, by which entries are multiplied, are returned too.
     """
     layer = _attention_layers(worker)[index][1]
-    keys, values = (part.cpu() for part in _split(worker, layer, block_ids))
+    keys, values = (part.cpu() for part in _split_blocks(worker, layer, block_ids))
     if layer.kv_cache_dtype not in _EIGHT_BITS:
         return {"keys": keys, "values": values}
     eight = _EIGHT_BITS[layer.kv_cache_dtype]
@@ -79,7 +79,7 @@ def _attention_layers(worker: Any) -> list[tuple[str, Any]]:
     return sorted(found, key=lambda item: [int(number) for number in re.findall(r"\d+", item[0])])
 
 
-def _split(
+def _split_blocks(
     worker: Any, layer: Any, block_ids: Sequence[int]
 ) -> tuple[Shaped[Tensor, "block token head dim"], Shaped[Tensor, "block token head dim"]]:
     """Return keys and values of these blocks; a kernel's blocks may be parts of the scheduler's."""
@@ -211,11 +211,11 @@ class _Run:
         self.engine, self.scheduler = engine, core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         groups = self.manager.kv_cache_config.kv_cache_groups
-        self.cache = self._ask(describe_cache)
-        _check(self.cache, [name for group in groups for name in group.layer_names], len(groups))
+        self.cache = self._call_worker(describe_cache)
+        _check_cache(self.cache, [name for group in groups for name in group.layer_names], len(groups))
         self.block_size = int(groups[0].kv_cache_spec.block_size)
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns in vLLM's worker. Raises UnreadableCacheError where there are several."""
         answers = self.llm.collective_rpc(function, args=arguments)
         if len(answers) != 1:
@@ -228,14 +228,14 @@ class _Run:
         """Step the engine until the dump is written, then abort what is left."""
         waiting, step = list(self.requests), 0
         try:
-            with _before_free(self.manager, self._catch):
+            with _before_free(self.manager, self._note_end):
                 while self.path is None and (waiting or self.engine.has_unfinished_requests()):
                     for request in [one for one in waiting if one.after <= step]:
                         waiting.remove(request)
                         self._add(request)
                     for output in self.engine.step():
                         self.outputs[output.request_id] = output
-                    self._observe()
+                    self._count_events()
                     step += 1
         finally:
             self.engine.abort_request(list(self.names), internal=True)
@@ -257,7 +257,7 @@ class _Run:
         name = self.engine.add_request(request.id, TokensPrompt(prompt_token_ids=list(request.token_ids)), sampling)
         self.names[name] = request.id
 
-    def _observe(self) -> None:
+    def _count_events(self) -> None:
         """Count what happened to the requests in the step."""
         running = self.scheduler.running
         self.shared_steps += len(running) > 1
@@ -265,7 +265,7 @@ class _Run:
             self.partial_prefills += 0 < request.num_computed_tokens < request.num_prompt_tokens
             self.preemptions[name] = request.num_preemptions
 
-    def _catch(self, request: Any) -> None:
+    def _note_end(self, request: Any) -> None:
         """Note a request that ends; write the dump where it is the one that was waited for."""
         if self.path is not None or not request.is_finished():
             return
@@ -273,7 +273,7 @@ class _Run:
         if self.until not in ("", name):
             self.ended.append(self._request(request, finished=True))
             return
-        self._observe()
+        self._count_events()
         self._write()
 
     def _request(self, request: Any, finished: bool = False) -> Request:
@@ -308,16 +308,19 @@ class _Run:
         held = [request.blocks or () for request in requests if not request.finished]
         ids = sorted({block for table in held for block in table} - {REMOVED})
         block_ids = torch.tensor(ids)
-        layers = range(len(self.cache["names"]))
+        layers = (
+            {**self._call_worker(read_blocks, index, ids), "block_ids": block_ids}
+            for index in range(len(self.cache["names"]))
+        )
         self.path = write_dump(
-            self.folder, requests, ({**self._ask(read_blocks, index, ids), "block_ids": block_ids} for index in layers),
+            self.folder, requests, layers,
             kv_heads=self.cache["kv_heads"], head_size=self.cache["head_size"], block_size=self.block_size,
             layout=_LAYOUT, compute=dtype_name(self.engine.vllm_config.model_config.dtype),
             engine=f"vLLM {vllm.__version__}",
         )  # fmt: skip
 
 
-def _check(cache: Mapping[str, Any], names: Sequence[str], groups: int) -> None:
+def _check_cache(cache: Mapping[str, Any], names: Sequence[str], groups: int) -> None:
     """Raise UnreadableCacheError for a cache that is stored in a way that is not read."""
     if groups != 1:
         raise UnreadableCacheError(f"vLLM has {groups} groups of layers with block tables of their own; one is read")
