@@ -78,10 +78,9 @@ MEASURING = {
     "gguf": "gguf>=0.10",
     "huggingface_hub": "huggingface_hub>=1.0",
     "jaxtyping": "jaxtyping>=0.3",
+    "yaml": "pyyaml>=6",
 }
 """Modules that only measuring imports -> the requirement that brings each; finished traces are read without them."""
-_PACKAGES = {"yaml": "pyyaml"}
-"""Module -> package that brings it, where its name differs."""
 _OF_TRANSFORMERS = ("safetensors", "tokenizers")
 """Modules that transformers brings along."""
 
@@ -91,7 +90,7 @@ class MissingPackageError(PerturbkvError, ModuleNotFoundError):
 
     def __init__(self, module: str) -> None:
         package, purpose = module.partition(".")[0], ""
-        needed = [_PACKAGES.get(package, package)]
+        needed = [package]
         if package in (*MEASURING, *_OF_TRANSFORMERS):
             purpose, needed = " to measure with (finished traces are read without it)", list(MEASURING.values())
         requirements = " ".join(f"'{one}'" if set(one) & set("<>") else one for one in needed)

@@ -58,7 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("trace", "Run a model with full and evicted caches; write a trace", "trace:trace"),
         Command("generate", "Answer from the full and the evicted caches; compare", "generate:generate"),
         Command("merge", "Join the shards of a run, which --shard leaves", "finished_traces:merge"),
-        Command("export", "Write traces as tables, CSV or Parquet; a data card", "published_tables:export"),
+        Command("export", "Write traces as tables, CSV or Parquet", "published_tables:export"),
         Command("report", "Make one page to look at, of a trace or of several", "finished_traces:report"),
     ),
     "Check another eviction": (

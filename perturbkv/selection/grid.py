@@ -56,11 +56,6 @@ def _owners_of(name: str) -> list[tuple[str, str]]:
     return [owner for owner, options in _options_by_owner().items() if name in options]
 
 
-def check_option_value(name: str, value: Any) -> None:
-    """Raise ConfigError or UnknownNameError for a value that is invalid for the named option."""
-    known_options()[name].convert(value, name)
-
-
 def _options_by_owner() -> dict[tuple[str, str], Mapping[str, Option]]:
     """Return (kind, name) -> options, for every policy and choice."""
     return {

@@ -55,16 +55,13 @@ def test_a_mistake_is_its_line(prepared: Path, refusal: Refusal, monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("budget: 64\n\twindow: 3", "sweep.yaml:2: expected YAML"),
-        ("samples: 1\nmodel: \x01", "sweep.yaml:2: expected "),
-        ("[" * 3000, "sweep.yaml:1: expected YAML"),
-        ("{}", "sweep.yaml:1: expected a mapping of options, such as 'budget: [128, 256]', got an empty mapping"),
-        ("grids: [{}]", "sweep.yaml:1: grids: expected a mapping of options"),
-        ("!!python/object:os.x {}", "sweep.yaml:1: expected a mapping of options"),
-        ("!!python/object:os.x {budget: 64}", "sweep.yaml:1: expected a mapping of options"),
-        ("budget: !!python/object:os.x [64]", "sweep.yaml:1: budget: expected tokens (128) or a fraction"),
-        ("grids: !!python/tuple [{policy: adakv}]", "sweep.yaml:1: grids: expected a list of mappings"),
-        ("!!python/name:os.x budget: 64", "sweep.yaml:1: expected the name of an option as key"),
+        ("budget: 64\n\twindow: 3", "expected YAML, got text that cannot be read as YAML: "),
+        ("samples: 1\nmodel: \x01", "expected YAML, got text that cannot be read as YAML: "),
+        ("[" * 3000, "expected YAML"),
+        ("{}", "expected a mapping of options, such as 'budget: [128, 256]', got an empty mapping"),
+        ("grids: [{}]", "grids: expected a mapping of options"),
+        ("!!python/object:os.x {}", "expected a mapping of options"),
+        ("budget: !!python/object:os.x [x]", "budget: a budget is tokens"),
     ],
     ids=[
         "a tab",
@@ -72,16 +69,13 @@ def test_a_mistake_is_its_line(prepared: Path, refusal: Refusal, monkeypatch: py
         "a bottomless list",
         "an empty mapping",
         "an empty grid",
-        "an empty object",
         "an object",
-        "a list with a tag",
-        "a tuple",
-        "a key with a tag",
+        "a tag",
     ],  # fmt: skip
 )
 def test_a_sweep_file_that_is_no_text_to_print(perturbkv: Run, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "sweep.yaml").write_text(text)
-    refused(perturbkv("trace", "--config", "sweep.yaml", "-o", "out"), f"error: {said}")
+    refused(perturbkv("trace", "--config", "sweep.yaml", "-o", "out"), f"error: sweep.yaml: {said}")
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -50,15 +50,22 @@ GRIDS = [
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "sweep.yaml"
 
 
-def resolved(tmp_path: Path, text: str) -> trace.Sweep:
+class Sweep(NamedTuple):
+    """What a sweep file asks for."""
+
+    run: RunOptions
+    configs: tuple[EvictionConfig, ...]
+
+
+def resolved(tmp_path: Path, text: str) -> Sweep:
     path = tmp_path / "sweep.yaml"
     path.write_text(dedent(text))
-    return resolve(path, RunOptions(), BOTH, frozenset())
+    return Sweep(*resolve(path, RunOptions(), BOTH, frozenset()))
 
 
 @pytest.mark.slow
 def test_a_sweep_over_all_that_can_be_chosen_asks_for_each_configuration_once(tmp_path: Path) -> None:
-    text = yaml.safe_dump({"model": "m", "dataset": "d", "window": 8, "grids": GRIDS})
+    text = yaml.safe_dump({"window": 8, "grids": GRIDS})
     configs = resolved(tmp_path, text).configs
     assert len(configs) == len({config.label() for config in configs}) == 305
 
@@ -84,7 +91,7 @@ def asked(perturbkv: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
 
 
 def test_the_example_is_three_policies_two_selections_and_four_budgets() -> None:
-    sweep = resolve(EXAMPLE, RunOptions(), BOTH, frozenset())
+    sweep = Sweep(*resolve(EXAMPLE, RunOptions(), BOTH, frozenset()))
     expected = [
         configuration(budget, policy=policy, selection=selection)
         for budget in (64, 128, 0.2, 0.4)
@@ -239,9 +246,9 @@ def test_what_is_typed_replaces_the_files_key_as_a_whole(asked: Run) -> None:
 
 
 def test_a_default_that_is_typed_counts_as_typed(asked: Run) -> None:
-    run, configs = asked("policy: adakv\nmodel: tiny\nseed: 3", "--policy", "snapkv", "--seed", 0)
+    run, configs = asked("policy: adakv\nmodel: random:smollm2-135m\nseed: 3", "--policy", "snapkv", "--seed", 0)
     assert [one.policy.name for one in configs] == ["snapkv", "snapkv"]
-    assert (run.seed, run.model) == (0, "tiny")
+    assert (run.seed, run.model) == (0, "random:smollm2-135m")
 
 
 def test_what_is_typed_replaces_the_key_in_every_grid(asked: Run) -> None:

@@ -78,12 +78,6 @@ def sample_rows(trace: Trace, sample: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(values_of, schema=schema(trace))
 
 
-def row_count(trace: Trace) -> int:
-    """Return the number of rows of a trace's table."""
-    configs, _, layers, heads = trace.arrays["perturbation_isolated"].shape[1:]
-    return int(trace.measured.sum() * configs * layers * heads)
-
-
 def write(trace: Trace, path: Path, finished: Callable[[], None] = lambda: None) -> int:
     """Write the table of a trace to `path`, one sample in memory at a time, and return the number of rows.
 
