@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 import perturbkv as pk
-from tests.pins.commands import POLICIES
-from tests.pins.running import below, digest, frame, leaves, left, plain, prompts, run, table, tiny_model
+from tests.pins.running import POLICIES, below, digest, frame, leaves, left, plain, prompts, run, table, tiny_model
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage(alpha=0.5, split=total, score=pooled)",
               "two-stage(epsilon=0.001, norm=l2)", "two-stage-uniform", "value", "random", "hindsight",
@@ -43,7 +42,7 @@ def record(folder: Path) -> dict[str, Any]:
         "trace-kv": ["trace", *common, *two, "--granularity", "kv", "--precision", "quantise(bits=4)"],
         "trace-rectangular": ["trace", *common, *two, "--cache", "rectangular", "--dtype", "bfloat16"],
         "generate": ["generate", *common, *two, "--max-new-tokens", 6, "--divergence"],
-        "swap": ["swap", *common, "--exact", "--format", "svg"],
+        "patching": ["patching", *common, "--exact", "--format", "svg"],
     }
     for name, arguments in made.items():
         ran = run(*arguments, "-o", folder / name, "--json")
