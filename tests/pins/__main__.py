@@ -21,6 +21,8 @@ from tests.pins.comparing import compared, line
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "pins"
+SCRATCH = Path("/tmp/perturbkv-pins")
+"""Where recorders run: traces and figures say where they lie, so every checkout has to have them in one place."""
 RECORDERS = (
     "commands-needle", "commands-stored", "commands-distances", "numbers", "commands-alone", "resume", "files", "audit",
     "machine", "names",
@@ -137,17 +139,21 @@ def _key(name: str, commit: str) -> str:
 
 def _recorded(name: str, tree: Path) -> tuple[dict[str, Any], float]:
     """Run one recorder in a process of its own, against the perturbkv of this tree; its values and seconds."""
-    folder, out = PLACE / "scratch" / name, PLACE / f"{name}.json"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder, out = SCRATCH / name, PLACE / f"{name}.json"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PERTURBKV_", "PYTHON"))}
     home = {"PYTHONPATH": f"{tree}:{ROOT}", "MPLCONFIGDIR": str(PLACE / "matplotlib")}
-    began = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "tests.pins.recorder", name, str(tree), str(folder), str(out)],
-        cwd=folder, env={**kept, **SETTINGS, **home}, check=True, capture_output=True, text=True, timeout=TIME_LIMIT,
-    )  # fmt: skip
-    return json.loads(out.read_text()), time.monotonic() - began
+    SCRATCH.mkdir(exist_ok=True)
+    with (SCRATCH / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "tests.pins.recorder", name, str(tree), str(folder), str(out)],
+            cwd=folder, env={**kept, **SETTINGS, **home}, check=True, capture_output=True, text=True,
+            timeout=TIME_LIMIT,
+        )  # fmt: skip
+        return json.loads(out.read_text()), time.monotonic() - began
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ REFUSED = (
     "trace --selection two-stge", "trace --policy snapkv(kernl=3)", "trace --budget -3", "trace --policy streaming-llm",
     "trace --model nothing", "trace --dataset nothing", "trace --steps 0", "trace --granularity kv(block=0)",
     "trace --shard 3/2", "trace --policy vertical-slash --steps 2", "budget nothing.h5", "merge nothing",
-    "trace --budget 8 --window 32", "quality --judge cat nothing.jsonl", "patching trace.h5", "nothing",
+    "trace --budget 8 --window 32", "quality --judge cat nothing.jsonl", "patching trace.h5", "heds", "xyzzy",
     "trace --config bad.yaml", "trace --precision quantise(bits=3)", "audit nothing.py:f",
 )  # fmt: skip
 

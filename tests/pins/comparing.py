@@ -37,10 +37,11 @@ GOES: dict[str, str] = {
 }
 """What goes on purpose -> what replaces it: a command, an option of one, a public name, or a key of JSON documents.
 
-Pins begin with it, or parts of them between slashes, or entries of lists; texts that say it are not compared.
+Pins begin with it, or parts of them between slashes, or entries of lists. Texts that name such a command are not
+compared.
 """
 RENAMED = {"question patching": "patching"}
-"""Old name -> new one, wherever the earlier version says it; a command is asked by the name that a version knows."""
+"""Old name -> new one, wherever a version says it; a command is asked by the name that the version knows."""
 NEW: tuple[str, ...] = ()
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = ()
@@ -51,12 +52,12 @@ _MISSING = "nothing"
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Name what differs beyond what was changed on purpose."""
-    before = renamed(before)
+    before, after = renamed(before), renamed(after)
     return differences(_without(before, after, GOES), _without(after, before, NEW))
 
 
 def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what an earlier version recorded its present names, in names of pins, in texts and in lists of them."""
+    """Put the new names in place of the old ones, in names of pins, in texts and in lists of them."""
     return {_renamed(pin): _renamed(value) for pin, value in recorded.items()}
 
 
@@ -88,7 +89,7 @@ def _entries(value: Any, other: Any, names: Collection[str]) -> Any:
     """Leave out entries of these names that the other's list lacks; the other's text where the value names one."""
     if isinstance(value, list) and isinstance(other, list):
         return [one for one in value if one in other or not (isinstance(one, str) and is_of(names, one))]
-    if isinstance(value, str) and isinstance(other, str) and any(name in value for name in names):
+    if isinstance(value, str) and isinstance(other, str) and any(name in value for name in names if not name.isalpha()):
         return other
     return value
 
@@ -111,7 +112,7 @@ def line(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
         return f"{recorder}: {len(after)} values equal{told}"
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     shown = "".join(f"\n  {one}" for one in found[:_SHOWN])
-    return f"{recorder}: {len(found)} of {len({**renamed(before), **after})} differ{told}:{shown}{more}"
+    return f"{recorder}: {len(found)} of {len({**renamed(before), **renamed(after)})} differ{told}:{shown}{more}"
 
 
 def _told(recorded: Mapping[str, Any], name: str, longest: int | None = _LONGEST) -> str:

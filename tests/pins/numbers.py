@@ -9,7 +9,6 @@ of one machine and one set of libraries: other processors round otherwise.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 import yaml
 
 import perturbkv as pk
-from tests.pins.running import run, tiny_model, variables
+from tests.pins.running import digest, run, tiny_model, variables
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage-uniform", "value", "random", "hindsight",
               "hindsight-attention"]  # fmt: skip
@@ -127,13 +126,13 @@ SLIDING = 12
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Digests of all that the runs write: name of the run and of the variable -> SHA-256."""
+    """Measure and answer with tiny models: name of the run and of the variable -> digest."""
     torch.set_num_threads(1)
     _write_prompts(folder)
     found: dict[str, Any] = {}
     for runs in RUNS:
         for name, digests in runs(folder):
-            found |= {f"{name} {variable}": digest for variable, digest in digests.items()}
+            found |= {f"{name} {variable}": value for variable, value in digests.items()}
     return found
 
 
@@ -143,8 +142,8 @@ def _sweeps(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     scores.write_text(json.dumps({f"{layer}-{head}": layer + head / 4 for layer in range(2) for head in range(4)}))
     for family, scenario in SWEPT:
         file, out = folder / "sweep.yaml", folder / f"sweep-{family}-{scenario}"
-        run = {"model": str(_model(folder, family)), "dataset": str(folder / "prompts.jsonl"), "scenario": scenario}
-        asked = {**run, "head-scores": str(scores), "window": 8, "steps": 2, "save": "outputs", "grids": SWEEP}
+        of = {"model": str(_model(folder, family)), "dataset": str(folder / "prompts.jsonl"), "scenario": scenario}
+        asked = {**of, "head-scores": str(scores), "window": 8, "steps": 2, "save": "outputs", "grids": SWEEP}
         file.write_text(yaml.safe_dump(asked))
         _command("trace", "--config", file, "-o", out)
         yield f"sweep {family} {scenario}", _trace_digests(out / "trace.h5")
@@ -343,11 +342,8 @@ def _trace_digests(path: Path) -> dict[str, str]:
 def _line_digests(path: Path) -> dict[str, str]:
     """What each line says of a sample, of a file whose first line holds the run and when it was made."""
     rows = enumerate(map(json.loads, path.read_text().splitlines()[1:]))
-    return {f"{i} {row['sample']} {key}": _digest(value) for i, row in rows for key, value in row.items()}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    told = {f"{i} {row['sample']} {key}": value for i, row in rows for key, value in row.items()}
+    return {name: digest(json.dumps(value, sort_keys=True)) for name, value in told.items()}
 
 
 def _write_prompts(folder: Path) -> None:

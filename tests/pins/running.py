@@ -75,7 +75,8 @@ def known(command: str) -> bool:
     words = command.split()
     options = [one for one in words if one.startswith("-")]
     ran = _run([*(one for one in words if one not in options), "--help"])
-    return ran.code == 0 and {*options} <= {*re.findall(r"(?<![\w-])--[\w-]+", ran.out)}
+    listed = re.findall(r"^ +(-.*?)(?:  |$)", ran.out, re.MULTILINE)  # what a text above them names is no option
+    return ran.code == 0 and {*options} <= {*re.findall(r"--[\w-]+", " ".join(listed))}
 
 
 def gone(name: str) -> bool:
