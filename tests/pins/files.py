@@ -95,13 +95,15 @@ def _read(path: Path, folder: Path) -> dict[str, Any]:
     found["labels"] = [one.label() for one in trace.run.configs]
     found["run"] = plain(folder)(repr(trace.run))
     for name in ("compare_heads", "layer_drift", "horizon", "split", "assumption"):
+        if not hasattr(pk, name):
+            continue
         try:
             told = getattr(pk, name)(trace)
         except pk.PerturbkvError as error:
-            found[name] = plain(folder)(f"{type(error).__name__}: {error}")
+            found[f"pk.{name}"] = plain(folder)(f"{type(error).__name__}: {error}")
             continue
-        found |= leaves(told.to_dict(), name, folder)
-        found[f"{name} as a table"] = frame(told.to_frame())
+        found |= leaves(told.to_dict(), f"pk.{name}", folder)
+        found[f"pk.{name} as a table"] = frame(told.to_frame())
     return found
 
 
