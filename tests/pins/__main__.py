@@ -21,16 +21,20 @@ from tests.pins.comparing import compared, line
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "pins"
+SCRATCH = Path("/tmp/perturbkv-pins")
+"""Where recorders run: traces and figures say where they lie, so every checkout has to have them in one place."""
 RECORDERS = (
     "commands-needle", "commands-stored", "commands-distances", "numbers", "commands-alone", "resume", "files", "audit",
     "machine", "names",
 )  # fmt: skip
 """Modules of this folder, behind the hyphen a part of one; the longest first. Figures are among the commands' pins."""
-BEFORE = "2fe6eaf"
+BEFORE = "d399544f"
 LINKED = ("analyses", "figures", "cli")
 """Folders that an earlier commit gives their places in the package when it is installed."""
-SHARED = ("__init__.py", "__main__.py", "calls.py", "comparing.py")
-"""Files here that nothing recorded depends on: `calls` asks either commit for the same."""
+SHARED = ("__init__.py", "__main__.py", "comparing.py")
+"""Files here that nothing recorded depends on."""
+READ = {"audit": ROOT / "tests" / "audit" / "planted.py"}
+"""Files elsewhere that a recorder reads."""
 SETTINGS = {
     "PYTHONSAFEPATH": "1",
     "PYTHONHASHSEED": "0",
@@ -50,7 +54,7 @@ SETTINGS = {
     "LC_ALL": "C.UTF-8",
     "CUDA_VISIBLE_DEVICES": "",
 }
-TIME_LIMIT = 1800
+TIME_LIMIT = 7200
 
 
 def main() -> int:
@@ -118,7 +122,7 @@ def _both(name: str, tree: Path, after: Path, asked: argparse.Namespace) -> bool
         print(f"{name}: not recorded\n{error.stderr[-3000:]}", flush=True)  # noqa: T201
         return True
     print(f"{line(name, before, found)} ({took}after {seconds:.0f} s)", flush=True)  # noqa: T201
-    return bool(compared(name, before, found))
+    return bool(compared(before, found))
 
 
 def _key(name: str, commit: str) -> str:
@@ -128,23 +132,28 @@ def _key(name: str, commit: str) -> str:
     others = {f"{one.partition('-')[0]}.py" for one in RECORDERS} - {f"{module}.py"} | set(SHARED)
     own = sorted(path for path in here.glob("*.py") if path.name not in others and not path.name.startswith("test_"))
     libraries = [importlib.metadata.version(one) for one in ("torch", "numpy", "transformers", "matplotlib")]
+    own += [READ[module]] if module in READ else []
     told = [path.read_text() for path in own] + [platform.python_version(), *libraries, repr(SETTINGS)]
     return f"{_git('rev-parse', commit)[:12]}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:12]}"
 
 
 def _recorded(name: str, tree: Path) -> tuple[dict[str, Any], float]:
     """Run one recorder in a process of its own, against the perturbkv of this tree; its values and seconds."""
-    folder, out = PLACE / "scratch" / name, PLACE / f"{name}.json"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder, out = SCRATCH / name, PLACE / f"{name}.json"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PERTURBKV_", "PYTHON"))}
     home = {"PYTHONPATH": f"{tree}:{ROOT}", "MPLCONFIGDIR": str(PLACE / "matplotlib")}
-    began = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "tests.pins.recorder", name, str(tree), str(folder), str(out)],
-        cwd=folder, env={**kept, **SETTINGS, **home}, check=True, capture_output=True, text=True, timeout=TIME_LIMIT,
-    )  # fmt: skip
-    return json.loads(out.read_text()), time.monotonic() - began
+    SCRATCH.mkdir(exist_ok=True)
+    with (SCRATCH / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "tests.pins.recorder", name, str(tree), str(folder), str(out)],
+            cwd=folder, env={**kept, **SETTINGS, **home}, check=True, capture_output=True, text=True,
+            timeout=TIME_LIMIT,
+        )  # fmt: skip
+        return json.loads(out.read_text()), time.monotonic() - began
 
 
 if __name__ == "__main__":

@@ -17,62 +17,47 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from tests.pins import calls
-from tests.pins.running import below, digest, leaves, left, plain, prompts, run, table, tiny_model
+from tests.pins.running import POLICIES, below, digest, gone, leaves, left, plain, prompts, run, table, tiny_model
 
-SAFE = ["--max-kl", "200", "--max-drop", "99", "--min-top1", "0.01"]
-ANALYSES: dict[str, list[str]] = {
-    "heads": ["heads", "--compare", "attention,two-stage,random"],
-    "heads-cosine": ["heads", "--distance", "cosine", "--step", "1"],
-    "layers": ["layers", "--per-sample", "--budgets"],
-    "layers-l2": ["layers", "--distance", "l2", "--compare", "attention,random"],
-    "assumption": ["assumption"],
-    "bound-tightness": ["bound-tightness"],
-    "ablation": ["ablation"],
-    "ablation-methods": ["ablation", "--methods", "all"],
-    "restriction": ["restriction"],
-    "needle": ["needle"],
-    "horizon": ["horizon"],
-    "measures": ["measures"],
-    "alpha": ["alpha", "--no-kl"],
-    "split": ["split"],
-    "cliff": ["cliff"],
-    "stability": ["stability"],
-    "quality": ["quality", "--trace"],
-    "link": ["link", "--all"],
-    "savings": ["savings"],
-    "savings-kl": ["savings", "--by", "kl", "--by", "propagated"],
-    "bytes": ["bytes"],
-    "budget": ["budget", *SAFE, "--for-length", "2000", "--for-batch", "3"],
-    "budget-kl": ["budget", "--max-kl", "200"],
-}
-"""Every analysis of a finished trace, once or more."""
-CHOSEN = {
-    ("needle", "stability"): ["--budget", "0.2"],
-    ("stored", "stability"): ["--budget", "0.3"],
-    ("distances", "stability"): ["--budget", "0.3"],
-    ("stored", "layers"): ["--compare", "attention,random"],
-}
-"""Trace and analysis -> what else it has to be asked there."""
-ALONE: tuple[str, ...] = (
-    "heads", "layers", "assumption", "bound-tightness", "ablation", "restriction", "horizon", "measures", "alpha",
-    "split", "cliff", "quality", "link", "savings", "bytes", "budget", "needle",
+SAFE = "--max-kl 200 --max-drop 99 --min-top1 0.01"
+ANALYSES = (
+    "heads --compare attention,two-stage,random", "heads --distance cosine --step 1", "layers --per-sample --budgets",
+    "layers --distance l2 --compare attention,random", "assumption", "bound-tightness", "ablation",
+    "ablation --methods all", "ablation --restrictions", "needle", "horizon", "question measures",
+    "question alpha --no-kl", "question split", "question stability", "budget --cliff", "budget --savings",
+    "budget --savings --by kl --by propagated", "budget --bytes", f"budget {SAFE} --for-length 2000 --for-batch 3",
+    "budget --max-kl 200", "quality", "correlation", "list", "tokens --all", "tokens --layer 1 --head 2",
 )  # fmt: skip
-"""Analyses that make a trace where none is given."""
+"""Every question about a finished trace, once or more."""
+CHOSEN = {
+    ("needle", "question stability"): "--budget 0.2",
+    ("stored", "question stability"): "--budget 0.3",
+    ("distances", "question stability"): "--budget 0.3",
+    ("stored", "layers --per-sample --budgets"): "--compare attention,random",
+}
+"""Trace and question -> what else it has to be asked there."""
+LOOKS = ("list", "tokens")
+"""Commands without figures."""
+ALONE = (
+    "heads", "layers", "assumption", "bound-tightness", "ablation", "ablation --restrictions", "horizon",
+    "question measures", "question alpha", "question split", "budget --cliff", "quality", "correlation",
+    "budget --savings", "budget --bytes", f"budget {SAFE}", "needle",
+)  # fmt: skip
+"""Questions that make a trace where none is given."""
 COMMANDS = (
-    *ALONE, "regret", "swap", "stability", "trace", "merge", "generate", "head-scores", "info", "tokens", "report",
-    "export", "divergence", "judge", "audit", "models", "datasets", "policies", "doctor", "selfcheck", "bench",
-    "bench scale", "bench report", "bench compare",
+    "heads", "layers", "assumption", "bound-tightness", "ablation", "horizon", "tokens", "needle", "patching",
+    "quality", "correlation", "budget", "trace", "generate", "merge", "export", "report", "audit", "question alpha",
+    "question measures", "question regret", "question split", "question stability", "list", "list models",
+    "list datasets", "list policies", "doctor", "doctor selfcheck", "doctor bench", "doctor bench scale",
+    "doctor bench report", "doctor bench compare",
 )  # fmt: skip
 REFUSED = (
-    ["heads", "nothing.h5"], ["heads", "--polcy", "snapkv"], ["trace", "--policy", "snapvk"], ["policies", "nothing"],
-    ["trace", "--selection", "two-stge"], ["trace", "--policy", "snapkv(kernl=3)"], ["trace", "--budget", "-3"],
-    ["trace", "--policy", "streaming-llm"], ["trace", "--model", "nothing"], ["trace", "--dataset", "nothing"],
-    ["trace", "--steps", "0"], ["trace", "--granularity", "kv(block=0)"], ["trace", "--shard", "3/2"],
-    ["trace", "--policy", "vertical-slash", "--steps", "2"], ["budget", "nothing.h5"], ["merge", "nothing"],
-    ["trace", "--budget", "8", "--window", "32"], ["judge", "nothing.jsonl", "--command", "cat"], ["swap", "trace.h5"],
-    ["nothing"], ["trace", "--config", "bad.yaml"], ["trace", "--precision", "quantise(bits=3)"],
-    ["audit", "nothing.py:f"],
+    "heads nothing.h5", "heads --polcy snapkv", "trace --policy snapvk", "list policies nothing",
+    "trace --selection two-stge", "trace --policy snapkv(kernl=3)", "trace --budget -3", "trace --policy streaming-llm",
+    "trace --model nothing", "trace --dataset nothing", "trace --steps 0", "trace --granularity kv(block=0)",
+    "trace --shard 3/2", "trace --policy vertical-slash --steps 2", "budget nothing.h5", "merge nothing",
+    "trace --budget 8 --window 32", "quality --judge cat nothing.jsonl", "patching trace.h5", "heds", "xyzzy",
+    "trace --config bad.yaml", "trace --precision quantise(bits=3)", "audit nothing.py:f",
 )  # fmt: skip
 
 
@@ -83,29 +68,23 @@ def record(folder: Path, part: str) -> dict[str, Any]:
     TRACES[part](folder)
     trace = folder / "trace.h5"
     found: dict[str, Any] = {}
-    for name, command in ANALYSES.items():
-        more = CHOSEN.get((part, name), [])
-        ran = run(command[0], *more, *command[1:], trace, "--json", "--format", "svg", "-o", folder / name)
+    for name in ANALYSES:
+        if gone(name):
+            continue
+        words = [*name.split(), *CHOSEN.get((part, name), "").split()]
+        drawn = [] if words[0] in LOOKS else ["--format", "svg", "-o", folder / name]
+        ran = run(*words, trace, "--json", *drawn)
         found |= _told(name, ran, folder)
         found |= below(f"{name}/figure", ran.figures)
         found |= below(f"{name}/files", left(folder, folder / name, (".h5", ".svg", ".json")))
-    for name, command in _LOOKS.items():
-        found |= _told(name, run(*command, trace, "--json"), folder)
     found |= _told("report", run("report", trace, "--json", "-o", folder / "page.html"), folder)
     if (folder / "page.html").exists():
         found |= below("report", page(folder / "page.html", folder))
     for kind in ("csv", "parquet"):
-        found |= _told(f"export-{kind}", run("export", trace, "--json", "-o", folder / f"table.{kind}"), folder)
+        found |= _told(f"export {kind}", run("export", trace, "--json", "-o", folder / f"table.{kind}"), folder)
         for path in sorted(folder.glob(f"table*.{kind}")):
-            found[f"export-{kind}/{path.name}"] = table(path)
+            found[f"export {kind}/{path.name}"] = table(path)
     return found
-
-
-_LOOKS = {
-    "info": ["info"],
-    "tokens": ["tokens", "--all"],
-    "tokens-of-a-head": ["tokens", "--layer", "1", "--head", "2"],
-}
 
 
 def _told(name: str, ran: Any, folder: Path) -> dict[str, Any]:
@@ -144,7 +123,8 @@ def _needle(folder: Path) -> None:
     asked = pk.load_prompts("needle", model, samples=6, lengths=[150, 200], depths=[0.2, 0.5, 0.8])
     selections = ["attention", "two-stage", "random"]
     configs = pk.grid([0.1, 0.2, 0.4, 0.6, 0.8], selection=selections, window=8)
-    calls.measure(model, asked, configs, steps=2, generate=10, path=folder / "trace.h5", progress=False)
+    settings = pk.Settings(steps=2, generate=10)
+    pk.measure(model, asked, configs, settings=settings, path=folder / "trace.h5", progress=False)
 
 
 def _stored(folder: Path) -> None:
@@ -166,7 +146,8 @@ def _stored(folder: Path) -> None:
     configs = [one for budget, choices in plain_grids for one in pk.grid(budget, window=8, **choices)]
     path = folder / "trace.h5"
     asked = pk.load_prompts(str(data), model)
-    calls.measure(model, asked, list(dict.fromkeys(configs)), generate=6, path=path, progress=False)
+    settings = pk.Settings(generate=6)
+    pk.measure(model, asked, dict.fromkeys(configs), settings=settings, path=path, progress=False)
 
 
 def _distances(folder: Path) -> None:
@@ -182,18 +163,12 @@ def _distances(folder: Path) -> None:
         *pk.grid(40, policy=POLICIES, selection=["attention", "random"], window=8),
         *pk.grid(40, policy="streaming-llm", selection="position", window=8),
     ]
-    more = {"scenario": "context-only", "save_outputs": True, "progress": False}
     scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
-    asked = pk.load_prompts(str(data), model)
-    configs = list(dict.fromkeys(configs))
-    calls.measure(model, asked, configs, steps=3, head_scores=scores, path=folder / "trace.h5", **more)
+    settings = pk.Settings(steps=3, scenario="context-only", save=("outputs",), head_scores=scores)
+    asked, path = pk.load_prompts(str(data), model), folder / "trace.h5"
+    pk.measure(model, asked, dict.fromkeys(configs), settings=settings, path=path, progress=False)
 
 
-POLICIES = [
-    "adakv", "defensive", "defensive-layer", "h2o", "headkv", "kvzip", "kvzip-plus", "lava", "pyramidkv", "quest",
-    "caote", "dropkv", "expected-attention", "knorm", "obcache-joint", "obcache-key", "obcache-value", "random",
-    "scissorhands", "tova", "value-norm",
-]  # fmt: skip
 TRACES: dict[str, Callable[[Path], None]] = {"needle": _needle, "stored": _stored, "distances": _distances}
 
 
@@ -206,6 +181,8 @@ def _alone(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def ask(name: str, *arguments: Any, out: str = "", skipped: Sequence[str] = (".svg", ".parquet")) -> None:
+        if gone(name):
+            return
         ran = run(*arguments, "--json", *(["-o", folder / out] if out else []))
         found.update(_told(name, ran, folder))
         found.update(below(f"{name}/figure", ran.figures))
@@ -216,63 +193,66 @@ def _alone(folder: Path) -> dict[str, Any]:
 
     drawn = ["--format", "svg"]
     for command in COMMANDS:
-        said = run(*command.split(), "--help").out
-        found[f"help/{command}"] = " ".join(sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", said))))
+        if not gone(command):
+            options = re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", run(*command.split(), "--help").out)
+            found[f"help/{command}"] = [f"{command} {option}" for option in sorted(set(options))]
     for command in ALONE:
         own = ["--model", model, "--lengths", "300"] if command == "needle" else tiny
-        own = [*own, "--budget", 0.1, "--budget", 0.2, "--budget", 0.4] if command == "cliff" else own
-        safe = SAFE if command == "budget" else []
-        ask(f"would-{command}", command, *own, *safe, "--dry-run", out=f"would-{command}")
+        own = [*own, "--budget", 0.1, "--budget", 0.2, "--budget", 0.4] if command == "budget --cliff" else own
+        ask(f"dry run/{command}", *command.split(), *own, "--dry-run", out=f"dry run {command}")
     ask("heads", "heads", *evicted, "--samples", 2, *drawn, out="heads")
     ask("layers", "layers", *evicted, "--samples", 2, "--budgets", "--per-sample", *drawn, out="layers")
-    ask("alpha", "alpha", *evicted, "--alpha", 0, "--alpha", 0.5, "--folds", 2, *drawn, out="alpha")
+    alpha = ["question", "alpha"]
+    ask("question alpha", *alpha, *evicted, "--alpha", 0, "--alpha", 0.5, "--folds", 2, *drawn, out="alpha")
     made = next((folder / "alpha").glob("*.h5"), folder / "alpha")
-    ask("alpha-of-a-trace", "alpha", made, "--no-kl", "--folds", 3, *drawn, out="alpha-again")
-    ask("swap", "swap", *evicted, "--samples", 3, "--treatment-in", 0, "--baseline-in", "1-2", *drawn, out="swap")
-    ask("swap-heads", "swap", *evicted, "--samples", 2, "--by", "heads", "--layers", 1, "--outcome", "kl",
-        "--permutations", 8, "--greedy", 2, *drawn, out="swap-heads")  # fmt: skip
-    ask("swap-answers", "swap", *evicted, "--samples", 2, "--outcome", "score", "--answers", "--max-new-tokens", 4,
-        *drawn, out="swap-answers")  # fmt: skip
-    ask("regret", "regret", *evicted, "--samples", 2, "--heads", 3, "--proven", 2, "--seconds", 600, *drawn,
-        out="regret")  # fmt: skip
+    ask("question alpha of a trace", *alpha, made, "--no-kl", "--folds", 3, *drawn, out="alpha-again")
+    ask("patching", "patching", *evicted, "--samples", 3, "--treatment-in", 0, "--baseline-in", "1-2", *drawn,
+        out="patching")  # fmt: skip
+    ask("patching of heads", "patching", *evicted, "--samples", 2, "--by", "heads", "--layers", 1, "--outcome", "kl",
+        "--permutations", 8, "--greedy", 2, *drawn, out="patching of heads")  # fmt: skip
+    ask("patching of answers", "patching", *evicted, "--samples", 2, "--outcome", "score", "--answers",
+        "--max-new-tokens", 4, *drawn, out="patching of answers")  # fmt: skip
+    ask("question regret", "question", "regret", *evicted, "--samples", 2, "--heads", 3, "--proven", 2,
+        "--seconds", 600, *drawn, out="regret")  # fmt: skip
     two = ["--selection", "attention", "--selection", "two-stage"]
     ask("trace", "trace", *evicted, "--samples", 3, "--steps", 2, "--save", "outputs", *two, out="trace")
-    ask("trace-seed", "trace", *evicted, "--samples", 3, "--steps", 2, "--seed", 5, *two, "--selection", "random",
-        out="trace-seed")  # fmt: skip
-    traces = [next((folder / name).glob("*.h5"), folder / name) for name in ("trace", "trace-seed")]
-    ask("stability-of-two", "stability", *traces, *drawn, out="stability")
-    ask("report-of-two", "report", *traces, "-o", folder / "two.html")
+    ask("trace of a seed", "trace", *evicted, "--samples", 3, "--steps", 2, "--seed", 5, *two, "--selection", "random",
+        out="trace of a seed")  # fmt: skip
+    traces = [next((folder / name).glob("*.h5"), folder / name) for name in ("trace", "trace of a seed")]
+    ask("question stability of two", "question", "stability", *traces, *drawn, out="stability")
+    ask("report of two", "report", *traces, "-o", folder / "two.html")
     if (folder / "two.html").exists():
-        found.update(below("report-of-two", page(folder / "two.html", folder)))
+        found.update(below("report of two", page(folder / "two.html", folder)))
     ask("generate", "generate", *evicted, *two, "--max-new-tokens", 8, "--divergence", out="generate")
-    ask("generate-compressed", "generate", *evicted, *two, "--max-new-tokens", 12, "--compress-every", 36,
+    ask("generate compressed", "generate", *evicted, *two, "--max-new-tokens", 12, "--compress-every", 36,
         "--granularity", "kv", out="compressed")  # fmt: skip
     answers = folder / "generate" / "generation.jsonl"
-    ask("divergence", "divergence", answers, *drawn, out="divergence")
+    ask("quality --divergence", "quality", "--divergence", answers, *drawn, out="divergence")
     judge = folder / "judge.py"
     judge.write_text(_JUDGE)
-    command = f"{sys.executable} {judge}"
-    ask("judge", "judge", answers, "--command", command, *drawn, out="judge")
-    ask("judge-pairwise", "judge", answers, "--command", command, "--pairwise", *drawn, out="pairwise")
-    ask("head-scores", "head-scores", "--model", "smollm2-135m-q4_1", "--samples", 2, "--length", 200, out="heads.json")
-    ask("headkv", "heads", "--model", "smollm2-135m-q4_1", "--length", 150, "--samples", 1, "--policy", "headkv",
-        "--budget", 32, "--window", 8, "--head-scores", folder / "heads.json", *drawn, out="headkv")  # fmt: skip
+    judged = ["quality", answers, "--judge", f"{sys.executable} {judge}", *drawn]
+    ask("quality --judge", *judged, out="judge")
+    ask("quality --judge --pairwise", *judged, "--pairwise", out="pairwise")
+    embedded = ["--model", "smollm2-135m-q4_1", "--samples"]
+    ask("trace --head-scores", "trace", *embedded, 2, "--length", 200, "--head-scores", folder / "heads.json")
+    found.update(leaves(json.loads((folder / "heads.json").read_text()), "trace --head-scores/file", folder))
+    ask("heads of headkv", "heads", *embedded, 1, "--length", 150, "--policy", "headkv", "--budget", 32, "--window", 8,
+        "--head-scores", folder / "heads.json", *drawn, out="headkv")  # fmt: skip
     for name in ("models", "datasets", "policies"):
-        ask(name, name)
+        ask(f"list {name}", "list", name)
     for name in _owners(found):
-        ask(f"policies-{name}", "policies", name)
-    ask("datasets-needle", "datasets", "needle", "--show", "--model", model, "--length", 300)
-    ask("datasets-own", "datasets", data, "--show", "--model", model, "--sample", 1, "--tokens", 20)
-    for place, arguments in enumerate(REFUSED):
-        ran = run(*arguments, "--json")
-        found |= _told(f"refused/{place} {' '.join(arguments)}", ran, folder)
+        ask(f"list policies {name}", "list", "policies", name)
+    ask("list datasets needle", "list", "datasets", "needle", "--show", "--model", model, "--length", 300)
+    ask("list datasets of one's own", "list", "datasets", data, "--show", "--model", model, "--sample", 1,
+        "--tokens", 20)  # fmt: skip
+    for line in REFUSED:
+        ask(f"refused/{line}", *line.split())
     return found
 
 
 def _owners(found: dict[str, Any]) -> list[str]:
-    """Policies, selections and the rest whose options `policies` tells."""
-    named = {str(value) for name, value in found.items() if re.fullmatch(r"policies/.*/name", name)}
-    return sorted(named)
+    """Policies, selections and the rest whose options `list policies` tells."""
+    return sorted({str(value) for name, value in found.items() if re.fullmatch(r"list policies/.*/name", name)})
 
 
 _JUDGE = """

@@ -1,93 +1,97 @@
-"""The comparison of what two versions recorded."""
+"""The comparison of what two versions recorded, and what goes on purpose."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-COMMANDS = {
-    "methods": "ablation-methods",
-    "restriction": "ablation-restrictions",
-    "cliff": "budget-cliff",
-    "savings": "budget-savings",
-    "bytes": "budget-bytes",
-    "link": "correlation",
-    "divergence": "quality-divergence",
-    "judge": "quality-judge",
-    "swap": "patching",
+GOES: dict[str, str] = {
+    "question alpha": "studies/alpha.py",
+    "question measures": "studies/measures.py",
+    "question regret": "studies/regret.py",
+    "question split": "studies/split.py",
+    "question stability": "studies/stability.py",
+    "budget --savings": "studies/savings.py",
+    "budget --by": "studies/savings.py",
+    "budget --bytes": "studies/bytes.py",
+    "budget --bits": "studies/bytes.py",
+    "budget --answers": "studies/bytes.py",
+    "budget --max-new-tokens": "studies/bytes.py",
+    "quality --judge": "studies/judge.py",
+    "quality --pairwise": "studies/judge.py",
+    "quality --scale": "studies/judge.py",
+    "quality --time-limit": "studies/judge.py",
+    "doctor bench": "benchmarks/",
+    "export --card": "gone",
+    "export --license": "gone",
+    "pk.alpha": "studies/alpha.py",
+    "pk.measures": "studies/measures.py",
+    "pk.regret": "studies/regret.py",
+    "pk.split": "studies/split.py",
+    "pk.stability": "studies/stability.py",
+    "pk.savings": "studies/savings.py",
+    "pk.equal_bytes": "studies/bytes.py",
+    "pk.judge": "studies/judge.py",
 }
-"""What commands were called before -> in documents and in the names of their files."""
-RENAMED: dict[str, dict[str, str]] = {
-    "cliff": {"contests": "ratios", "told": "known"},
-    "link": {"stands": "significant"},
-    "correlation": {"stands": "significant"},
-    "stability": {"suffering": "perturbation", "place": "number"},
-    "horizon": {"leads": "advantages"},
-    "budget/asked": {"selection": "compare"},
-}
-"""What was renamed on purpose: command, or command/next part -> old name -> new name, of a key or a column."""
-GONE: dict[str, set[str]] = {"names": {"twin"}}
-"""What went on purpose: recorder -> words of its pins that only the earlier commit has."""
-NEW: dict[str, set[str]] = {"names": {"shapes"}}
-"""What came on purpose, likewise."""
-WORDS = re.compile(
-    r"/figure/.*/(title|labels|legends?|tick labels|texts|place|\S+ \d+ called)$"
-    r"|/error/message$"
-    r"|^report/(bytes|words|document page/traces/\d+/(conclusions|sides|warnings|ablation/\d+/title))"
-    r"|^(budget(-\w+)?/selections|layers/budgets/curves)/\d+/name$"
-    r"|^quality/files/quality\.(md|tex)$"
-    r"|^report(-of-two)?/(scripts|bytes|document page/traces/\d+/conclusions)"
-    r"|^link/(settings/\d+/name|too_few/\d+)$"
-    r"|^alpha(-of-a-trace)?/.*/about/(made_by|note)$"
-)
-"""Pins of words, which were rewritten on purpose: what configurations are called, sentences, and the room they take."""
+"""What goes on purpose -> what replaces it: a command, an option of one, a public name, or a key of JSON documents.
+
+Pins begin with it, or parts of them between slashes, or entries of lists. Texts that name such a command are not
+compared.
+"""
+RENAMED = {"question patching": "patching"}
+"""Old name -> new one, wherever a version says it; a command is asked by the name that the version knows."""
+NEW: tuple[str, ...] = ()
+"""What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
+WORDS: tuple[str, ...] = ()
+"""Patterns of pins that hold words which are rewritten on purpose; they are not compared."""
 _SHOWN, _LONGEST = 20, 60
 _MISSING = "nothing"
 
 
-def renamed(recorded: Mapping[str, Any], mapping: Mapping[str, Mapping[str, str]] = RENAMED) -> dict[str, Any]:
-    """Give what an earlier version recorded its present names, also where a value is such a name."""
-    return dict(_renamed(name, value, mapping) for name, value in recorded.items())
+def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Name what differs beyond what was changed on purpose."""
+    before, after = renamed(before), renamed(after)
+    return differences(_without(before, after, GOES), _without(after, before, NEW))
 
 
-def _renamed(name: str, value: Any, mapping: Mapping[str, Mapping[str, str]]) -> tuple[str, Any]:
-    """Give a pin and its value their present names; of a list of keys each, in an order that no version decides."""
-    parts = name.split("/")
-    command = parts[0].partition("-")[0]
-    keys = {**mapping.get(command, {}), **mapping.get("/".join([command, *parts[1:2]]), {})}
-    if "figure" in parts:
-        keys = {}
-    name = "/".join(keys.get(part, _file(part)) for part in parts)
-    if not isinstance(value, str):
-        return name, value
-    if name.endswith("/keys"):
-        return name, " ".join(sorted(keys.get(key, key) for key in value.split()))
-    if name.endswith("/analysis"):
-        return name, COMMANDS.get(value, value)
-    return name, "/".join(_file(keys.get(part, part)) for part in value.split("/"))
+def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the new names in place of the old ones, in names of pins, in texts and in lists of them."""
+    return {_renamed(pin): _renamed(value) for pin, value in recorded.items()}
 
 
-def _file(name: str) -> str:
-    """Return the present name of a command's file."""
-    stem, dot, end = name.partition(".")
-    return f"{COMMANDS.get(stem, stem)}{dot}{end}" if dot else name
+def _renamed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_renamed(one) for one in value]
+    if isinstance(value, str):
+        for old, new in RENAMED.items():
+            value = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", new, value)
+    return value
 
 
-def without(recorded: Mapping[str, Any], words: set[str]) -> dict[str, Any]:
-    """Leave out pins that hold one of the words in their name, and entries of lists that do."""
+def is_of(names: Collection[str], pin: str) -> str:
+    """Return which of the names a part of the pin begins with, as a whole word; empty if none."""
+    found = re.search(rf"(?:^|/)({'|'.join(map(re.escape, names))})(?![\w-])", pin) if names else None
+    return found[1] if found else ""
+
+
+def _without(recorded: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Leave out pins of these names that the other version does not have, entries of lists, and texts that name one."""
     return {
-        name: [one for one in value if not words & _words(one)] if isinstance(value, list) else value
-        for name, value in recorded.items()
-        if not words & _words(name)
+        pin: _entries(value, other[pin], names) if pin in other else value
+        for pin, value in recorded.items()
+        if pin in other or not is_of(names, pin)
     }
 
 
-def compared(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Name what differs of a recorder's pins beyond what was changed on purpose."""
-    after = renamed(after, {})
-    return differences(without(renamed(before), GONE.get(recorder, set())), without(after, NEW.get(recorder, set())))
+def _entries(value: Any, other: Any, names: Collection[str]) -> Any:
+    """Leave out entries of these names that the other's list lacks; the other's text where the value names one."""
+    if isinstance(value, list) and isinstance(other, list):
+        return [one for one in value if one in other or not (isinstance(one, str) and is_of(names, one))]
+    if isinstance(value, str) and isinstance(other, str) and any(name in value for name in names if not name.isalpha()):
+        return other
+    return value
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -95,22 +99,20 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     return [
         f"{name}: before {_told(before, name)} … after {_told(after, name)}"
         for name in sorted({**before, **after}, key=lambda name: (not name.endswith("code"), name))
-        if not WORDS.search(name) and _told(before, name, None) != _told(after, name, None)
+        if _told(before, name, None) != _told(after, name, None) and not any(re.search(one, name) for one in WORDS)
     ]
 
 
 def line(recorder: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Say in one line whether all pins of a recorder are equal, and name the first that are not."""
-    found = compared(recorder, before, after)
+    found = compared(before, after)
+    went = sum(is_of(GOES, pin) != "" for pin in set(before) - set(after))
+    told = f", {went} went on purpose" if went else ""
     if not found:
-        return f"{recorder}: {len(after)} values equal"
-    total = len({**renamed(before), **after})
+        return f"{recorder}: {len(after)} values equal{told}"
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{recorder}: {len(found)} of {total} differ:" + "".join(f"\n  {one}" for one in found[:_SHOWN]) + more
-
-
-def _words(value: object) -> set[str]:
-    return set(re.findall(r"\w+", value)) if isinstance(value, str) else set()
+    shown = "".join(f"\n  {one}" for one in found[:_SHOWN])
+    return f"{recorder}: {len(found)} of {len({**renamed(before), **renamed(after)})} differ{told}:{shown}{more}"
 
 
 def _told(recorded: Mapping[str, Any], name: str, longest: int | None = _LONGEST) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 import perturbkv as pk
-from tests.pins.commands import POLICIES
-from tests.pins.running import below, digest, frame, leaves, left, plain, prompts, run, table, tiny_model
+from tests.pins.running import POLICIES, below, digest, frame, leaves, left, plain, prompts, run, table, tiny_model
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage(alpha=0.5, split=total, score=pooled)",
               "two-stage(epsilon=0.001, norm=l2)", "two-stage-uniform", "value", "random", "hindsight",
@@ -43,7 +42,7 @@ def record(folder: Path) -> dict[str, Any]:
         "trace-kv": ["trace", *common, *two, "--granularity", "kv", "--precision", "quantise(bits=4)"],
         "trace-rectangular": ["trace", *common, *two, "--cache", "rectangular", "--dtype", "bfloat16"],
         "generate": ["generate", *common, *two, "--max-new-tokens", 6, "--divergence"],
-        "swap": ["swap", *common, "--exact", "--format", "svg"],
+        "patching": ["patching", *common, "--exact", "--format", "svg"],
     }
     for name, arguments in made.items():
         ran = run(*arguments, "-o", folder / name, "--json")
@@ -96,13 +95,15 @@ def _read(path: Path, folder: Path) -> dict[str, Any]:
     found["labels"] = [one.label() for one in trace.run.configs]
     found["run"] = plain(folder)(repr(trace.run))
     for name in ("compare_heads", "layer_drift", "horizon", "split", "assumption"):
+        if not hasattr(pk, name):
+            continue
         try:
             told = getattr(pk, name)(trace)
         except pk.PerturbkvError as error:
-            found[name] = plain(folder)(f"{type(error).__name__}: {error}")
+            found[f"pk.{name}"] = plain(folder)(f"{type(error).__name__}: {error}")
             continue
-        found |= leaves(told.to_dict(), name, folder)
-        found[f"{name} as a table"] = frame(told.to_frame(*filter(None, [getattr(told, "ROWS", "")])))
+        found |= leaves(told.to_dict(), f"pk.{name}", folder)
+        found[f"pk.{name} as a table"] = frame(told.to_frame(*filter(None, [getattr(told, "ROWS", "")])))
     return found
 
 

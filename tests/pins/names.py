@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,36 @@ from tests.pins.running import plain
 
 def record(folder: Path) -> dict[str, Any]:
     """Name every public name and every public attribute of the public classes."""
-    found: dict[str, Any] = {"names": dir(pk), "version": pk.__version__}
+    found: dict[str, Any] = {"names": [f"pk.{name}" for name in dir(pk)], "version": pk.__version__}
     hide = plain(folder)
-    for name in dir(pk):
-        public = getattr(pk, name)
+    for name in found["names"]:
+        public = getattr(pk, name.removeprefix("pk."))
         if callable(public):
-            found |= {f"{name}/{part}": value for part, value in _parameters(public, hide)}
+            found |= _parameters(name, public, hide)
         if inspect.isclass(public):
             found[f"{name}/bases"] = [one.__name__ for one in public.__mro__]
-            found[f"{name}/attributes"] = [one for one in dir(public) if not one.startswith("_")]
-            for part in found[f"{name}/attributes"]:
-                member = getattr(public, part)
+            found[f"{name}/attributes"] = [f"{name}.{one}" for one in dir(public) if not one.startswith("_")]
+            for attribute in found[f"{name}/attributes"]:
+                member = getattr(public, attribute.rpartition(".")[2])
                 if inspect.isroutine(member):
-                    found |= {f"{name}.{part}/{end}": value for end, value in _parameters(member, hide)}
+                    found |= _parameters(attribute, member, hide)
                 else:
-                    found[f"{name}.{part}/kind"] = type(member).__name__
+                    found[f"{attribute}/kind"] = type(member).__name__
         if dataclasses.is_dataclass(public):
-            found[f"{name}/fields"] = [f"{one.name}: {one.type}" for one in dataclasses.fields(public)]
+            found[f"{name}/fields"] = [f"{name}.{one.name}: {one.type}" for one in dataclasses.fields(public)]
         found[f"{name}/doc"] = (inspect.getdoc(public) or "").partition("\n")[0]
     return found
 
 
-def _parameters(public: Any, hide: Any) -> Iterator[tuple[str, Any]]:
+def _parameters(name: str, public: Any, hide: Any) -> dict[str, Any]:
+    """Every parameter with its kind and its default."""
     try:
-        asked = inspect.signature(public)
+        asked = inspect.signature(public).parameters.values()
     except (TypeError, ValueError):
-        return
-    yield "parameters", [f"{one.kind.name} {one.name}" for one in asked.parameters.values()]
-    for one in asked.parameters.values():
+        return {}
+    found: dict[str, Any] = {f"{name}/parameters": [f"{name}({one.name}) {one.kind.name}" for one in asked]}
+    for one in asked:
         if one.default is not inspect.Parameter.empty:
-            yield f"default of {one.name}", hide(repr(one.default)) if "0x" not in repr(one.default) else "object"
+            told = repr(one.default)
+            found[f"{name}({one.name})/default"] = "object" if "0x" in told else hide(told)
+    return found

@@ -9,25 +9,17 @@ of one machine and one set of libraries: other processors round otherwise.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import perturbkv as pk
-from perturbkv.cli.main import main
-from tests.pins import calls
+from tests.pins.running import digest, run, tiny_model, variables
 
 SELECTIONS = ["attention", "attention-unpooled", "two-stage", "two-stage-uniform", "value", "random", "hindsight",
               "hindsight-attention"]  # fmt: skip
@@ -124,24 +116,23 @@ class RecentHalf(pk.Policy):
 """
 """A score and a policy of one's own."""
 
-LAYERS, HEADS, VOCABULARY = 2, 4, 260
+LAYERS = 2
+ALL_AT_ONCE = pk.Resources()
 SPOKEN = "ab17Ġ"
 """Characters of answers: so few that some answers have words of the accepted ones; the last stands for a space."""
 SENTENCE = "The quick brown fox jumps over the lazy dog; {} of them saw it. "
 SLIDING = 12
 """Entries that a sliding layer of a family that mixes them looks at."""
-TIMED = ("prefill_seconds", "prefill_seconds_full")
-"""Variables that hold seconds."""
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Digests of all that the runs write: name of the run and of the variable -> SHA-256."""
+    """Measure and answer with tiny models: name of the run and of the variable -> digest."""
     torch.set_num_threads(1)
     _write_prompts(folder)
     found: dict[str, Any] = {}
     for runs in RUNS:
         for name, digests in runs(folder):
-            found |= {f"{name} {variable}": digest for variable, digest in digests.items()}
+            found |= {f"{name} {variable}": value for variable, value in digests.items()}
     return found
 
 
@@ -151,8 +142,8 @@ def _sweeps(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     scores.write_text(json.dumps({f"{layer}-{head}": layer + head / 4 for layer in range(2) for head in range(4)}))
     for family, scenario in SWEPT:
         file, out = folder / "sweep.yaml", folder / f"sweep-{family}-{scenario}"
-        run = {"model": str(_model(folder, family)), "dataset": str(folder / "prompts.jsonl"), "scenario": scenario}
-        asked = {**run, "head-scores": str(scores), "window": 8, "steps": 2, "save": "outputs", "grids": SWEEP}
+        of = {"model": str(_model(folder, family)), "dataset": str(folder / "prompts.jsonl"), "scenario": scenario}
+        asked = {**of, "head-scores": str(scores), "window": 8, "steps": 2, "save": "outputs", "grids": SWEEP}
         file.write_text(yaml.safe_dump(asked))
         _command("trace", "--config", file, "-o", out)
         yield f"sweep {family} {scenario}", _trace_digests(out / "trace.h5")
@@ -234,23 +225,23 @@ def _layouts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     regular = pk.grid([24, 0.5], policy=["snapkv", "pyramidkv", "caote"], **shared)
     by_head = pk.grid(24, policy=["adakv", "lava", "kvzip(chunk=50)"], **shared)
     both = [*regular, *by_head]
-    small = pk.Resources(chunk_bytes=2**14, max_bytes=2**17)
+    small, answered = pk.Resources(chunk_bytes=2**14, max_bytes=2**17), pk.Settings(generate=3)
     for family in ("llama", "gemma3_text"):
         for scenario in SCENARIOS:
             options: dict[str, Any] = {"scenario": scenario, "steps": 2}
             name = f"{family} {scenario}"
             yield _measured(f"rectangular {name}", folder, family, regular, cache="rectangular", generate=3, **options)
-            yield _measured(f"small {name}", folder, family, both, resources=small, save_outputs=True, **options)
+            yield _measured(f"small {name}", folder, family, both, resources=small, save=("outputs",), **options)
             yield _measured(f"bare {name}", folder, family, both, text=False, kept=False, **options)
         path, model = folder / f"goes-{family}.h5", _spoken(folder, family)
         prompts = pk.load_prompts(str(folder / "asked.jsonl"), model)
         for some, of in ((prompts[:1], regular), (prompts, both)):
-            calls.measure(model, some, of, path=path, generate=3, progress=False)
+            pk.measure(model, some, of, settings=answered, path=path, progress=False)
         yield f"goes {family}", _trace_digests(path)
         for by in ("samples", "configs"):
             path = folder / f"shards-{by}-{family}.h5"
-            for shard in ("1/2", "2/2"):
-                calls.measure(model, prompts, both, path=path, shard=shard, shard_by=by, generate=3, progress=False)
+            for part in (pk.Shard.parse(one, by) for one in ("1/2", "2/2")):
+                pk.measure(model, prompts, both, settings=answered, path=path, shard=part, progress=False)
             yield f"shards by {by} {family}", _trace_digests(path)
     yield _measured("bfloat16", folder, "llama", both, dtype="bfloat16", steps=2, generate=3)
 
@@ -295,10 +286,11 @@ def _others(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
     adapter = _spoken(folder, "llama")
     prompts = pk.load_prompts(str(folder / "asked.jsonl"), adapter)
     for by in ("layers", "heads"):
-        path = folder / f"swap-{by}.h5"
+        path = folder / f"patching-{by}.h5"
         sides = pk.grid(24, selection=("attention", "two-stage"), window=8)
-        calls.patching(adapter, prompts, *sides, by=by, steps=2, generate=3, path=path, progress=False)
-        yield f"swap {by}", _line_digests(path)
+        asked = {"question": pk.PatchingConfig(by=by), "settings": pk.Settings(steps=2, generate=3)}
+        pk.patching(adapter, prompts, *sides, **asked, path=path, progress=False)
+        yield f"patching {by}", _line_digests(path)
 
 
 def _measured(
@@ -308,13 +300,15 @@ def _measured(
     configs: Iterable[pk.EvictionConfig],
     kv_heads: int = 2,
     dtype: str = "auto",
+    resources: pk.Resources = ALL_AT_ONCE,
     **options: Any,
 ) -> tuple[str, dict[str, str]]:
     """The name, and the digests of a trace of these configurations."""
     model, path = _spoken(folder, family, kv_heads, dtype), folder / f"{name.replace(' ', '-')}.h5"
     prompts = pk.load_prompts(str(folder / "asked.jsonl"), model)
     scores = [[1.0 + head for head in range(model.heads)]] * len(model.layers)
-    calls.measure(model, prompts, configs, path=path, head_scores=scores, progress=False, **options)
+    settings = pk.Settings(head_scores=scores, **options)
+    pk.measure(model, prompts, configs, settings=settings, path=path, resources=resources, progress=False)
     return name, _trace_digests(path)
 
 
@@ -334,42 +328,22 @@ def _each(option: str, values: Sequence[str]) -> list[str]:
 
 
 def _command(*arguments: object) -> None:
-    """Run a command of perturbkv in this process; raise RuntimeError, with what it said, where it fails."""
-    before, sys.argv, said = sys.argv, ["perturbkv", *map(str, arguments)], io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            main()
-    except SystemExit as left:
-        if left.code:
-            raise RuntimeError(
-                f"perturbkv {' '.join(sys.argv[1:])} ended with {left.code}: {said.getvalue()}"
-            ) from left
-    finally:
-        sys.argv = before
+    """Run a command of perturbkv; raise RuntimeError, with what it said, where it fails."""
+    ran = run(*arguments)
+    if ran.code:
+        raise RuntimeError(f"perturbkv {' '.join(map(str, arguments))} ended with {ran.code}: {ran.out}{ran.err}")
 
 
 def _trace_digests(path: Path) -> dict[str, str]:
-    """Name of every variable -> SHA-256 of shape, type and bytes; texts and labels apart, and what a clock told."""
-    found: dict[str, str] = {}
-
-    def note(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset) and item.dtype.kind in "fiub" and name not in TIMED:
-            values = item[()]
-            found[name] = hashlib.sha256(f"{values.shape}{values.dtype}".encode() + values.tobytes()).hexdigest()
-
-    with h5py.File(path) as file:
-        file.visititems(note)
-    return found
+    """Name of every variable -> its digest."""
+    return {name: value for name, value in variables(path, path.parent).items() if "@" not in name}
 
 
 def _line_digests(path: Path) -> dict[str, str]:
     """What each line says of a sample, of a file whose first line holds the run and when it was made."""
     rows = enumerate(map(json.loads, path.read_text().splitlines()[1:]))
-    return {f"{i} {row['sample']} {key}": _digest(value) for i, row in rows for key, value in row.items()}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    told = {f"{i} {row['sample']} {key}": value for i, row in rows for key, value in row.items()}
+    return {name: digest(json.dumps(value, sort_keys=True)) for name, value in told.items()}
 
 
 def _write_prompts(folder: Path) -> None:
@@ -387,50 +361,10 @@ def _write_prompts(folder: Path) -> None:
 
 
 def _model(folder: Path, family: str, kv_heads: int = 2, *, speaks: bool = False) -> Path:
-    """A tiny model of random weights with a tokenizer of bytes, made where it is not there yet."""
+    """A tiny model; one that speaks answers in few characters."""
     path = folder / f"{family}-{kv_heads}{'-speaks' * speaks}"
-    if not path.exists():
-        alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        model = _tiny_model(family, kv_heads, tied=not speaks)
-        if speaks:
-            spoken = {alphabet[symbol] for symbol in SPOKEN}
-            model.lm_head.weight.data[[index for index in range(VOCABULARY) if index not in spoken]] = 0
-        model.save_pretrained(path)
-        tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    return path
-
-
-def _tiny_model(family: str, kv_heads: int, tied: bool) -> Any:
-    """Weights so large that attention is far from uniform, norms, biases and sinks off their defaults."""
-    shapes: dict[str, Any] = {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 8,
-        "hidden_size": 8 * HEADS,
-        "intermediate_size": 48,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.25,
-        "sliding_window": None,
-        "pad_token_id": None,
-        **({} if tied else {"tie_word_embeddings": False}),
-    }
-    config = AutoConfig.for_model(family, **{**shapes, **_special(family)})
-    kernel = "eager" if family == "gpt_oss" else "sdpa"
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kernel)
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-            if name.endswith("sinks"):
-                parameter.add_(torch.randn(parameter.shape))
-    return model.eval()
+    more = {"num_key_value_heads": kv_heads, **_special(family)}
+    return tiny_model(path, family, LAYERS, spoken=SPOKEN * speaks, **more)
 
 
 def _special(family: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from perturbkv.cli.main import main
-from tests.pins import calls
+from tests.pins.comparing import GOES, RENAMED, is_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSING = re.compile(
@@ -60,9 +61,33 @@ class Ran:
 
 
 def run(*arguments: object) -> Ran:
-    """Run the command line in this process."""
+    """Run the command line in this process; a renamed command by its former name, where its new one is not known."""
+    words = [*map(str, arguments)]
+    for old, new in RENAMED.items():
+        if words[: len(new.split())] == new.split() and not known(new):
+            words[: len(new.split())] = old.split()
+    return _run(words)
+
+
+@functools.cache
+def known(command: str) -> bool:
+    """Whether there is such a command; `budget --savings`: whether the command has the option."""
+    words = command.split()
+    options = [one for one in words if one.startswith("-")]
+    ran = _run([*(one for one in words if one not in options), "--help"])
+    listed = re.findall(r"^ +(-.*?)(?:  |$)", ran.out, re.MULTILINE)  # what a text above them names is no option
+    return ran.code == 0 and {*options} <= {*re.findall(r"--[\w-]+", " ".join(listed))}
+
+
+def gone(name: str) -> bool:
+    """Whether a pin of this name is of a command, or of an option, that goes on purpose and is not here any more."""
+    key = is_of(GOES, name)
+    return bool(key) and not known(key)
+
+
+def _run(words: Sequence[str]) -> Ran:
     out, err, drawn = io.StringIO(), io.StringIO(), dict[str, Any]()
-    argv = mock.patch.object(sys, "argv", ["perturbkv", *calls.command(list(map(str, arguments)))])
+    argv = mock.patch.object(sys, "argv", ["perturbkv", *words])
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), argv, watched(drawn):
         warnings.simplefilter("ignore")
         try:
@@ -171,7 +196,7 @@ def leaves(value: Any, name: str, folder: Path) -> dict[str, Any]:
     """Leaves of a JSON document by their path, lists of numbers as one digest, passing values and folders hidden."""
     if isinstance(value, dict):
         parts = {key: one for key, one in value.items() if not PASSING.fullmatch(str(key))}
-        keys = {f"{name}/keys": " ".join(map(plain(folder), value))} if value else {name: "{}"}
+        keys = {f"{name}/keys": [*map(plain(folder), value)]} if value else {name: "{}"}
         return keys | {
             under: one for key, part in parts.items() for under, one in
             leaves(part, f"{name}/{plain(folder)(key)}", folder).items()
@@ -268,29 +293,48 @@ def frame(found: Any) -> str:
     )
 
 
+POLICIES = [
+    "adakv", "defensive", "defensive-layer", "h2o", "headkv", "kvzip", "kvzip-plus", "lava", "pyramidkv", "quest",
+    "caote", "dropkv", "expected-attention", "knorm", "obcache-joint", "obcache-key", "obcache-value", "random",
+    "scissorhands", "tova", "value-norm",
+]  # fmt: skip
+"""All but snapkv, and those with a selection or a prefill of their own."""
+
+
 def below(prefix: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """The same values under a name."""
     return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
-def tiny_model(path: Path, family: str = "llama", layers: int = 3, seed: int = 0, **more: Any) -> Path:
-    """A model folder with random weights, attention far from uniform, and a tokenizer of single bytes."""
+def tiny_model(
+    path: Path, family: str = "llama", layers: int = 3, seed: int = 0, spoken: str = "", **more: Any
+) -> Path:
+    """A model folder with a tokenizer of single bytes, made where it is not there yet.
+
+    Random weights so large that attention is far from uniform, norms, biases and sinks off their defaults. Answers are
+    of the characters `spoken`, if any.
+    """
+    if path.exists():
+        return path
     shapes: dict[str, Any] = {
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "hidden_size": 32, "intermediate_size": 48, "vocab_size": 260, "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "initializer_range": 0.25,
         "sliding_window": None, "pad_token_id": None,
     }  # fmt: skip
-    config = AutoConfig.for_model(family, **{**shapes, **more})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
-                    parameter.add_(0.2 * torch.randn(parameter.shape))
-    model.eval().save_pretrained(path)
     alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    config = AutoConfig.for_model(family, **{**shapes, **more, **({"tie_word_embeddings": False} if spoken else {})})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            if name.endswith("sinks"):
+                parameter.add_(torch.randn(parameter.shape))
+        if spoken:
+            model.lm_head.weight[[index for index in range(260) if index not in {alphabet[one] for one in spoken}]] = 0
+    model.eval().save_pretrained(path)
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
