@@ -13,7 +13,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import config_columns, json_value
-from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Table

@@ -10,7 +10,7 @@ import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.pairing import SIDE, common, common_choices, distinct_choices, plural, short_names
+from perturbkv.analyses.names import SIDE, common, common_choices, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.holdings import EVICT_NOTHING

@@ -16,7 +16,7 @@ from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns, setting_object
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import short_names
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval

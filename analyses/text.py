@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perturbkv.analyses.pairing import Pair, plural, short_names, side_names
+from perturbkv.analyses.names import plural, short_names, side_names
+from perturbkv.analyses.sides import Pair
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Interval, OptionalInterval, median_level
 
 if TYPE_CHECKING:

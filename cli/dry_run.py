@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.planned_run import shard_document
 from perturbkv.cli.run_time import duration, estimate_seconds

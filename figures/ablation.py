@@ -22,7 +22,7 @@ from perturbkv.analyses.ablation.ablation import Ablation
 from perturbkv.analyses.ablation.ingredients import BASELINE, INGREDIENTS, MEAN_OF_PRODUCTS, Setting
 from perturbkv.analyses.ablation.methods import MethodRanking, MethodSetting, Row
 from perturbkv.analyses.ablation.restriction import RESTRICTION_BASELINE, Restriction, RestrictionSetting
-from perturbkv.analyses.pairing import common, short_names
+from perturbkv.analyses.names import common, short_names
 from perturbkv.analyses.stats.equivalence import margin_text
 from perturbkv.figures import style
 from perturbkv.figures.labels import legend_columns, sort_by_cache_share

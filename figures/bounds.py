@@ -19,7 +19,7 @@ from perturbkv.analyses.bounds.assumption import READINGS, Assumption, ConfigAss
 from perturbkv.analyses.bounds.bound_tightness import BoundTightness
 from perturbkv.analyses.bounds.rank_agreement import BOUNDS, Concordance, RankAgreement
 from perturbkv.analyses.bounds.ratios import MASS_EDGES, OVER_SAMPLES, RATIOS, Tightness
-from perturbkv.analyses.pairing import budget_names, fold
+from perturbkv.analyses.names import budget_names, fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures import labels, panels, style

@@ -16,7 +16,7 @@ from perturbkv.analyses.correlation.correlation_settings import Setting
 from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE
 from perturbkv.analyses.correlation.method_identity import MEASURES, NAMES
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation, Text
 
-from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.names import fold
 from perturbkv.captions import CaptionedFigure, keep_together
 from perturbkv.errors import NarrowFigureError
 from perturbkv.figures import style

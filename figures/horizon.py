@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from perturbkv.analyses import text
 from perturbkv.analyses.horizon.growth import KINDS, ConfigHorizon
 from perturbkv.analyses.horizon.horizon import Horizon
-from perturbkv.analyses.pairing import SIDE, budget_names, distinct_choices, setting_name, short_names
+from perturbkv.analyses.names import SIDE, budget_names, distinct_choices, setting_name, short_names
 from perturbkv.figures import panels as heatmaps
 from perturbkv.figures import style
 from perturbkv.figures.labels import sort_by_cache_share

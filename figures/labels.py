@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.textpath import TextPath
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.names import fold
 from perturbkv.figures import style
 
 Result = TypeVar("Result")

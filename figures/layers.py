@@ -20,7 +20,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.pairing import plural, side_names
+from perturbkv.analyses.names import plural, side_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
+from perturbkv.analyses.names import SIDE, common, distinct_choices, plural, short_names
 from perturbkv.analyses.needle.needle import Needle
 from perturbkv.analyses.needle.retrieval import CIRCULAR, OUTCOMES, RankedBudget, Retrieval, RetrievalCorrelation
-from perturbkv.analyses.pairing import SIDE, common, distinct_choices, plural, short_names
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.figures import style

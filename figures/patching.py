@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import fold, side_names
+from perturbkv.analyses.names import fold, side_names
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses import text
-from perturbkv.analyses.pairing import SIDE, distinct_choices, fold, plural, short_names
+from perturbkv.analyses.names import SIDE, distinct_choices, fold, plural, short_names
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.quality import Quality

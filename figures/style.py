@@ -26,7 +26,7 @@ from matplotlib.ticker import Formatter, Locator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
 from perturbkv.captions import INTERVAL_MARKS, SYMBOLS, CaptionedFigure
 from perturbkv.errors import ConfigError, UnknownNameError

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from perturbkv.analyses.pairing import side_names
+from perturbkv.analyses.names import side_names
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
 from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import escape_line

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
 from perturbkv.analyses.columns import column, record
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
-from perturbkv.analyses.pairing import plural
 from perturbkv.analyses.text import (
     ALIKE,
     FEW,

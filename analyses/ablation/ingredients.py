@@ -9,8 +9,9 @@ from perturbkv.analyses.ablation.methods import controls_of_others
 from perturbkv.analyses.columns import Line, column, derived, record
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.names import setting_name
 from perturbkv.analyses.outcomes import BaselineSetting, ComparisonRow, field_values
-from perturbkv.analyses.pairing import Pair, budget_order, group_settings, setting_name
+from perturbkv.analyses.sides import Pair, budget_order, group_settings
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig

@@ -16,6 +16,7 @@ from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import Measurements
+from perturbkv.analyses.names import common, distinct_choices
 from perturbkv.analyses.outcomes import (
     Outcome,
     OutcomeSetting,
@@ -24,7 +25,7 @@ from perturbkv.analyses.outcomes import (
     head_rows,
     next_token_kl,
 )
-from perturbkv.analyses.pairing import common, distinct_choices, group_settings, matches
+from perturbkv.analyses.sides import group_settings, matches
 from perturbkv.analyses.stats import equivalence, intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.equivalence import BETTER, EQUIVALENT, WORSE, ControlVerdict

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import identity
+from perturbkv.analyses.names import common
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
-from perturbkv.analyses.pairing import common, group_settings
+from perturbkv.analyses.sides import group_settings
 from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import UNION, reduction

@@ -16,7 +16,7 @@ from perturbkv.analyses.audit.cache_entries import FLOORS
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.configs.audit_settings import IN_CACHE, SITUATIONS
 from perturbkv.configs.eviction import EvictionConfig

@@ -16,7 +16,7 @@ from perturbkv.analyses.audit.cache_entries import FLOORS, Integers
 from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.configs.audit_settings import ORIGINAL
 from perturbkv.display import Part

@@ -16,8 +16,9 @@ from perturbkv.analyses.columns import Line, Record, column, derived, long_form,
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import common, plural, short_names, side_indices
+from perturbkv.analyses.names import common, plural, short_names
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
 from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence

@@ -23,8 +23,9 @@ from perturbkv.analyses.columns import Line, column, derived, long_form, record,
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import common, short_names, side_indices
+from perturbkv.analyses.names import common, short_names
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import complement, extremes, factor, interval_verdict, sample_note, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig

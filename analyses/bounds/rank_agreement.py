@@ -20,7 +20,7 @@ from perturbkv.analyses.bounds.ratios import Bounds
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.json_values import setting_object
 from perturbkv.analyses.measurements import EVIDENCE, Floats
-from perturbkv.analyses.pairing import group_by_selection
+from perturbkv.analyses.sides import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import (
     CORRELATION,

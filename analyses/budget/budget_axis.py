@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import curve_names, sweeps
+from perturbkv.analyses.names import curve_names
+from perturbkv.analyses.sides import sweeps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
 

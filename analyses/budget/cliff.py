@@ -17,8 +17,8 @@ from perturbkv.analyses.columns import Line, Record, column, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, check_sides
 from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
 from perturbkv.analyses.stats.intervals import Band, OptionalInterval

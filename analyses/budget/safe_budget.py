@@ -25,8 +25,9 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements, has_only_first_token
-from perturbkv.analyses.pairing import Sides, check_sides, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import sentence
 from perturbkv.configs.entry_counts import Budget

@@ -43,8 +43,9 @@ from perturbkv.analyses.correlation.method_identity import (
 from perturbkv.analyses.identity import RunIdentity, identity, joint_identity
 from perturbkv.analyses.json_values import config_columns, json_value
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups, matches, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate
 from perturbkv.analyses.text import interval_verdict, sentence
 from perturbkv.display import Part

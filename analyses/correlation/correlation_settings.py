@@ -40,7 +40,7 @@ from perturbkv.analyses.correlation.method_identity import (
 )
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, has_only_first_token, scores
 from perturbkv.analyses.multi_trace import check_combinable
-from perturbkv.analyses.pairing import LEAST_CONFIGS, sweeps
+from perturbkv.analyses.sides import LEAST_CONFIGS, sweeps
 from perturbkv.analyses.stats.arithmetic import median, ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Estimate, estimate_mean, mean_where_known
 from perturbkv.analyses.stats.permutation import PermutationNull, score_permutation_nulls

@@ -19,7 +19,7 @@ from perturbkv.analyses.correlation.method_identity import (
     Strength,
 )
 from perturbkv.analyses.measurements import CIRCULAR_MEASURES
-from perturbkv.analyses.pairing import fold
+from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Estimate, Interval
 from perturbkv.analyses.stats.permutation import PermutationNull
 from perturbkv.display import Part, Table

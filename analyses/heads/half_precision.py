@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.columns import Record, column, derived, record
 from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import Pair, pairs
+from perturbkv.analyses.sides import Pair, pairs
 from perturbkv.analyses.stats.intervals import OptionalInterval, of_mean, share_kind
 from perturbkv.analyses.verdicts import DISTANCES, verdicts
 from perturbkv.configs.eviction import EvictionConfig

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.pairing import PairRecord
+from perturbkv.analyses.sides import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind

@@ -20,20 +20,9 @@ from perturbkv.analyses.heads.head_comparison import (
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import (
-    Sides,
-    choose_sides,
-    configs_of,
-    pair_columns,
-    pair_names,
-    pairs,
-    pairs_of,
-    pairs_title,
-    plural,
-    short_names,
-    side_names,
-)
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, short_names, side_names
 from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs, pairs_of
 from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part

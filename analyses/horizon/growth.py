@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import Pair, PairRecord, pairs
+from perturbkv.analyses.sides import Pair, PairRecord, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, OptionalInterval, StatisticKind

@@ -32,8 +32,9 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import choose_sides, common, method_names, pairs_of, plural, side_indices, side_names
+from perturbkv.analyses.names import common, method_names, plural, side_names
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import choose_sides, pairs_of, side_indices
 from perturbkv.analyses.text import (
     comparison,
     extremes,

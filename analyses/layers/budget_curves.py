@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import pairing, text
+from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import Sides, choose_sides, common, plural, sweeps
+from perturbkv.analyses.names import common, curve_names, method_names, plural
 from perturbkv.analyses.result import Result, Sequenced
+from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, OptionalInterval
@@ -195,7 +196,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     def _points(self) -> list[tuple[str, BudgetCurve, int]]:
         """Return (configuration's name, curve, index of the budget) for every configuration."""
         points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
-        names = pairing.method_names([curve.configs[index] for curve, index in points])
+        names = method_names([curve.configs[index] for curve, index in points])
         return [(name, *point) for name, point in zip(names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
@@ -256,7 +257,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     measured = Measurements(trace, ANALYSIS, step)
     run = measured.trace.run
     groups = [indices for side in sides for indices in sweeps(run, side)]
-    names = pairing.curve_names([run.configs[indices[0]] for indices in groups])
+    names = curve_names([run.configs[indices[0]] for indices in groups])
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]

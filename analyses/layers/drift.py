@@ -14,7 +14,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import PairRecord
+from perturbkv.analyses.sides import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval

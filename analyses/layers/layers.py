@@ -25,19 +25,9 @@ from perturbkv.analyses.layers.drift import (
     compare_samples,
 )
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import (
-    Pair,
-    Sides,
-    all_series,
-    configs_of,
-    pair_columns,
-    pair_names,
-    pairs_of,
-    pairs_title,
-    plural,
-    side_names,
-)
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, side_names
 from perturbkv.analyses.result import Result, Sequenced, Several
+from perturbkv.analyses.sides import Pair, Sides, all_series, configs_of, pairs_of
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms

@@ -14,6 +14,7 @@ from perturbkv.analyses.columns import Line, Record, column, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
+from perturbkv.analyses.names import common, method_names, plural
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
     RankedBudget,
@@ -27,8 +28,8 @@ from perturbkv.analyses.needle.retrieval import (
     measures,
     retrieval,
 )
-from perturbkv.analyses.pairing import LEAST_CONFIGS, common, method_names, plural
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import LEAST_CONFIGS
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
 from perturbkv.display import Part

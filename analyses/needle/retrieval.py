@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import measurements
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES, Floats, Measurements, measured_steps
-from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
+from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import CORRELATION, Band, Interval, OptionalInterval, share_kind

@@ -11,7 +11,7 @@ import perturbkv
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.pairing import common, plural, side_names
+from perturbkv.analyses.names import common, plural, side_names
 from perturbkv.analyses.patching.patching_values import (
     Greedy,
     MixtureOutcomes,

@@ -19,7 +19,7 @@ from perturbkv.analyses.columns import Line, column, record
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.pairing import common, method_names, plural
+from perturbkv.analyses.names import common, method_names, plural
 from perturbkv.analyses.quality.divergence_point import (
     AT_START,
     MOST_SPANS,

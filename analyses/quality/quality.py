@@ -13,7 +13,7 @@ from perturbkv.analyses.columns import Line, Record, column, derived, record
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.pairing import CACHE_SIZE_CHOICES, comparable_groups, method_names, pairs, plural, short_names
+from perturbkv.analyses.names import method_names, plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -34,6 +34,7 @@ from perturbkv.analyses.quality.score_columns import (
 )
 from perturbkv.analyses.quality.score_columns import layout as lay_out
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import CACHE_SIZE_CHOICES, comparable_groups, pairs
 from perturbkv.analyses.text import Words, interval_verdict, sentence, tally
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.pairing import comparable_groups, method_names
+from perturbkv.analyses.names import method_names
 from perturbkv.analyses.quality.graded_tasks import Task
+from perturbkv.analyses.sides import comparable_groups
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import Floats, OptionalInterval, share_kind
 from perturbkv.configs.eviction import EvictionConfig

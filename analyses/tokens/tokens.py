@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.pairing import choose_sides, pair_columns, pairs, plural, side_names
+from perturbkv.analyses.names import pair_columns, plural, side_names
 from perturbkv.analyses.result import Result
+from perturbkv.analyses.sides import choose_sides, pairs
 from perturbkv.analyses.tokens.fates import (
     BASELINE,
     BOTH,

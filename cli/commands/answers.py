@@ -46,7 +46,7 @@ def _scores(
 ) -> Analysis:
     """Score the answers, one table per data set and budget."""
     if answers := [path for path in look.paths if path.suffix == ".jsonl"]:
-        raise ConfigError(f"expected traces, got {answers[0]}; --divergence and --judge look at a file of answers")
+        raise ConfigError(f"expected traces, got {answers[0]}; --divergence looks at a file of answers")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     wanted = run.with_budgets(_BUDGETS)
@@ -182,7 +182,7 @@ def _correlation_configs(
     run: RunOptions, names: list[str] | None, max_new_tokens: int | None
 ) -> tuple[EvictionConfig, ...]:
     """Return the methods at every budget. Raises ConfigError if no budget has enough methods to rank."""
-    from perturbkv.analyses.pairing import LEAST_CONFIGS, comparable_groups
+    from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups
     from perturbkv.pipeline.answers.generation import check_answer_options
 
     configs = run.configs(names or parse_methods(METHODS))

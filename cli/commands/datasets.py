@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.described_files import describe_json_lines
 from perturbkv.cli.commands.generate import shorten

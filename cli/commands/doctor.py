@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.options import JsonOption
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.cli import console
 from perturbkv.cli.commands.trace import HDF5, print_trace, trace_document
 from perturbkv.cli.options import JsonOption

@@ -14,7 +14,7 @@ from typer import Option
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
-from perturbkv.analyses.pairing import plural, short_names
+from perturbkv.analyses.names import plural, short_names
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption

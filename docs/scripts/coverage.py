@@ -21,7 +21,7 @@ from perturbkv.analyses.bounds import rank_agreement
 from perturbkv.analyses.bounds.ratios import read_bounds
 from perturbkv.analyses.horizon.growth import LEAST_STEPS
 from perturbkv.analyses.measurements import EVIDENCE, Measurements
-from perturbkv.analyses.pairing import group_by_selection
+from perturbkv.analyses.sides import group_by_selection
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import quantiles, ratio
 from perturbkv.analyses.stats.intervals import (

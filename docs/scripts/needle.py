@@ -13,8 +13,8 @@ from tables import number, percent
 
 from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.needle.retrieval import CIRCULAR
-from perturbkv.analyses.pairing import short_names
 from perturbkv.datasets.dataset_registry import DatasetOptions, load
 from perturbkv.datasets.encode import Prompt, encode
 from perturbkv.models.loading import open_model

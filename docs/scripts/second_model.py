@@ -19,7 +19,7 @@ from needle import answer_places, digits_held
 from numpy.typing import NDArray
 from tables import TABLES, Ends, Made, analyses, number, percent, table
 
-from perturbkv.analyses import pairing
+from perturbkv.analyses import names
 from perturbkv.analyses.heads.head_comparison import compared_perturbation
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.json_values import parse_config_object
@@ -161,7 +161,7 @@ def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
             both, _ = compared_perturbation(Measurements(trace, "heads"), kind, "l1", pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
-                found.setdefault((pairing.setting_name(one.baseline), name), []).append(over(*sums))
+                found.setdefault((names.setting_name(one.baseline), name), []).append(over(*sums))
     return found
 
 
@@ -184,7 +184,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
         [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
         for trace, held in zip(traces, places, strict=True)
     ]
-    labels = ["full cache", *pairing.short_names(traces[0].run.configs)]
+    labels = ["full cache", *names.short_names(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
     heads = ["cache share", "whole number", *counts, "tokens kept"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
@@ -240,7 +240,7 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """Return the figure's foot: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
-    said = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha")
+    said = names.setting_name(parse_config_object(setting["baseline"]), "alpha")
     return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perturbkv.analyses import pairing
+from perturbkv.analyses import names
 from perturbkv.analyses.json_values import parse_config_object
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
 from perturbkv.configs.choice import parse
@@ -180,7 +180,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
     """Return L1 over the baseline's for every row and α, isolated and propagated."""
     made = []
     for setting in found["settings"]:
-        shared = pairing.setting_name(parse_config_object(setting["baseline"]), "alpha", "product")
+        shared = names.setting_name(parse_config_object(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -207,7 +207,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
     """Return every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
-        setting = pairing.setting_name(parse_config_object(one["baseline"]))
+        setting = names.setting_name(parse_config_object(one["baseline"]))
         cells = [setting if setting != before else "", selection(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
@@ -249,7 +249,7 @@ def methods(found: dict[str, Any]) -> list[Made]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
         rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
-        made.append((f"methods, {pairing.setting_name(parse_config_object(one['baseline']))}", heads, rows))
+        made.append((f"methods, {names.setting_name(parse_config_object(one['baseline']))}", heads, rows))
     return made
 
 

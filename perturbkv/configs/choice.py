@@ -7,7 +7,7 @@ A value is a number, true, false, none, a name, quoted text, or another call; th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -66,12 +66,16 @@ class Choice:
         return Choice(self.name, options, None if self.defaults is None else self.defaults & options.keys())
 
     def __str__(self) -> str:
-        names = self.defaults is not None  # a resolved choice has the name `none`, not None
-        texts = {
-            name: value if names and value == "none" else _format_value(value)
-            for name, value in self.shown_options.items()
-        }
-        parts = [f"{name}={value}" if name else value for name, value in texts.items()]
+        return self.text()
+
+    def text(self, only: Collection[str] | None = None) -> str:
+        """Return the printed form, with only the named options; None: with all that are not at their default."""
+        resolved = self.defaults is not None  # it has the name `none`, not None
+        parts = []
+        for name, value in self.shown_options.items():
+            if only is None or name in only:
+                shown = value if resolved and value == "none" else _format_value(value)
+                parts.append(f"{name}={shown}" if name else shown)
         return f"{self.name}({', '.join(parts)})" if parts else self.name
 
 

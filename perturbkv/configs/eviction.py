@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from perturbkv.configs import selections
@@ -345,11 +346,25 @@ class EvictionConfig:
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
 
-    def label_parts(self, every: bool = False) -> dict[str, str]:
+    def label_parts(self, every: bool = False) -> Mapping[str, str]:
         """Return field or option -> its text, the parts of a short name for the configuration, policy first.
 
         Less common choices and options at their default are omitted, unless `every` is set.
         """
+        return self._every_part if every else self._usual_parts
+
+    @cached_property
+    def _every_part(self) -> Mapping[str, str]:
+        """Every part of a short name."""
+        return self._label_parts(every=True)
+
+    @cached_property
+    def _usual_parts(self) -> Mapping[str, str]:
+        """The parts of a short name without less common choices and defaults."""
+        return self._label_parts(every=False)
+
+    def _label_parts(self, every: bool) -> Mapping[str, str]:
+        """Return the parts of a short name, made anew."""
         texts = {"policy": self.policy.name, "selection": self.selection.name, "budget": f"b={self.budget}"}
         texts |= {"alpha": f"a={self.alpha_text}", "window": f"w={self.window}"}
         pool, kernel = (self.policy.options.get(name, "") for name in ("pool", "kernel"))

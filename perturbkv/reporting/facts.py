@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import floor_over_norm
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements, scores
-from perturbkv.analyses.pairing import plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.graded_tasks import terms
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, estimate_mean, share_kind

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perturbkv.analyses import pairing
 from perturbkv.analyses.ablation import ingredients
 from perturbkv.analyses.ablation.ingredients import Row, Setting
 from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.pairing import budget_order, pairs, sweeps
+from perturbkv.analyses.names import curve_names, short_names
+from perturbkv.analyses.sides import budget_order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
 from perturbkv.configs.entry_counts import Budget
@@ -76,9 +76,7 @@ def run_sides(run: RunConfig) -> Sides:
     side = tuple(side_of[config] for config in range(len(run.configs)))
     budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
-    names = make_distinct(
-        [escape_line(name) for name in pairing.curve_names([run.configs[group[0]] for group in groups])]
-    )
+    names = make_distinct([escape_line(name) for name in curve_names([run.configs[group[0]] for group in groups])])
     pairs, left_out = _pairs_by_budget(side, budget)
     return Sides(names, budgets, side, budget, pairs, left_out)
 
@@ -259,7 +257,7 @@ def ablation_part(trace: Trace, sides: Sides) -> list[dict[str, Any]]:
     Raises TraceError where the trace has no such rows.
     """
     settings = ingredients.settings(trace)
-    names = pairing.short_names([one.baseline for one in settings], "alpha", "product")
+    names = short_names([one.baseline for one in settings], "alpha", "product")
     return [_setting_part(one, name or one.setting, sides) for one, name in zip(settings, names, strict=True)]
 
 

@@ -15,7 +15,7 @@ from perturbkv.analyses.bounds.bound_tightness import bound_tightness as summari
 from perturbkv.analyses.bounds.rank_agreement import RankAgreement, compare_orders
 from perturbkv.analyses.bounds.ratios import LEVELS, read_bounds
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import group_by_selection
+from perturbkv.analyses.sides import group_by_selection
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.stats.rank_correlation import spearman
 from perturbkv.display import Table

@@ -13,7 +13,7 @@ import perturbkv as pk
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, compare_kind, summarise
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.pairing import pairs
+from perturbkv.analyses.sides import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import intervals_note
 from perturbkv.analyses.verdicts import equal_isolated, equal_layers, equal_propagated, equal_whole, verdicts

@@ -10,7 +10,7 @@ import pytest
 
 from perturbkv.analyses.layers import budget_curves, drift
 from perturbkv.analyses.layers import budget_curves as budget_curve
-from perturbkv.analyses.pairing import series, sweeps
+from perturbkv.analyses.sides import series, sweeps
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.errors import TraceError, UnknownNameError

@@ -8,15 +8,7 @@ import pytest
 
 from perturbkv.analyses.identity import MOST_NAMED, identity
 from perturbkv.analyses.json_values import config_object, parse_config_object, run_object, setting_object
-from perturbkv.analyses.pairing import (
-    budget_names,
-    common,
-    distinct_choices,
-    fold,
-    setting_name,
-    short_names,
-    side_names,
-)
+from perturbkv.analyses.names import budget_names, common, distinct_choices, fold, setting_name, short_names, side_names
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig

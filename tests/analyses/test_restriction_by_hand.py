@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from perturbkv.analyses.ablation.restriction import restriction, settings
-from perturbkv.analyses.pairing import common, group_by_selection, pairs
+from perturbkv.analyses.names import common
+from perturbkv.analyses.sides import group_by_selection, pairs
 from perturbkv.analyses.text import MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError

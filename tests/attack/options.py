@@ -94,9 +94,7 @@ def line(command: str, option: str, *values: str) -> tuple[str, ...]:
     names = {
         "audit": "--model --samples --length --device --output", "tokens": "", "export": "--output",
         "list datasets": "--model --length", "doctor selfcheck": "--device --output",
-        "question stability": "--output",
-        **dict.fromkeys(("doctor", "list", "list models", "list policies", "question"), ""),
-        "doctor bench scale": "--model --samples --output",
+        **dict.fromkeys(("doctor", "list", "list models", "list policies"), ""),
     }  # fmt: skip
     arguments = {"audit": (EVICT,), "list datasets": ("needle", "--show"),
                  **dict.fromkeys(("tokens", "export"), (TRACE,))}  # fmt: skip

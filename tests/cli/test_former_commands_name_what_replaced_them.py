@@ -11,11 +11,9 @@ from perturbkv.cli.commands import FORMER
 from tests.support.asked import refused
 
 Run = Callable[..., Any]
-GONE = ("doctor bench", "judge")
-"""Rows of the table whose command or option is gone."""
 
 
-@pytest.mark.parametrize("former", GONE)
+@pytest.mark.parametrize("former", FORMER)
 def test_what_is_gone_names_what_replaced_it(perturbkv: Run, former: str) -> None:
     for more in ([], ["trace.h5"], ["--nothing"]):
         refused(perturbkv(*former.split(), *more), f"got the former one `{former}`; {FORMER[former]}")

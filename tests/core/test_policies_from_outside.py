@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from perturbkv.analyses import pairing
+from perturbkv.analyses import sides
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.auditing import loss
 from perturbkv.configs.choice import Choice, parse, split_policy_and_selection
@@ -82,10 +82,10 @@ def test_a_side_of_a_comparison_names_a_press(side: str, found: bool) -> None:
     run = RunConfig("m", "d", (ours, configuration(24, window=8, granularity="kv", alpha=0.5), STORED))
     if not found:
         with pytest.raises(TraceError, match="expected configurations to compare"):
-            pairing.pairs(run, "snapkv:attention", side)
+            sides.pairs(run, "snapkv:attention", side)
     else:
-        assert pairing.pairs(run, "snapkv:attention", side) == [(ours, STORED)]
-        assert pairing.pairs(run, side, "snapkv:attention") == [(STORED, ours)]
+        assert sides.pairs(run, "snapkv:attention", side) == [(ours, STORED)]
+        assert sides.pairs(run, side, "snapkv:attention") == [(STORED, ours)]
 
 
 def test_a_trace_of_a_press_is_compared_and_shown() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perturbkv.analyses.pairing import matches
+from perturbkv.analyses.sides import matches
 from perturbkv.configs import alpha_table
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import Choice

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import perturbkv as pk
-from perturbkv.analyses import pairing
-from perturbkv.analyses.pairing import group_by_selection, pairs
+from perturbkv.analyses import sides
+from perturbkv.analyses.sides import group_by_selection, pairs
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import CHUNK_BYTES
 from perturbkv.configs.run import RunConfig
@@ -227,6 +227,6 @@ def test_selections_are_compared_within_the_queries_that_vote() -> None:
 
 
 def test_a_default_that_is_left_out_is_known_to_comparisons() -> None:
-    """`pairing` takes an option that is not there for its default."""
+    """`sides` takes an option that is not there for its default."""
     options = [pair for policy in registry.known() for pair in policy.options().items()]
-    assert {name: option.default for name, option in options if option.omitted} == pairing._OMITTED
+    assert {name: option.default for name, option in options if option.omitted} == sides._OMITTED

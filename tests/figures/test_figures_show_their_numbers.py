@@ -19,7 +19,7 @@ from perturbkv.analyses.identity import identity
 from perturbkv.analyses.layers import budget_curves
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.pairing import series
+from perturbkv.analyses.sides import series
 from perturbkv.figures import ablation as ablation_figure
 from perturbkv.figures import bounds as assumption_figure
 from perturbkv.figures import bounds as bounds_figure

@@ -11,6 +11,7 @@ FOLDERS = ("perturbkv", "analyses", "figures", "cli")
 SAME = {
     "eviction": "a way to evict, and the commands that ask what it does",
     "head_scores": "scores of heads, and the option of `trace` that measures them",
+    "sides": "sides of a comparison, and those that a report compares",
     "searching": "searches for the best kept sets, for notebooks and by a run",
     "trace": "a trace, and the command that makes one",
 }
@@ -22,8 +23,8 @@ def files() -> set[Path]:
 
 
 def questions() -> set[str]:
-    """A folder of `analyses` is a question; those of `questions` are open ones."""
-    return {path.parent.name for path in (ROOT / "analyses").rglob("__init__.py")} - {"analyses", "questions", "stats"}
+    """A folder of `analyses` is a question, but for the statistics."""
+    return {path.parent.name for path in (ROOT / "analyses").rglob("__init__.py")} - {"analyses", "stats"}
 
 
 def methods(paths: Iterable[Path]) -> set[str]:

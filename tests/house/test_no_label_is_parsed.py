@@ -19,7 +19,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from perturbkv.analyses import pairing
+from perturbkv.analyses import names
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.cli import console, saving
 from perturbkv.cli.commands import generate
@@ -181,7 +181,7 @@ def test_a_label_that_is_parsed_is_found(
     def parsed(configs: Sequence[EvictionConfig], *without: str) -> list[dict[int, str]]:
         return [dict(enumerate(config.label().split())) for config in configs]
 
-    monkeypatch.setattr(pairing, "distinct_choices", parsed)
+    monkeypatch.setattr(names, "distinct_choices", parsed)
     usual = hidden(told("assumption", tmp_path / "usual"))
     opaque()
     assert told("assumption", tmp_path / "opaque") != usual

@@ -15,10 +15,10 @@ GOES: dict[str, str] = {
     "question stability": "studies/stability.py",
     "budget --savings": "studies/savings.py",
     "budget --by": "studies/savings.py",
-    "budget --bytes": "studies/bytes.py",
-    "budget --bits": "studies/bytes.py",
-    "budget --answers": "studies/bytes.py",
-    "budget --max-new-tokens": "studies/bytes.py",
+    "budget --bytes": "studies/equal_bytes.py",
+    "budget --bits": "studies/equal_bytes.py",
+    "budget --answers": "studies/equal_bytes.py",
+    "budget --max-new-tokens": "studies/equal_bytes.py",
     "quality --judge": "studies/judge.py",
     "quality --pairwise": "studies/judge.py",
     "quality --scale": "studies/judge.py",
@@ -32,7 +32,7 @@ GOES: dict[str, str] = {
     "pk.split": "studies/split.py",
     "pk.stability": "studies/stability.py",
     "pk.savings": "studies/savings.py",
-    "pk.equal_bytes": "studies/bytes.py",
+    "pk.equal_bytes": "studies/equal_bytes.py",
     "pk.judge": "studies/judge.py",
 }
 """What goes on purpose -> what replaces it: a command, an option of one, a public name, or a key of JSON documents.

@@ -1,13 +1,11 @@
-"""Pairs and groups of configurations to compare, and short names that distinguish configurations.
+"""Sides of a comparison: which configurations are compared with which, and which may be ranked against each other.
 
-Groups of configurations of one prompt that may be ranked against each other: METHOD, the protocol, 5 and 7.
+Groups that may be ranked: METHOD, the protocol, 5 and 7.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.choice import UNNAMED, Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.precision import CORRECTED, CORRECTION_OPTIONS, PRECISION_OPTIONS, QUANTISE
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import ALL_QUERIES, SCORED, SELECTIONS, WINDOW_QUERIES
 from perturbkv.errors import ConfigError, TraceError
@@ -86,17 +83,6 @@ def _has_pairs(run: RunConfig, baseline: str, treatment: str) -> bool:
         return bool(pairs(run, baseline, treatment))
     except TraceError:
         return False
-
-
-def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
-    """Return a pair as columns of a data frame: labels, policies and selections of both sides, and their budget."""
-    both = (("baseline", baseline), ("treatment", treatment))
-    return {
-        **{name: config.label() for name, config in both},
-        **{f"{name}_policy": config.policy.name for name, config in both},
-        **{f"{name}_selection": config.selection.name for name, config in both},
-        "budget": baseline.budget.value,
-    }
 
 
 def pairs(run: RunConfig, baseline: str, treatment: str) -> list[Pair]:
@@ -303,175 +289,8 @@ def _without_budget(config: EvictionConfig) -> EvictionConfig:
     return dataclasses.replace(config, budget=Budget(1.0))
 
 
-SIDE = ("policy", "selection")
-"""Choices in which the sides of a comparison differ."""
-OWNERS = (*SIDE, "granularity", "precision", "correction")
-"""Choices that have options."""
-_AFTER_SIDES = ("budget", "window", "granularity", "precision", "correction", "protect_first", "protect_recent")
-"""The other choices, in the order of a label."""
-_DEFAULTS = ("full", "none")
+DEFAULTS = ("full", "none")
 """Precision and correction that labels leave out."""
-_PIECES = re.compile(r"[^(:,/]*[(:,/]|[^(:,/]+")
-
-
-def plural(number: int, word: str, many: str = "") -> str:
-    """Return a number with its noun: '1 sample', '8 samples', or with the plural in `many` '8 batches'."""
-    return f"{number:,} {word if number == 1 else many or f'{word}s'}"
-
-
-def setting_name(config: EvictionConfig, *without: str) -> str:
-    """Return a configuration's choices as text, without policy, selection and the choices in `without`."""
-    return " ".join(word for choice, word in config.label_parts().items() if choice not in (*SIDE, *without))
-
-
-def common(configs: Sequence[EvictionConfig], *without: str) -> str:
-    """Return the choices that all configurations share, as text; choices in `without` are left out."""
-    return " ".join(common_choices(configs, *without).values())
-
-
-def common_choices(configs: Sequence[EvictionConfig], *without: str) -> dict[str, str]:
-    """Return choice -> word for the choices that all configurations share; those in `without` left out.
-
-    So is α where no configuration has stages: it says only of which entries σ is.
-    """
-    shared = _shared_choices(configs) - set(without)
-    if not any(config.is_staged for config in configs):
-        shared -= {"alpha"}
-    return {choice: word for config in configs for choice, word in config.label_parts().items() if choice in shared}
-
-
-def distinct_choices(configs: Sequence[EvictionConfig], *without: str) -> list[dict[str, str]]:
-    """Return, per configuration, choice -> word for the choices that vary; those in `without` left out."""
-    hidden = {*_shared_choices(configs), *without}
-    return [
-        {choice: word for choice, word in config.label_parts().items() if choice not in hidden} for config in configs
-    ]
-
-
-def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """Return each label without the choices that all configurations share: 'adakv(floor=0.1):two-stage b=64'.
-
-    Empty for a single configuration. Choices in `without` are left out, too.
-    """
-    distinct = distinct_choices(configs, *without)
-    texts = [{name: _with_options(getattr(config, name), words) for name in OWNERS}
-             for config, words in zip(configs, distinct, strict=True)]  # fmt: skip
-    varied = {name for name in OWNERS if name not in without and any("(" in own[name] for own in texts)}
-    return [_short_label(words, own, varied) for words, own in zip(distinct, texts, strict=True)]
-
-
-def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """Return the short name of each configuration; 'evicted' where nothing distinguishes it."""
-    return [name or "evicted" for name in short_names(configs, *without)]
-
-
-def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Collection[str]) -> str:
-    """Return a label with only the parts that distinguish configurations, in the label's notation.
-
-    Args:
-        words: choice -> its word, for the choices that differ.
-        texts: each choice that can have options -> its notation with the options that differ.
-        varied: those of them whose options differ between any of the configurations.
-    """
-    named = {name: text for name, text in texts.items() if name in words or name in varied or "(" in text}
-    sides = ":".join(named[name] for name in SIDE if name in named)
-    parts = [named.get(name, "") if name in OWNERS else words.get(name, "") for name in _AFTER_SIDES]
-    return " ".join(part for part in (sides, *parts) if part and part not in _DEFAULTS)
-
-
-def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Return a name per curve, from one configuration of each curve; a single curve has its selection's name."""
-    return [name or config.selection.name for name, config in zip(short_names(configs, "budget"), configs, strict=True)]
-
-
-def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
-    """Return (policy, selection) texts of baseline and of treatment, with only the options that differ."""
-    both = (baseline, treatment)
-    first, second = (
-        [_with_options(getattr(config, owner), words) for owner in SIDE]
-        for config, words in zip(both, distinct_choices(both), strict=True)
-    )
-    return first, second
-
-
-def side_names(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
-    """Return the names of both sides: the policy or selection in which they differ, else their short names."""
-    differing = [pair for pair in zip(*_side_choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
-    if not differing:
-        first, second = short_names((baseline, treatment))
-        return first, second
-    first, second = (":".join(pair[index] for pair in differing) for index in (0, 1))
-    return first, second
-
-
-def pair_names(pairs: Sequence[Pair]) -> list[str]:
-    """Return distinct names of pairs: the treatments' short names, the treatment's side name for a single pair.
-
-    The baseline's name follows where pairs share a treatment: 'adakv:two-stage b=64 vs snapkv'.
-    """
-    treatments = [
-        name or side_names(*pair)[1]
-        for name, pair in zip(short_names([treatment for _, treatment in pairs]), pairs, strict=True)
-    ]
-    baselines = short_names([baseline for baseline, _ in pairs], "budget")
-    return [
-        f"{treatment} vs {baseline}" if treatments.count(treatment) > 1 and baseline else treatment
-        for treatment, baseline in zip(treatments, baselines, strict=True)
-    ]
-
-
-def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
-    """Return the sides and the shared choices, except `without`: 'two-stage against attention: snapkv b=64'."""
-    baselines, treatments = (
-        " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
-    )
-    shared = common(configs_of(pairs), *without)
-    return f"{treatments} against {baselines}" + (f": {shared}" if shared else "")
-
-
-def _with_options(choice: Choice, words: Mapping[str, str]) -> str:
-    """Return a choice as text, with only the options named in `words`."""
-    wanted = {*words, "kernel"} if "pool" in words else {*words}  # the word for pool includes the kernel
-    return str(choice.without(name for name in choice.options if name not in wanted))
-
-
-def budget_names(configs: Sequence[EvictionConfig], *without: str) -> list[list[str]]:
-    """Return, per configuration, its budget as given, followed by its other varying choices."""
-    others = distinct_choices(configs, "budget", *without)
-    return [[str(config.budget), *words.values()] for config, words in zip(configs, others, strict=True)]
-
-
-def _shared_choices(configs: Sequence[EvictionConfig]) -> set[str]:
-    """Return the names of choices with the same value in all configurations that have the choice.
-
-    Options of policies, blocks, precision and correction are shared only where every configuration has them.
-    """
-    words: dict[str, list[str]] = {}
-    for config in configs:
-        for choice, word in config.label_parts(every=True).items():
-            words.setdefault(choice, []).append(word)
-    optional = {name for config in configs for name in config.policy.options} - {"pool", "kernel"}
-    optional |= {"block", "block_score", *PRECISION_OPTIONS[QUANTISE], *CORRECTION_OPTIONS[CORRECTED]}
-    equal = {choice for choice, values in words.items() if len(set(values)) == 1}
-    return {choice for choice in equal if choice not in optional or len(words[choice]) == len(configs)}
-
-
-def fold(name: str, width: int = 16) -> str:
-    """Return a long name broken into lines, between words or after brackets, colons and commas."""
-    lines = textwrap.wrap(name, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(part for line in lines for part in _break_word(line, width))
-
-
-def _break_word(line: str, width: int) -> list[str]:
-    """Return a word's parts, broken after brackets, colons and commas to fit `width` where possible."""
-    parts = [""]
-    for piece in _PIECES.findall(line) if len(line) > width else [line]:
-        if parts[-1] and len(parts[-1]) + len(piece) > width:
-            parts.append("")
-        parts[-1] += piece
-    return parts
-
-
 LEAST_CONFIGS = 3
 """Smallest number of configurations that are ranked."""
 CACHE_SIZE_CHOICES = ("granularity", "precision", "correction", "protect_first", "protect_recent")
@@ -494,5 +313,5 @@ def comparable_groups(configs: Sequence[EvictionConfig]) -> dict[str, list[int]]
 def _choice_text(name: str, value: Choice | float) -> str:
     """Return a choice as in a label, a number with its name: 'protect-first=4'; empty for a default."""
     if isinstance(value, Choice):
-        return "" if value.name in _DEFAULTS else str(value)
+        return "" if value.name in DEFAULTS else str(value)
     return f"{name.replace('_', '-')}={value:g}" if value else ""
