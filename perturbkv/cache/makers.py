@@ -9,8 +9,7 @@ the configuration is called:
   follows from the set alone.
 - `OwnEntries`: keys, values, positions or an additional entry that the full cache has not. No bound holds. Isolated
   perturbation is that of their `outputs`; propagated perturbation, drift and KL come from decoding, as for all.
-- `ReadEntries`: all entries of the full cache, of which every query reads some; a `Reader` makes them
-  (`pipeline.variants.reader`).
+- `Entries` of a `Reader` (`pipeline.variants.reader`): all entries of the full cache, of which every query reads some.
 
 Rows of all configurations go into one cache, and kept sets of all are gathered in one step: a maker works on tensors
 that are there already, on their device, and must not wait for it (no `.item()`, no `nonzero`), nor make anything of
@@ -24,7 +23,7 @@ A maker that halves the values of what was kept:
 ...     def make(self, layer, kept):
 ...         sets = kept.entries.sets()
 ...         row = KeptEntries.of([keys for keys, _ in sets], [values / 2 for _, values in sets])
-...         return StoredEntries(row, entry_bits(row), kept.entries)
+...         return StoredEntries(row, entry_bits(row), kept=kept.entries)
 >>> keys, values = torch.randn(2, 1, 6, 4)  # of one key/value head, 6 entries of 4 components
 >>> kept = GatheredSet.of_mask(torch.tensor([[True, False, False, True, True, True]]), keys, values)
 >>> made = Halved().make(None, kept)
@@ -36,7 +35,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -194,30 +193,26 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries that one row of a cache holds in one layer: a kept set, unless a subclass says otherwise.
+    """The entries that one row of a cache holds in one layer: a kept set, unless they are `OwnEntries`.
 
     Attributes:
         row: keys and values per kept set: indices into the full cache until they are copied, or tensors of their own.
         bits: bits that they take, with everything that is stored beside them; a number of the full cache takes 16.
+        read: number of them that one decoding query attends to, added up over the kept sets; None: all.
+        stand_in: an additional entry per query head, with a bias; None without.
+        rounded: whether numbers were rounded, so that large ones may have overflowed.
     """
 
     row: KeptEntries
     bits: int
+    read: int | None = None
+    stand_in: StandIn | None = None
+    rounded: bool = False
 
     @property
     def attended(self) -> int:
         """Number of entries that one decoding query attends to, added up over the kept sets."""
-        return sum(self.row.lengths)
-
-    @property
-    def stand_in(self) -> StandIn | None:
-        """An additional entry per query head, with a bias; None without."""
-        return None
-
-    @property
-    def rounded(self) -> bool:
-        """True if numbers were rounded, so that large ones may have overflowed."""
-        return False
+        return sum(self.row.lengths) if self.read is None else self.read
 
 
 class OwnEntries(Entries):
@@ -232,23 +227,16 @@ class OwnEntries(Entries):
 class StoredEntries(OwnEntries):
     """Keys and values of their own, such as keys at other positions and numbers in few bits.
 
-    Attributes:
-        kept: the kept set that they were made from, as in the full cache.
-        in_few_bits: whether numbers were rounded; all heads then differ from the full cache, and else those that evict.
+    `kept` is the kept set that they were made from, as in the full cache. All heads differ from it where numbers are
+    `rounded`, and else those that evict.
     """
 
-    kept: KeptEntries
-    in_few_bits: bool = False
-
-    @property
-    def rounded(self) -> bool:
-        """True if numbers were rounded, so that large ones may have overflowed."""
-        return self.in_few_bits
+    kept: KeptEntries = field(kw_only=True)
 
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
         evicted, own, changed = step.attend(self.kept), step.attend(self.row), None
-        if not self.in_few_bits:
+        if not self.rounded:
             evicts = to_device([length < step.tokens for length in self.kept.lengths], own.device)
             changed = evicts.repeat_interleave(len(own) // len(evicts))
         return Outputs(evicted, own, changed)
@@ -256,43 +244,21 @@ class StoredEntries(OwnEntries):
 
 @dataclass(frozen=True, eq=False)
 class CorrectedEntries(OwnEntries):
-    """A kept set with one more entry per query head, which stands in for the evicted ones.
+    """A kept set with one more entry per query head, `stand_in`, for the `evicted` entries of the prompt, a mask."""
 
-    Attributes:
-        correction: the entries that stand in.
-        evicted: mask of the evicted entries of the prompt.
-    """
-
-    correction: StandIn
-    evicted: Bool[Tensor, "head key"]
-
-    @property
-    def stand_in(self) -> StandIn | None:
-        """An additional entry per query head, with a bias."""
-        return self.correction
+    stand_in: StandIn = field(kw_only=True)
+    evicted: Bool[Tensor, "head key"] = field(kw_only=True)
 
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
         stays = step.attention.clone()
         stays[:, : self.evicted.shape[1]].masked_fill_(self.evicted, 0)
-        logits = self.correction.logits(step.query.to(theory.WORK).unsqueeze(1), step.scale)
+        logits = self.stand_in.logits(step.query.to(theory.WORK).unsqueeze(1), step.scale)
         mass = (logits.squeeze(1) - step.log_total).exp()
         kept = theory.weighted_sums(stays.unsqueeze(0), step.values)[0]
         share = stays.sum(dim=-1) + step.sink
-        own = theory.corrected_output(kept, share, self.correction.value, mass)
+        own = theory.corrected_output(kept, share, self.stand_in.value, mass)
         return Outputs(kept / share.unsqueeze(-1), own, self.evicted.any(dim=-1))
-
-
-@dataclass(frozen=True, eq=False)
-class ReadEntries(Entries):
-    """All entries of a layer, of which a decoding query attends to `read`, added up over the heads that choose."""
-
-    read: int
-
-    @property
-    def attended(self) -> int:
-        """Number of entries that one decoding query attends to, added up over the heads that choose."""
-        return self.read
 
 
 def entry_bits(row: KeptEntries) -> int:
@@ -369,14 +335,14 @@ class Storage(Maker):
             entries = quantise_entries(entries, self.config)
         if self.config.in_cache:
             entries = close_gaps(entries, position, [layer.tokens] * len(entries.lengths), frequencies)
-        return StoredEntries(entries, self._bits(entries), kept.entries, self.config.quantised)
+        return StoredEntries(entries, self._bits(entries), rounded=self.config.quantised, kept=kept.entries)
 
     def make_whole(self, row: KeptEntries) -> Entries:
         """Return all entries, rounded; none moves."""
         if not self.config.quantised:
             return super().make_whole(row)
         entries = quantise_entries(row, self.config)
-        return StoredEntries(entries, self._bits(entries), row, in_few_bits=True)
+        return StoredEntries(entries, self._bits(entries), rounded=True, kept=row)
 
     def compress(
         self,
@@ -409,7 +375,7 @@ class Correcting(Maker):
         stand_in = make_stand_in(self.correction, query, *prompt, evicted, layer.scale)
         sharing, d_head = heads // len(lengths), layer.keys.shape[-1]
         beside = sum(correction_bits(self.correction, layer.tokens - length, sharing, d_head) for length in lengths)
-        return CorrectedEntries(kept.entries, entry_bits(kept.entries) + beside, stand_in, evicted)
+        return CorrectedEntries(kept.entries, entry_bits(kept.entries) + beside, stand_in=stand_in, evicted=evicted)
 
 
 def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: int) -> Bool[Tensor, "head key"]:

@@ -35,7 +35,7 @@ class Halved(Maker):
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         sets = kept.entries.sets()
         row = KeptEntries.of([keys for keys, _ in sets], [values * self.factor for _, values in sets])
-        return StoredEntries(row, 0, kept.entries, in_few_bits=True)
+        return StoredEntries(row, 0, rounded=True, kept=kept.entries)
 
 
 class Quartered(Halved):

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from perturbkv.cache.entries import GatheredSet, borrow
-from perturbkv.cache.makers import Entries, PrefilledLayer, ReadEntries
+from perturbkv.cache.makers import Entries, PrefilledLayer
 from perturbkv.configs.precision import FULL_BITS
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.variants.reader import Reader
@@ -38,7 +38,7 @@ class PageReading(Reader):
             row = replace(row, reader=PageReader(config, _paged_layer(layer, config), n))
             bounds = config.blocks(n).full
         heads = layer.adapter.heads if config.granularity.name == "query" else kv_heads
-        return ReadEntries(row, 2 * FULL_BITS * d_head * kv_heads * (n + bounds), heads * read)
+        return Entries(row, 2 * FULL_BITS * d_head * kv_heads * (n + bounds), heads * read)
 
 
 def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
