@@ -58,7 +58,7 @@ class PlainUse(Record):
 
 
 @record
-class Loss(Record):
+class AuditLoss(Record):
     """The loss of the audited kept sets, or of a control, at the first decoding step, mean over prompts."""
 
     name: str = column("its kept sets, or a control of the same cache share and protection")
@@ -77,7 +77,7 @@ class Loss(Record):
     kl: float = column("KL(full ‖ evicted) of the logits", unit="nat", heading="#KL", text=text.three_digits)
 
 
-def loss_table(title: str, losses: Sequence[Loss]) -> list[Part]:
+def loss_table(title: str, losses: Sequence[AuditLoss]) -> list[Part]:
     """Return the table of losses, as a list; empty without losses."""
     lines = [Line(loss.name, (loss,)) for loss in losses]
     return [table(title, lines, _LOSSES, "kept sets")] if lines else []
@@ -113,7 +113,7 @@ class Audit(Result):
     plain_use: PlainUse | None = column(
         "plain use of the cache with transformers, where no positions are given", default=None
     )
-    losses: tuple[Loss, ...] = column("the loss of the kept sets, then of controls that hold as much", default=())
+    losses: tuple[AuditLoss, ...] = column("the loss of the kept sets, then of controls that hold as much", default=())
     lossless: str = column("reason why no loss was measured", default="")
     protected_first: int = column("first entries that every kept set holds", default=0)
     protected_recent: int = column("most recent entries that every kept set holds", default=0)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE, Loss, loss_table, write_junit
+from perturbkv.analyses.audit.audit import DIFFERS, EXACT, EXIT_CODES, UNREADABLE, AuditLoss, loss_table, write_junit
 from perturbkv.analyses.audit.audited_runs import floors_text
 from perturbkv.analyses.audit.cache_entries import FLOORS, Integers
 from perturbkv.analyses.columns import Line, Record, column, derived, record
@@ -199,7 +199,7 @@ class DumpAudit(Result):
         "distances above which a single key, or value, differs; blocks have lower ones. Null: each has its own",
         dims=(_LAYERS, _KINDS),
     )
-    losses: tuple[Loss, ...] = column(
+    losses: tuple[AuditLoss, ...] = column(
         "the loss of the entries that are gone, then of controls that hold as much", default=()
     )
 

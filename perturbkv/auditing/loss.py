@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbkv.analyses.audit.audit import Loss
+from perturbkv.analyses.audit.audit import AuditLoss
 from perturbkv.analyses.audit.cache_entries import Integers
 from perturbkv.configs import layer_types
 from perturbkv.configs.choice import Choice
@@ -93,7 +93,7 @@ class LossComparison:
         protect_less: whether the controls protect less, as the budget would otherwise leave nothing to choose.
     """
 
-    losses: tuple[Loss, ...]
+    losses: tuple[AuditLoss, ...]
     protected: tuple[int, int]
     configs: tuple[EvictionConfig, ...]
     protect_less: bool = False
@@ -174,7 +174,7 @@ def _masks(sets: Sets, tokens: int) -> list[Tensor]:
     return masks
 
 
-def _loss(trace: Trace, config: int, name: str) -> Loss:
+def _loss(trace: Trace, config: int, name: str) -> AuditLoss:
     """Return the loss, called `name`, of the configuration at index `config` of a trace, averaged over samples."""
     arrays = trace.arrays
 
@@ -183,7 +183,7 @@ def _loss(trace: Trace, config: int, name: str) -> Loss:
         sums = [np.asarray(array, dtype=np.float64).reshape(len(array), -1).sum(-1) for array in (perturbation, full)]
         return float(np.mean(sums[0] / sums[1]))
 
-    return Loss(
+    return AuditLoss(
         name=name,
         cache_share=float(arrays["held_share"][:, config].astype(np.float64).mean()),
         isolated=mean_ratio(arrays["perturbation_isolated"][:, config, 0], arrays["output_norm"][:, 0]),
