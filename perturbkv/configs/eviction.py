@@ -346,12 +346,12 @@ class EvictionConfig:
     def __repr__(self) -> str:
         return f"<EvictionConfig {self.label()}>"
 
-    def label_parts(self, every: bool = False) -> Mapping[str, str]:
+    def label_parts(self, every: bool = False) -> dict[str, str]:
         """Return field or option -> its text, the parts of a short name for the configuration, policy first.
 
         Less common choices and options at their default are omitted, unless `every` is set.
         """
-        return self._every_part if every else self._usual_parts
+        return dict(self._every_part if every else self._usual_parts)
 
     @cached_property
     def _every_part(self) -> Mapping[str, str]:

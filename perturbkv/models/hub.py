@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_token, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -25,6 +28,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 
 _log = logging.getLogger(__name__)
+_CONNECT_S = 5.0
+"""Seconds in which a hub that can be reached answers."""
 
 
 class HubError(Exception):
@@ -55,16 +60,23 @@ def download_folder(repository: str, patterns: Sequence[str], revision: str = ""
         return Path(folder)
 
 
-def check_available(repository: str, revision: str = "") -> None:
-    """Raise UnreachableHubError where the hub does not answer and its cache on disk knows nothing of the repository."""
-    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model")).is_dir():
-        return
-    try:
-        download_file(repository, "config.json", revision)
-    except UnreachableHubError:
-        raise
-    except HubError:
-        return  # what the hub answers is told when its files are read
+def check_available(repository: str) -> None:
+    """Raise HubError at once where the hub cannot be reached and its cache on disk knows nothing of the repository.
+
+    With a proxy, which resolves names itself, the hub is taken to be reachable.
+    """
+    with _one_line_errors(repository, "its configuration"):
+        known = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model")).is_dir()
+        endpoint = urlsplit(constants.ENDPOINT)
+        if known or urllib.request.getproxies().get(endpoint.scheme):
+            return
+        if constants.HF_HUB_OFFLINE:
+            raise OfflineModeIsEnabled
+        port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+        try:
+            socket.create_connection((endpoint.hostname or "", port), _CONNECT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"{constants.ENDPOINT} cannot be reached: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -99,6 +111,8 @@ def _reason(error: BaseException, repository: str, name: str) -> str:
             return f"{constants.ENDPOINT} does not answer: {text}"
         case json.JSONDecodeError():
             return f"{constants.ENDPOINT} answers what no hub would; check HF_ENDPOINT, or the network's login page"
+        case ConnectionError():
+            return text
         case OSError(errno=int()):
             return (
                 f"{name} cannot be written to {constants.HF_HUB_CACHE} ({error.strerror}); make room there, or set "

@@ -113,7 +113,7 @@ def check_name(name: str, revision: str = "") -> None:
         source = resolve(name, revision)
         if source.hub_id:
             with explain_hub_errors(source):
-                hub.check_available(source.hub_id, revision)
+                hub.check_available(source.hub_id)
 
 
 def check_random(name: str) -> str:

@@ -1,7 +1,8 @@
 """Output paths: checks before any work is done, locks so that one process writes at a time, and claims of folders.
 
 A lock is a file beside the output, locked by `filelock` as long as its process lives: what a killed process leaves
-holds nobody. Where a file system has no flock(2), filelock's soft lock is the file itself.
+holds nobody. Where a file system has no flock(2), the lock is filelock's soft one, the file itself: what a machine
+that died left there is removed by hand, and the error names it.
 
 A command calls `OutputFolder.claim` before it works, which checks that every file may be written and that no other
 process writes them now.
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from perturbkv.errors import ConfigError, LockedOutputError, OutputError
 
@@ -29,7 +30,9 @@ _LONGEST_BESIDE = 64
 _TRIES = 20
 _Result = TypeVar("_Result")
 _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DISK_ERRORS = (*_FULL_DISK_ERRORS, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors of flock(2) on file systems without it, beside ENOSYS, which filelock knows."""
+_DISK_ERRORS = (*_FULL_DISK_ERRORS, errno.EIO, errno.EROFS, errno.ESTALE, *_NO_FLOCK)
 
 
 def real_path(path: Path) -> Path:
@@ -150,7 +153,8 @@ class Lock:
         self.path = path
         self.wait = wait
         self.advice = advice
-        self._lock, self._new_folders = FileLock(lock_path(path)), list[Path]()
+        self._lock: BaseFileLock = FileLock(lock_path(path))
+        self._new_folders = list[Path]()
 
     def __enter__(self) -> Self:
         try:
@@ -173,16 +177,22 @@ class Lock:
         except Timeout:
             if not self.wait:
                 raise LockedOutputError(
-                    f"expected {self.path} for this command alone, got it locked by another process; {self.advice}, or "
-                    "choose another place"
+                    f"expected {self.path} for this command alone, got it locked by another process "
+                    f"({Path(self._lock.lock_file).name} beside it); {self.advice}, or choose another place"
                 ) from None
-            _log.info("waiting for the process that writes %s", self.path)
+            _log.info("waiting for the process that writes %s and holds %s", self.path, self._lock.lock_file)
             retry_missing_folder(lambda: self._acquire(-1, _POLL_S))
 
     def _acquire(self, timeout: float, poll_s: float) -> None:
         """Acquire the lock within `timeout` seconds, −1 for any time. Raises Timeout, and OSError for the file."""
         self._new_folders += make_folders(lock_path(self.path).parent)
-        self._lock.acquire(timeout, poll_s)
+        try:
+            self._lock.acquire(timeout, poll_s)
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+            self._lock = SoftFileLock(f"{lock_path(self.path)}.held")
+            self._lock.acquire(timeout, poll_s)
 
     def _release(self) -> None:
         """Release the lock, and remove its file and the empty folders that were made for it."""

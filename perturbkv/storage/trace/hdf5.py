@@ -59,6 +59,11 @@ class StoredFile:
         """Return the shape of a variable or an axis."""
         return tuple(self._dataset(name).shape)
 
+    def holds_text(self, name: str) -> bool:
+        """Return whether a variable holds text instead of numbers."""
+        with self._translate_errors(f"the type of {name}"):
+            return self._dataset(name).dtype.kind not in "biuf"
+
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the axis name of each dimension of a variable; 'none' where it has none."""
         with self._translate_errors(f"the axes of {name}"):

@@ -1,4 +1,4 @@
-"""Checks of a trace file, once, when it is opened: names, dims, finite numbers and possible counts."""
+"""Checks of a trace file, once, when it is opened: names, dims, no NaN where a step was measured, possible counts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def check_dims(file: StoredFile, run: RunConfig) -> None:
     if stored != labels:
         _refuse(file.path, f"the run's configurations {labels} along 'config'", stored)
     for name in known_variables(names):
-        axes = STORED[name].axes
+        axes, text = STORED[name].axes, STORED[name].dtype == "str"
+        if file.holds_text(name) != text:
+            file.refuse(f"{name} as {'text' if text else 'numbers'}", "another type")
         if (found := file.axes(name)) != axes:
             file.refuse(f"{name} along {' '.join(axes)}", " ".join(found) or "no axis")
         shape = tuple(lengths[axis] for axis in axes)
