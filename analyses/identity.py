@@ -12,8 +12,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
 from perturbkv.analyses.names import SIDE, common, common_choices, distinct_choices, plural, short_names
 from perturbkv.configs import layer_types
+from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Table
 from perturbkv.escaping import escape_line
@@ -81,8 +81,10 @@ class RunIdentity:
     def no_eviction_note(self) -> str:
         """Return notes on budgets that leave the cache whole, and on cache shares of policies that evict nothing."""
         named = {
-            holding.note: dict.fromkeys(config.policy.name for config in self.configs if config.holding == holding)
-            for holding in EVICT_NOTHING.values()
+            contents.note: dict.fromkeys(
+                config.policy.name for config in self.configs if config.cache_contents == contents
+            )
+            for contents in WITHOUT_EVICTION.values()
         }
         whole = (f"{name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
         told = [f"Nothing is evicted at {', '.join(whole)}."] if self.unevicted else []
@@ -217,7 +219,7 @@ def identity(trace: Trace, configs: Sequence[EvictionConfig], step: int = 0) -> 
 
 
 def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, number of samples) of what leaves the cache whole: a budget, or a configuration of one."""
+    """Return (budget or label, number of samples in which nothing was evicted)."""
     evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
     groups: dict[str, dict[str, int]] = {}
     for config in configs:

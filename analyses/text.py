@@ -78,11 +78,6 @@ def intervals_note(samples: int, exact: bool = False, medians: bool = False) -> 
     return f"n = {samples} samples, too few for intervals; in parentheses: {RANGES_NOTE}.{shares}"
 
 
-def shares_note(samples: int) -> str:
-    """Return the note on intervals under a table whose only numbers are shares of samples."""
-    return "Shares of samples have exact 95 % intervals, in brackets." if samples > 1 else intervals_note(samples)
-
-
 def noise_floor_note(relative: float) -> str:
     """Return the note on the noise floor of the heads' perturbation, relative to ‖o_h‖."""
     return f"Noise floor: {relative:.1e} of ‖o_h‖ (median)."

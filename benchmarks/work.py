@@ -27,6 +27,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig, Settings
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.prompts import Prompts
+from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.answers.generation import generate, read_evicting
@@ -49,7 +50,7 @@ from perturbkv.selfcheck.gpu_rows import (
     time_in_turns,
     trace_prompt,
 )
-from perturbkv.selfcheck.timing import Result, print_result, seconds, wait
+from perturbkv.selfcheck.timing import Result, print_result, seconds
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 
@@ -158,7 +159,7 @@ def growth(model: str, lengths: list[int], repeats: int, dtype: str, device: str
     taken: dict[str, list[float]] = {str(length): [] for length in lengths}
     for _ in range(repeats):
         for length in lengths:
-            with timed(lambda: wait(adapter.device)) as spent:
+            with timed(lambda: synchronise(adapter.device)) as spent:
                 ids = random_tokens(length)
                 whole = seconds(lambda ids=ids: trace_prompt(adapter, ids, configs), adapter.device)  # type: ignore[misc]
             taken[str(length)].append(whole - (spent["prefill"] - spent["scores"] - spent["norms"]))

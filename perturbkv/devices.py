@@ -23,6 +23,12 @@ def block_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else _CACHE_BYTES
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a CUDA device has finished its work; return at once for other devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type: `float32`."""
     return str(dtype).removeprefix("torch.")

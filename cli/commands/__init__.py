@@ -73,6 +73,7 @@ COMMANDS = tuple(row for rows in GROUPS.values() for row in rows)
 PANELS = {row.name: title for title, rows in GROUPS.items() for row in rows}
 
 _CHECKOUT = "(in a checkout)"
+_NO_CARD = "leave it out; export writes tables, and a README of yours describes them"
 FORMER: dict[str, str] = {
     "doctor bench": f"type: python -m benchmarks {_CHECKOUT}",
     "question": f"type: perturbkv patching, or python studies/NAME.py {_CHECKOUT}",
@@ -85,9 +86,8 @@ FORMER: dict[str, str] = {
     "budget --savings": f"type: python studies/savings.py {_CHECKOUT}",
     "budget --bytes": f"type: python studies/equal_bytes.py {_CHECKOUT}",
     "quality --judge": f"type: python studies/judge.py {_CHECKOUT}",
-    "judge": f"type: python studies/judge.py {_CHECKOUT}",
-    "export --card": "leave it out; export writes tables alone, and a data card is written by hand",
-    "export --license": "leave it out; export writes tables alone, and a data card is written by hand",
+    "export --card": _NO_CARD,
+    "export --license": _NO_CARD,
 }
 """Former command, or command and option, as typed -> what to do instead. Asked only about what is unknown."""
 

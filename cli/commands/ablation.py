@@ -13,9 +13,9 @@ from perturbkv.cli import console
 from perturbkv.cli.choices import check_distinct, split_names
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
+from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.choice import Choice, as_choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.selections import UNION, reduction
 from perturbkv.errors import ConfigError
 
@@ -129,7 +129,9 @@ def _can_run(run: RunOptions, policy: type[Policy]) -> bool:
     shared = not all(can_share(policy, one) for one in granularities)
     in_blocks = any(int(one.options.get("block", 1)) > 1 for one in granularities) and policy().first_stage is not None
     scored = run.head_scores is not None or not policy.needs_scores
-    return policy.name not in EVICT_NOTHING and scored and run.cache in policy.caches() and not shared and not in_blocks
+    return (
+        policy.name not in WITHOUT_EVICTION and scored and run.cache in policy.caches() and not shared and not in_blocks
+    )
 
 
 def _with_selection(method: str) -> str:

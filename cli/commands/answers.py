@@ -1,4 +1,4 @@
-"""Analyses of answers: scores, correlation with perturbation, divergence, and judgements."""
+"""Analyses of answers: scores, correlation with perturbation, and divergence."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def _describe_answers(path: Path, as_json: bool) -> None:
     ]
     console.table(f"{path}: answers that perturbkv generate wrote", ["", ""], rows)
     console.table("configurations", ["config"], [(label,) for label in run.labels()])
-    console.say(f"perturbkv quality {path} --divergence tells where they leave the full cache's (docs/answers.md)")
+    console.say(
+        f"perturbkv quality {path} --divergence tells where they leave the full cache's (docs/how-to/answers.md)"
+    )
 
 
 def _describe_trace(trace: Path, as_json: bool) -> None:

@@ -20,8 +20,8 @@ from perturbkv.cli.command_line import with_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import print_failures
+from perturbkv.configs.cache_contents import PAGES_READ
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.holdings import PAGES_READ
 from perturbkv.configs.run import RunConfig
 from perturbkv.errors import ConfigError, FailedRunError, InterruptedRunError
 from perturbkv.escaping import escape_line

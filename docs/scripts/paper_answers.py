@@ -24,7 +24,6 @@ from paper_read import (
     estimate,
     indices,
     listed,
-    samples,
     trace,
 )
 from paper_verdicts import (
@@ -134,17 +133,21 @@ def _order() -> list[tuple[Method, Method]]:
 
 def _saved(output: Path) -> Told:
     cells = []
-    for one in analysis(output, "savings", "budget-savings")["savings"]:
+    found = document(output, "savings", "savings.json")
+    for one in found["savings"]:
         for measure in one["measures"]:
             told = [point for point in measure["points"] if point["saving"] is not None]
             shown = [f"b = {point['config']['budget']}: {_saving(point)}" for point in told]
             cells.append(f"by {measure['measure']}, {', '.join(shown) or 'outside the budgets measured'}")
-    text = f"budget saved (below 0: lost), of ruler:niah_single_1, {listed(cells)}; n = {samples(output, 'savings')}"
+    text = f"budget saved (below 0: lost), of ruler:niah_single_1, {listed(cells)}; n = {found['samples']}"
     return Told(text, apart("task"))
 
 
 def _saving(point: Document) -> str:
+    """Return a saving in percent, and its interval where the samples allow one."""
     ends = point["saving_interval"]
+    if ends is None:
+        return percent(point["saving"]).replace("-", "−")
     low, high = ("…" if ends[end] is None else f"{100 * ends[end]:.0f}" for end in ("low", "high"))
     return f"{percent(point['saving'])} [{low}, {high}]".replace("-", "−")
 

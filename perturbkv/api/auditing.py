@@ -50,7 +50,7 @@ def audit(
         eviction: a function `(model, input_ids, attention_mask) -> cache`, a transformers `Cache` class, or text:
             `file.py:name(option=value)` of either, or a `.npz` or `.json` file of kept positions. It may bring a
             `decode(model, cache, token, step) -> logits`. Or a press of kvpress, `kvpress:SnapKVPress(window_size=32)`.
-        budget: entries per head of a press, as in `grid`.
+        budget: of a press, and of nothing else: entries per head (128), or a share of the prompt (0.3), as in `grid`.
         steps: forward passes after the eviction.
         situations: situations in which it is run: `single`, `block`, `batch`.
         losses: whether its loss is measured, with controls that keep as many entries.
@@ -60,7 +60,11 @@ def audit(
         resources: as in `measure`.
         progress: whether a bar is shown.
 
-    Raises ConfigError, UnknownNameError, DatasetError, ModelError.
+    Raises ConfigError for invalid options, an eviction that cannot be called, a press without a budget or a budget
+    without a press, and prompts of too few tokens; UnknownNameError for a situation, convention of positions, kind of
+    change or name in a file that is unknown; PluginError for code that cannot be loaded; UnreadableCacheError for a
+    file that does not hold kept positions; DatasetError for prompts that do not fit the model; ModelError for what
+    `load_model` did not return, or attention that cannot be measured.
 
     >>> import perturbkv as pk
     >>> from transformers import DynamicCache
@@ -104,7 +108,9 @@ def audit_dump(
         resources: as in `measure`.
         progress: whether a bar is shown.
 
-    Raises ConfigError, UnreadableCacheError, DatasetError, ModelError.
+    Raises ConfigError for a path that is no dump; UnreadableCacheError for a dump that breaks its format, of another
+    model's shape or of ended requests alone; DatasetError for tokens that the model lacks, or too many; ModelError for
+    what `load_model` did not return, or attention that cannot be measured.
 
     >>> import tempfile, torch
     >>> import perturbkv as pk

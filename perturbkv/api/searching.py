@@ -59,7 +59,14 @@ def search_kept_sets(
         resources: memory and kernels.
         progress: whether a bar is shown.
 
-    Raises ConfigError and BudgetError for configurations whose sets cannot be compared, and as `measure`.
+    Returns:
+        Per prompt, an object per head, budget and part (the prompt or its prefix): `perturbation`, the L of each
+        method's set, `improved` and `best`, the L of the sets that were found, and `lower`, the bound that was proven.
+        Every L is isolated, in L1 after W_O, in the units of the residual stream (not relative to ‖o_h‖).
+
+    Raises ConfigError for configurations whose kept sets cannot be compared (several windows, sets shared by heads, few
+    bits, corrections, other than uniform budgets) or settings without heads; BudgetError where a budget leaves nothing
+    to choose; and what `measure` raises.
 
     >>> import perturbkv as pk
     >>> model = pk.load_model("random:smollm2-135m")

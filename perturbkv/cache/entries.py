@@ -90,19 +90,6 @@ class GatheredSet:
         entries = borrow(keys, values)
         return cls(entries, entries.index)
 
-    @classmethod
-    def of_mask(
-        cls,
-        mask: Bool[Tensor, "kept_head key"],
-        keys: Float[Tensor, "kv_head key d_head"],
-        values: Float[Tensor, "kv_head key d_head"],
-    ) -> GatheredSet:
-        """Return the kept set of a mask over one layer's entries, after waiting for its numbers of entries."""
-        starts = to_device(_head_starts(len(mask), *keys.shape[:2]), mask.device)
-        kept_head, position = mask.nonzero(as_tuple=True)
-        index, lengths = starts[kept_head] + position, mask.sum(dim=-1).tolist()
-        return cls(KeptEntries(keys.flatten(0, 1), values.flatten(0, 1), index, lengths), position)
-
 
 @dataclass(frozen=True, eq=False)
 class EntryPool:

@@ -25,9 +25,10 @@ A maker that halves the values of what was kept:
 ...         row = KeptEntries.of([keys for keys, _ in sets], [values / 2 for _, values in sets])
 ...         return StoredEntries(row, entry_bits(row), kept=kept.entries)
 >>> keys, values = torch.randn(2, 1, 6, 4)  # of one key/value head, 6 entries of 4 components
->>> kept = GatheredSet.of_mask(torch.tensor([[True, False, False, True, True, True]]), keys, values)
+>>> position = torch.tensor([0, 3, 4, 5])  # of the kept ones, in the prompt
+>>> kept = GatheredSet(KeptEntries.of([keys[0, position]], [values[0, position]]), position)
 >>> made = Halved().make(None, kept)
->>> made.row.lengths, made.bits, torch.equal(made.row.values, values[0, [0, 3, 4, 5]] / 2)
+>>> made.row.lengths, made.bits, torch.equal(made.row.values, values[0, position] / 2)
 ([4], 512, True)
 """
 
@@ -98,12 +99,16 @@ class PrefilledLayer(Protocol):
         """Return the scores and norms of the entries before the window that a configuration ranks by."""
 
     def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """Return the result of `make`, computed once per key, for all configurations."""
+        """Return make(), computed once per key and shared by all configurations of the layer."""
 
 
 @runtime_checkable
 class ActivationCheck(Protocol):
-    """A record of whether activations are finite, read at the end (`pipeline.sample.capture.FiniteCheck`)."""
+    """A record of whether activations are finite, read at the end.
+
+    `pipeline.sample.capture.FiniteCheck` alone implements it. The protocol exists because `cache` lies below `pipeline`
+    and imports none of its modules.
+    """
 
     def check(self, where: str, activations: Tensor) -> None:
         """Record whether activations are finite; `where` describes them in an error message."""
@@ -117,7 +122,7 @@ class PromptReading:
     token_ids: Sequence[int]
     sample: str
     resources: Resources
-    finite: ActivationCheck
+    finite_check: ActivationCheck
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ class OwnPrefill:
     """A prefill that a configuration has to itself.
 
     Attributes:
-        share: number of entries that its queries attend to over that of a full prefill.
-        seconds: its duration; None: that of the full prefill, which it equals.
+        share: number of entries that its queries attend to over that of a full prefill, 0 to 1.
+        seconds: its duration in seconds; None: that of the full prefill, which it equals.
     """
 
     share: float
@@ -180,14 +185,16 @@ class FullStep:
 
 
 class Outputs(NamedTuple):
-    """Head outputs before W_O under the full run's query, (head, d_head).
+    """Head outputs before W_O under the full run's query, in float64 (`theory.WORK`), on the query's device.
 
-    `evicted` are those of the kept set alone, `own` those of the entries as they are. `changed` are the heads whose
-    entries are not the full cache's; None: all.
+    Attributes:
+        evicted: of the kept set alone, as its entries are in the full cache.
+        own: of the entries as the row holds them.
+        changed: True for the heads whose entries are not the full cache's; None: all heads.
     """
 
-    evicted: Tensor
-    own: Tensor
+    evicted: Float[Tensor, "head d_head"]
+    own: Float[Tensor, "head d_head"]
     changed: Bool[Tensor, " head"] | None
 
 
@@ -205,14 +212,14 @@ class Entries:
 
     row: KeptEntries
     bits: int
-    read: int | None = None
+    read_entries: int | None = None
     stand_in: StandIn | None = None
-    rounded: bool = False
+    has_rounded_numbers: bool = False
 
     @property
-    def attended(self) -> int:
+    def attended_entries(self) -> int:
         """Number of entries that one decoding query attends to, added up over the kept sets."""
-        return sum(self.row.lengths) if self.read is None else self.read
+        return sum(self.row.lengths) if self.read_entries is None else self.read_entries
 
 
 class OwnEntries(Entries):
@@ -228,7 +235,7 @@ class StoredEntries(OwnEntries):
     """Keys and values of their own, such as keys at other positions and numbers in few bits.
 
     `kept` is the kept set that they were made from, as in the full cache. All heads differ from it where numbers are
-    `rounded`, and else those that evict.
+    rounded, and else those that evict.
     """
 
     kept: KeptEntries = field(kw_only=True)
@@ -236,7 +243,7 @@ class StoredEntries(OwnEntries):
     def outputs(self, step: FullStep) -> Outputs:
         """Return the outputs of the kept set and of these entries at one decode step of the full run."""
         evicted, own, changed = step.attend(self.kept), step.attend(self.row), None
-        if not self.rounded:
+        if not self.has_rounded_numbers:
             evicts = to_device([length < step.tokens for length in self.kept.lengths], own.device)
             changed = evicts.repeat_interleave(len(own) // len(evicts))
         return Outputs(evicted, own, changed)
@@ -289,7 +296,20 @@ class Maker:
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         """Return the entries that the configuration's row holds of a layer.
 
-        `kept` is its kept set in the layer. A `Reader` does not need it.
+        Args:
+            layer: the layer of the prefilled prompt, with tensors on the model's device and in its dtype.
+            kept: the configuration's kept set in the layer, kept_head sets of different lengths, one per query head or
+                per key/value head, whichever have sets of their own. `kept.entries.sets()` are keys and values (kept,
+                d_head) of each; `kept.position` (kept,) their positions in the prompt, from 0, ascending within a set,
+                one set after the other, and empty where all n are kept. A `Reader` does not need it.
+
+        Returns:
+            `Entries`, or `OwnEntries` where anything but the kept set is attended to. Its `row` has as many sets as
+            `kept`, on the same device and in the same dtype; `KeptEntries.of` makes one of keys and values (kept,
+            d_head) per set. `bits` counts all of its sets together.
+
+        Raises nothing for numbers that are NaN or Inf: where `has_rounded_numbers` is set, the pipeline looks for them,
+        and raises ActivationError for the sample.
         """
         return Entries(kept.entries, entry_bits(kept.entries))
 
@@ -304,15 +324,20 @@ class Maker:
         ends: Sequence[int],
         frequencies: Float[Tensor, " frequency"],
     ) -> KeptEntries:
-        """Return a row after one more eviction while decoding; what it keeps was at `position`, per kept set.
+        """Return a row after one more eviction while decoding, as the cache holds it.
 
-        `ends` are the positions of the next token in each kept set, `frequencies` those of the model's rotation.
+        Args:
+            row: the remaining entries, keys and values (kept, d_head) per kept set, copied out of the cache.
+            position: per kept set (kept,), the places of the remaining entries among those that the set held before,
+                from 0, ascending.
+            ends: per kept set, the place of the next token: the number of entries that the set held before.
+            frequencies: of the model's rotation, in radians per position.
         """
         return row
 
 
 @dataclass(frozen=True)
-class Storage(Maker):
+class StorageMaker(Maker):
     """The maker of entries as engines store them: keys at 0 … b − 1 of the cache, numbers in few bits, or both.
 
     Attributes:
@@ -335,14 +360,14 @@ class Storage(Maker):
             entries = quantise_entries(entries, self.config)
         if self.config.in_cache:
             entries = close_gaps(entries, position, [layer.tokens] * len(entries.lengths), frequencies)
-        return StoredEntries(entries, self._bits(entries), rounded=self.config.quantised, kept=kept.entries)
+        return StoredEntries(entries, self._bits(entries), has_rounded_numbers=self.config.quantised, kept=kept.entries)
 
     def make_whole(self, row: KeptEntries) -> Entries:
         """Return all entries, rounded; none moves."""
         if not self.config.quantised:
             return super().make_whole(row)
         entries = quantise_entries(row, self.config)
-        return StoredEntries(entries, self._bits(entries), rounded=True, kept=row)
+        return StoredEntries(entries, self._bits(entries), has_rounded_numbers=True, kept=row)
 
     def compress(
         self,
@@ -361,7 +386,7 @@ class Storage(Maker):
 
 
 @dataclass(frozen=True)
-class Correcting(Maker):
+class CorrectionMaker(Maker):
     """The maker of kept sets with a correction for what is evicted."""
 
     correction: Choice
@@ -388,8 +413,8 @@ def _evicted_mask(entries: KeptEntries, stride: int, prompt_tokens: int, heads: 
     return evicted.repeat_interleave(heads // sets, dim=0)
 
 
-def evicting_maker(config: ResolvedConfig) -> Maker:
+def maker_of_kept_sets(config: ResolvedConfig) -> Maker:
     """Return the maker of a configuration that evicts."""
     if config.corrected:
-        return Correcting(config.correction, config.window)
-    return Storage(config) if config.quantised or config.in_cache else Maker()
+        return CorrectionMaker(config.correction, config.window)
+    return StorageMaker(config) if config.quantised or config.in_cache else Maker()

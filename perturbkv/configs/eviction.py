@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
+from perturbkv.configs.cache_contents import PAGES_READ, SPARSE_PREFILL, CacheContents, contents_of
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
 from perturbkv.configs.entry_counts import Budget, entry_count, parse_entries
-from perturbkv.configs.holdings import PAGES_READ, SPARSE_PREFILL, Holding, holding_of
 from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
 from perturbkv.configs.selections import (
@@ -163,7 +163,7 @@ class EvictionConfig:
         check_number("window (--window)", self.window)
         if self.window < (not self.is_external):
             raise ConfigError(f"the window must hold at least 1 query, got {self.window}")
-        self.holding.unit_size(self.policy, self.granularity)
+        self.cache_contents.unit_size(self.policy, self.granularity)
         if isinstance(self.budget.value, int):
             self.check_budget(self.budget.value, f"budget {self.budget}")
 
@@ -217,24 +217,24 @@ class EvictionConfig:
         return self.correction.name != NONE
 
     @property
-    def holding(self) -> Holding:
-        """What the configuration's cache holds."""
-        return holding_of(self.policy)
+    def cache_contents(self) -> CacheContents:
+        """The contents of the configuration's cache."""
+        return contents_of(self.policy)
 
     @property
     def reads_pages(self) -> bool:
         """True if the policy reads some pages per step instead of evicting, so that b counts the entries read."""
-        return self.holding is PAGES_READ
+        return self.cache_contents is PAGES_READ
 
     @property
     def has_sparse_prefill(self) -> bool:
         """True if the prefill is sparse, so that b is the maximum number of entries that a query attends to."""
-        return self.holding is SPARSE_PREFILL
+        return self.cache_contents is SPARSE_PREFILL
 
     @property
     def evicts(self) -> bool:
         """True if entries are removed for good; otherwise all stay in the cache."""
-        return self.holding.evicts
+        return self.cache_contents.evicts
 
     @property
     def is_staged(self) -> bool:
@@ -271,7 +271,7 @@ class EvictionConfig:
     @property
     def block(self) -> int:
         """Entries per block or page; 1 for single entries."""
-        return self.holding.unit_size(self.policy, self.granularity)
+        return self.cache_contents.unit_size(self.policy, self.granularity)
 
     def blocks(self, prompt_tokens: int) -> Blocks:
         """Return the division of a prompt's entries into blocks."""
@@ -287,7 +287,7 @@ class EvictionConfig:
         if tokens >= always + size:
             return
         if size > 1:
-            kind = self.holding.unit
+            kind = self.cache_contents.unit
             msg = (
                 f"{what} keeps {tokens} entries, too few for a {kind} of {size} beside those that always stay: up to "
                 f"{always} lie in {kind}s that hold the first {first} and the last {recent}; raise the budget to "
@@ -355,12 +355,12 @@ class EvictionConfig:
 
     @cached_property
     def _every_part(self) -> Mapping[str, str]:
-        """Every part of a short name."""
+        """The parts of a label, defaults included."""
         return self._label_parts(every=True)
 
     @cached_property
     def _usual_parts(self) -> Mapping[str, str]:
-        """The parts of a short name without less common choices and defaults."""
+        """The parts of a label, without defaults."""
         return self._label_parts(every=False)
 
     def _label_parts(self, every: bool) -> Mapping[str, str]:

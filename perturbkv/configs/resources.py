@@ -97,7 +97,7 @@ class Shape:
         For a policy that reads pages, those of the bounds by which pages are chosen; for one with a sparse prefill,
         those of the whole cache.
         """
-        return self._entries_bytes(config.holding.row_entries(config, tokens, self.heads, self.kv_heads))
+        return self._entries_bytes(config.cache_contents.row_entries(config, tokens, self.heads, self.kv_heads))
 
     def row_bytes(self, config: EvictionConfig, tokens: int, decoded: int, steps: int, passing: bool = False) -> int:
         """Return the bytes that a configuration adds to a batch: padded cache, decoded tokens and records of steps.
@@ -108,7 +108,7 @@ class Shape:
         tails = (self.layers + self.sliding) * self._layer_bytes(self.kv_heads * decoded)
         kept = self.kept_bytes(config, tokens)
         copied = kept * _INDEX_BYTES // (2 * self.d_head * self.itemsize) if passing else int(kept * (1 + SLACK))
-        cached = copied if config.holding.copied else kept
+        cached = copied if config.cache_contents.copied else kept
         recorded = 3 * self.layers * self.d_model * self.itemsize
         logits = 4 * 8 * self.vocab  # a row's divergence in float64, and its terms
         return cached + tails + recorded * steps + logits

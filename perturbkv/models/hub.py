@@ -37,7 +37,7 @@ class HubError(Exception):
 
 
 class UnreachableHubError(HubError):
-    """A hub that is not asked, or does not answer, and whose cache on disk lacks what is wanted."""
+    """A hub that is offline or unreachable, where the cache on disk lacks the file."""
 
 
 def download_file(repository: str, name: str, revision: str = "", kind: str = "model") -> Path:

@@ -161,7 +161,7 @@ class _TerminalBar:
 
 @dataclass
 class _CountedBar:
-    """A bar that is told in lines."""
+    """A count of items, printed as lines instead of a bar."""
 
     total: int | None
     done: int

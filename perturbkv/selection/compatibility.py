@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.holdings import EVICT_NOTHING
 from perturbkv.configs.plugins import commands_for_signed
 from perturbkv.configs.selections import (
     GRANULARITIES,
@@ -223,7 +223,7 @@ def check_searchable(config: EvictionConfig) -> None:
 
 def _can_recompress(policy: Policy) -> bool:
     """Return whether a policy evicts, and needs neither prefill data nor the other layers' scores."""
-    return not policy.score.carries_history() and not policy.whole_model and policy.name not in EVICT_NOTHING
+    return not policy.score.carries_history() and not policy.whole_model and policy.name not in WITHOUT_EVICTION
 
 
 def needs_all_layers(config: ResolvedConfig) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from perturbkv.configs import selections
+from perturbkv.configs.cache_contents import CacheContents
 from perturbkv.configs.eviction import EvictionConfig
-from perturbkv.configs.holdings import Holding
 from perturbkv.configs.run import RunConfig
 from perturbkv.configs.selections import GIVEN, Blocks
 from perturbkv.errors import ConfigError
@@ -159,9 +159,9 @@ class ResolvedConfig(EvictionConfig):
         return known[key]
 
     @functools.cached_property
-    def holding(self) -> Holding:
-        """What the configuration's cache holds."""
-        return super().holding
+    def cache_contents(self) -> CacheContents:
+        """The contents of the configuration's cache."""
+        return super().cache_contents
 
     @functools.cached_property
     def block(self) -> int:

@@ -19,6 +19,7 @@ from perturbkv.cache.entries import KeptEntries
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.devices import synchronise
 from perturbkv.models.adapter import Adapter
 from perturbkv.models.families import check_plain
 from perturbkv.models.loading import load_model, pick_device
@@ -29,7 +30,7 @@ from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.selfcheck.rows import Group, Report, Target, Values, ratio, run_groups
-from perturbkv.selfcheck.timing import Result, in_process, machine, print_result, seconds, wait
+from perturbkv.selfcheck.timing import Result, in_process, machine, print_result, seconds
 from perturbkv.trace import SampleTrace
 
 TARGETS = (
@@ -184,7 +185,7 @@ def time_in_turns(
     phases: dict[str, dict[str, float]] = {}
     for _ in range(repeats):
         for name, work in runs.items():
-            with timed(lambda: wait(device)) as spent:
+            with timed(lambda: synchronise(device)) as spent:
                 taken[name].append(seconds(work, device))
             phases[name] = dict(spent)
     return taken, phases

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from perturbkv.devices import dtype_name
+from perturbkv.devices import dtype_name, synchronise
 from perturbkv.errors import PerturbkvError
 from perturbkv.models.loading import pick_device, pick_dtype
 
@@ -63,17 +63,11 @@ def run_json(command: Sequence[str], name: str, environment: Mapping[str, str] |
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call, including its work on the device."""
     gc.collect()
-    wait(device)
+    synchronise(device)
     start = time.perf_counter()
     work()
-    wait(device)
+    synchronise(device)
     return time.perf_counter() - start
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def machine(device: str, dtype: str) -> Mapping[str, str]:

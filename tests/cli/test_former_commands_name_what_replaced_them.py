@@ -36,6 +36,6 @@ def test_a_row_says_nothing_of_what_exists(perturbkv: Run, monkeypatch: pytest.M
 
 
 def test_a_former_command_is_told_as_json(perturbkv: Run) -> None:
-    ran = perturbkv("judge", "answers.jsonl", "--json")
+    ran = perturbkv("question", "alpha", "trace.h5", "--json")
     assert (ran.code, ran.json()["error"]["exit_code"]) == (2, 2)
-    assert "studies/judge.py" in ran.json()["error"]["message"]
+    assert "studies/alpha.py" in ran.json()["error"]["message"]

@@ -12,10 +12,10 @@ import torch
 from perturbkv.cache import makers
 from perturbkv.cache.entries import GatheredSet, KeptEntries
 from perturbkv.cache.makers import Entries, Maker, PrefilledLayer, StoredEntries, entry_bits
-from perturbkv.configs.holdings import EVICTED
+from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.variants import making
+from perturbkv.pipeline.variants import makers_of_configs
 from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, token_ids
 from tests.support.resolved import answer, trace_sample
@@ -35,7 +35,7 @@ class Halved(Maker):
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         sets = kept.entries.sets()
         row = KeptEntries.of([keys for keys, _ in sets], [values * self.factor for _, values in sets])
-        return StoredEntries(row, 0, rounded=True, kept=kept.entries)
+        return StoredEntries(row, 0, has_rounded_numbers=True, kept=kept.entries)
 
 
 class Quartered(Halved):
@@ -44,7 +44,7 @@ class Quartered(Halved):
 
 def measured(monkeypatch: pytest.MonkeyPatch, maker: type[Maker] | None = None) -> dict[str, Any]:
     if maker is not None:
-        monkeypatch.setitem(making._MAKERS, EVICTED, lambda config: maker())  # type: ignore[index]
+        monkeypatch.setitem(makers_of_configs._MAKERS, EVICTED, lambda config: maker())  # type: ignore[index]
     run = RunConfig("m", "d", (CONFIG, COVERING), generate=3)
     return dict(trace_sample(exact_adapter("llama", 4, 2), PROMPT, run).arrays)
 
@@ -82,7 +82,7 @@ def test_isolated_perturbation_is_that_of_the_outputs(monkeypatch: pytest.Monkey
 def test_answers_come_from_what_a_maker_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, context = exact_adapter("llama", 4, 2), Prompt("s", token_ids(40, seed=4), 0)
     plain = answer(adapter, context, (CONFIG, COVERING), 5)
-    monkeypatch.setitem(making._MAKERS, EVICTED, lambda config: Halved())  # type: ignore[index]
+    monkeypatch.setitem(makers_of_configs._MAKERS, EVICTED, lambda config: Halved())  # type: ignore[index]
     halved = answer(adapter, context, (CONFIG, COVERING), 5)
     assert halved.held == plain.held and halved.full == plain.full
     assert halved.evicted[1] != plain.evicted[1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from perturbkv.configs import holdings as asked_of
+from perturbkv.configs import cache_contents as asked_of
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import check_sides
 from perturbkv.configs.resources import Resources, Shape

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from perturbkv.configs.holdings import EVICT_NOTHING, SPARSE_PREFILL
+from perturbkv.configs.cache_contents import SPARSE_PREFILL, WITHOUT_EVICTION
 from perturbkv.models.adapter import Adapter
 from perturbkv.selection.policies import registry
 
 
 def of_every_policy() -> list[pk.EvictionConfig]:
     """Each with its own score, where it has one, and some with two stages; none that neither steps nor answers."""
-    names = [name for name in registry.names() if EVICT_NOTHING.get(name) is not SPARSE_PREFILL]
+    names = [name for name in registry.names() if WITHOUT_EVICTION.get(name) is not SPARSE_PREFILL]
     known = [(name, registry.info(name).selections) for name in names]
     own = [(name, "attention" if "attention" in selections else selections[0]) for name, selections in known]
     chosen = [*own, ("snapkv", "two-stage"), ("adakv", "two-stage"), ("pyramidkv", "two-stage")]

@@ -210,7 +210,7 @@ class _DumpComparison:
         self._read_again({name for name, request in self.requests.items() if request.differing}, layer)
 
     def _read_again(self, names: set[str], layer: LayerDump) -> None:
-        """Let the model read requests once more, attending to the dumped entries.
+        """Recompute requests with the dumped entries in place of the model's own.
 
         An engine attends to its own entries: with fewer bits they differ more from layer to layer, and after a fault
         so do all layers above.
@@ -246,7 +246,10 @@ class _DumpComparison:
     def _nearest_references(
         self, index: int, entries: Mapping[str, Entries], plain: Mapping[str, Pair]
     ) -> Mapping[str, Pair]:
-        """Return the model's entries, of each token the plain ones or those given the dumped ones, the nearest."""
+        """Return, per token, whichever of two references is nearer to the dumped entry.
+
+        They are the plain model's, and the one computed from dumped entries.
+        """
         readings = {
             name: [cache.computed_entries(index) for cache, _ in own.readings] for name, own in self.requests.items()
         }

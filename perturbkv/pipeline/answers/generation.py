@@ -29,7 +29,7 @@ from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, cap
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
 from perturbkv.pipeline.variants import own_entries
-from perturbkv.pipeline.variants.making import maker_of
+from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
@@ -107,10 +107,12 @@ class _RowBuilder:
         """Append the compact layer with the entries of all rows, and count them."""
         made = self._make_whole(layer) if self._keep_all else self._make(layer)
         for entries in made:
-            if entries.rounded:
+            if entries.has_rounded_numbers:
                 own_entries.check_finite(self.stored, self._adapter.layer_indices[layer.index], entries.row)
         everything = borrow(layer.keys, layer.values)
-        self.sizes.append([(entries.attended, entries.bits) for entries in [Maker().make_whole(everything), *made]])
+        self.sizes.append(
+            [(entries.attended_entries, entries.bits) for entries in [Maker().make_whole(everything), *made]]
+        )
         first = [everything] if self._with_full else []
         stand_ins = {
             row: entries.stand_in for row, entries in enumerate(made, start=len(first)) if entries.stand_in is not None

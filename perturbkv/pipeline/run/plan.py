@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perturbkv import memory
 from perturbkv.cache import entries
-from perturbkv.configs import alpha_table, holdings
+from perturbkv.configs import alpha_table, cache_contents
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_configurations
 from perturbkv.configs.precision import check_fill
@@ -24,7 +24,7 @@ from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
 from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.variants import presses
-from perturbkv.pipeline.variants.making import maker_of
+from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun, resolve
@@ -145,7 +145,7 @@ def plan(
     presses.check_sources(resolved, files.config, files.name)
     alpha_table.check_tables([config.alpha for config in configs], files.config)
     generate = _answer_length(prompts) if settings.generate is None else settings.generate
-    holdings.check_sparse_prefill(
+    cache_contents.check_sparse_prefill(
         [config.policy for config in configs], settings.steps, generate, files.config, files.name
     )
     _check_prompts(prompts, settings.scenario, files.config, max(settings.steps, generate), files.name)

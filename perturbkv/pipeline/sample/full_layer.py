@@ -101,7 +101,7 @@ class FullLayer:
         return self.statistics.scores(self.index)(config).statistics
 
     def once(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """Return the result of `make`, computed once per key, for all configurations."""
+        """Return make(), computed once per key and shared by all configurations of the layer."""
         if key not in self.known:
             self.known[key] = make()
         result: _Result = self.known[key]

@@ -219,7 +219,7 @@ class _BatchDecoder:
         sets = kept.sets()
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
         for entries in made.values():
-            if entries.rounded:
+            if entries.has_rounded_numbers:
                 own_entries.check_finite(self.finite, self.adapter.layer_indices[index], entries.row)
         isolated = own_entries.isolated_perturbations(layer, self.sample.full.steps, made)
         everything = borrow(layer.prompt_keys, layer.prompt_values)

@@ -34,7 +34,7 @@ from perturbkv.pipeline.sample.decoding import decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
-from perturbkv.pipeline.variants.making import maker_of
+from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.pipeline.variants.presses import sources
 from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun

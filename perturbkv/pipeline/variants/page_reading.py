@@ -18,7 +18,7 @@ from perturbkv.selection.resolved_config import ResolvedConfig
 
 
 @dataclass(frozen=True)
-class PageReading(Reader):
+class PagedCacheReader(Reader):
     """The reader of the pages that each query selects."""
 
     config: ResolvedConfig

@@ -20,7 +20,7 @@ from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
 from perturbkv.cache.makers import ActivationCheck, Entries, OwnPrefill, PrefilledLayer, PromptReading, entry_bits
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
-from perturbkv.devices import block_bytes, stack_on_device, to_device
+from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, intercept_attention
@@ -44,14 +44,14 @@ from perturbkv.theory import WORK, Summands, softmax_with_sinks
 
 
 @dataclass(frozen=True)
-class LineReading(Reader):
+class SparsePrefillReader(Reader):
     """The reader of the lines along which a prefill of its own attends; decoding attends to all that this leaves.
 
-    `read` is that prefill of one prompt; None before it, and where the budget covers the prompt.
+    `result` is that of its prefill of one prompt; None before it, and where the budget covers the prompt.
     """
 
     config: ResolvedConfig
-    read: SparsePrefill | None = None
+    result: SparsePrefill | None = None
 
     @classmethod
     def groups(
@@ -60,21 +60,21 @@ class LineReading(Reader):
         """Return the groups of the sparse-prefill configurations in one layer; `queries` decide nothing."""
         return line_groups(layer, configs)
 
-    def begin(self, prompt: PromptReading) -> LineReading:
+    def begin(self, prompt: PromptReading) -> SparsePrefillReader:
         """Return the reader after its prefill of the prompt, unless its budget covers the prompt."""
         if self.config.kept_entries(len(prompt.token_ids)) >= len(prompt.token_ids):
             return self
-        given = (prompt.adapter, prompt.token_ids, self.config, prompt.sample, prompt.resources, prompt.finite)
-        return replace(self, read=run_sparse_prefill(*given))
+        given = (prompt.adapter, prompt.token_ids, self.config, prompt.sample, prompt.resources, prompt.finite_check)
+        return replace(self, result=run_sparse_prefill(*given))
 
     @property
     def prefill(self) -> OwnPrefill:
         """The reader's own prefill: the full one where its budget covers the prompt."""
-        return OwnPrefill(1.0, None) if self.read is None else OwnPrefill(self.read.share, self.read.seconds)
+        return OwnPrefill(1.0, None) if self.result is None else OwnPrefill(self.result.share, self.result.seconds)
 
     def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
         """Return all entries that the reader's own prefill left."""
-        row = borrow(layer.prompt_keys, layer.prompt_values) if self.read is None else self.read.rows[layer.index]
+        row = borrow(layer.prompt_keys, layer.prompt_values) if self.result is None else self.result.rows[layer.index]
         return Entries(row, entry_bits(row))
 
 
@@ -175,17 +175,11 @@ def full_prefill_seconds(adapter: Adapter, token_ids: Sequence[int]) -> float:
 def _time_prefill(adapter: Adapter, token_ids: Sequence[int], cache: Any) -> tuple[float, Tensor]:
     """Run a prefill into `cache`, and return its seconds and the logits of the last position."""
     ids = torch.tensor([list(token_ids)], device=adapter.device)
-    _synchronise(adapter.device)
+    synchronise(adapter.device)
     begin = time.perf_counter()
     logits = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    _synchronise(adapter.device)
+    synchronise(adapter.device)
     return time.perf_counter() - begin, logits
-
-
-def _synchronise(device: torch.device) -> None:
-    """Wait for a CUDA device; return at once for other devices."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perturbkv.configs.holdings import PAGE_SIZE
+from perturbkv.configs.cache_contents import PAGE_SIZE
 from perturbkv.configs.option import option
 from perturbkv.selection.policies.base import NonEvicting
 

@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 """Entries of a page (Quest, https://arxiv.org/abs/2406.10774, section 4.1)."""
 
 
-class Budgeted(Protocol):
+class SizedConfig(Protocol):
     """A configuration (`configs.eviction.EvictionConfig`), as far as the size of its cache depends on it."""
 
     @property
@@ -42,8 +42,8 @@ class Budgeted(Protocol):
 
 
 @dataclass(frozen=True)
-class Holding:
-    """The kept entries of a configuration that evicts.
+class CacheContents:
+    """The contents of the cache of a configuration that evicts: its kept entries.
 
     Attributes:
         unit: what a cache is divided into where that is more than an entry.
@@ -61,13 +61,13 @@ class Holding:
         """Return the number of entries of a block or page. Raises ConfigError for an invalid one."""
         return int(granularity.options.get("block", 1))
 
-    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+    def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
         """Return the entries of one layer that a row takes in memory, for a prompt of `tokens` tokens."""
         return (heads if config.granularity.name == "query" else kv_heads) * config.kept_entries(tokens)
 
 
 @dataclass(frozen=True)
-class PagesRead(Holding):
+class PagedCache(CacheContents):
     """All entries, of which every decoding query reads some pages; a row takes the pages' bounds besides."""
 
     unit: str = "page"
@@ -81,13 +81,13 @@ class PagesRead(Holding):
             raise ConfigError(f"page of policy '{policy.name}' must be a whole number of at least 1, got {size}")
         return size
 
-    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+    def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
         """Return the entries that take as much memory as the bounds of all pages."""
         return kv_heads * config.blocks(tokens).full
 
 
 @dataclass(frozen=True)
-class SparsePrefill(Holding):
+class WholeCache(CacheContents):
     """All entries, as a prefill of its own left them."""
 
     note: str = (
@@ -97,24 +97,24 @@ class SparsePrefill(Holding):
     evicts: bool = False
     copied: bool = False
 
-    def row_entries(self, config: Budgeted, tokens: int, heads: int, kv_heads: int) -> int:
+    def row_entries(self, config: SizedConfig, tokens: int, heads: int, kv_heads: int) -> int:
         """Return the number of all entries."""
         return kv_heads * tokens
 
 
-EVICTED, PAGES_READ, SPARSE_PREFILL = Holding(), PagesRead(), SparsePrefill()
-EVICT_NOTHING: Mapping[str, Holding] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
-"""Policies whose cache holds the whole prompt -> how."""
+EVICTED, PAGES_READ, SPARSE_PREFILL = CacheContents(), PagedCache(), WholeCache()
+WITHOUT_EVICTION: Mapping[str, CacheContents] = {"quest": PAGES_READ, "vertical-slash": SPARSE_PREFILL}
+"""Policy that evicts nothing -> the contents of its cache."""
 
 
-def holding_of(policy: Choice) -> Holding:
-    """Return what the cache of a policy holds."""
-    return EVICT_NOTHING.get(policy.name, EVICTED)
+def contents_of(policy: Choice) -> CacheContents:
+    """Return the contents of a policy's cache."""
+    return WITHOUT_EVICTION.get(policy.name, EVICTED)
 
 
 def check_sparse_prefill(policies: Sequence[Choice], steps: int, generate: int, model_config: Any, model: str) -> None:
     """Raise ConfigError for a sparse-prefill run with several decode steps, generation or mixed layer types."""
-    name = next((policy.name for policy in policies if holding_of(policy) is SPARSE_PREFILL), None)
+    name = next((policy.name for policy in policies if contents_of(policy) is SPARSE_PREFILL), None)
     if name is None:
         return
     for applies, what, instead in (
