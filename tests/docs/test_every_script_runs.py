@@ -15,6 +15,7 @@ from tests.support.folders import model_folder
 from tests.support.scripts import DOCS, SCRIPTS, functions, perturbkv, script
 
 BY_OTHERS = {
+    "code_sizes.py",
     "coverage.py",
     *(
         f"paper{part}.py"
