@@ -36,7 +36,7 @@ from typing import Any
 import common
 import matplotlib.pyplot as plt
 import numpy as np
-from common import Floats, between, compare, estimate, percent, ratio_of_sums, variable
+from common import Floats, choices_except, compare, estimate, number_text, percent_text, ratio_of_sums, variable
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -109,7 +109,9 @@ def read_sweep(trace: pk.Trace) -> Sweep:
         got = "; ".join(config.label() for config in papers) or "none"
         raise pk.PerturbkvError(f"expected one configuration of two-stage at α = {PAPER}, got {got}; use trace.sel")
     (paper,) = papers
-    configs = sorted((one for one in swept if _but_alpha(one) == _but_alpha(paper)), key=lambda one: one.mean_alpha)
+    alike = choices_except(paper, "selection_alpha")
+    configs = sorted((one for one in swept if choices_except(one, "selection_alpha") == alike),
+                     key=lambda one: one.mean_alpha)  # fmt: skip
     baselines = [config for config in trace.run.configs
                  if config.selection.name == "attention" and common.differ_in_selection(config, paper)]  # fmt: skip
     if len(configs) < 2 or len(baselines) != 1:
@@ -150,10 +152,6 @@ def _is_number(config: pk.EvictionConfig) -> bool:
     return isinstance(config.alpha, int | float)
 
 
-def _but_alpha(config: pk.EvictionConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.flat().items() if name != "selection_alpha"}
-
-
 def _heads_per_set(trace: pk.Trace, config: pk.EvictionConfig) -> int:
     """Return how many query heads share a kept set: heads that do point to one place in the trace."""
     heads = int(trace.arrays["output_norm"].shape[-1])
@@ -190,6 +188,7 @@ class Fold:
     Attributes:
         judged: (sample,) True for its samples.
         configs: `attention`, `paper`, then each level's choice -> the configuration that its samples are run with.
+        tables: the files of its choices.
     """
 
     number: int
@@ -197,6 +196,7 @@ class Fold:
     samples: Sequence[str]
     chosen: Chosen
     configs: Mapping[str, pk.EvictionConfig]
+    tables: Sequence[Path]
 
     @property
     def distinct(self) -> list[pk.EvictionConfig]:
@@ -219,7 +219,7 @@ def split_folds(sweep: Sweep, number: int | None, folder: Path) -> list[Fold]:
         configs = {"attention": sweep.baseline, "paper": paper, "global": sweep.configs[int(chosen["global"][0, 0])],
                    **{level: _with_table(paper, path) for level, path in tables.items()}}  # fmt: skip
         names = [name for name, inside in zip(sweep.samples, judged, strict=True) if inside]
-        folds.append(Fold(index + 1, judged, names, chosen, configs))
+        folds.append(Fold(index + 1, judged, names, chosen, configs, [*tables.values()]))
     return folds
 
 
@@ -246,7 +246,7 @@ def _with_table(config: pk.EvictionConfig, path: Path) -> pk.EvictionConfig:
 
 
 def rows_of(sweep: Sweep, folds: Sequence[Fold], whole: Chosen) -> list[dict[str, Any]]:
-    """Return every way to choose α beside the paper's α, and beside one α for all chosen on other samples."""
+    """Return a row per way to choose α: over the paper's α, and over one α for all chosen on other samples."""
     judged = {}
     for level in whole:
         judged[level] = np.empty_like(sweep.baseline_loss)
@@ -266,7 +266,7 @@ def rows_of(sweep: Sweep, folds: Sequence[Fold], whole: Chosen) -> list[dict[str
 
 
 def curve_of(sweep: Sweep, whole: Chosen) -> list[dict[str, Any]]:
-    """Return, of each α for all heads: Σ over the paper's, and the shares of layers and heads that choose it."""
+    """Return a point per α for all heads: Σ over the paper's, and the shares of layers and heads that choose it."""
     return [
         {
             "alpha": alpha,
@@ -281,7 +281,7 @@ def curve_of(sweep: Sweep, whole: Chosen) -> list[dict[str, Any]]:
 
 
 def outcomes_of(sweep: Sweep, folds: Sequence[Fold], traces: Sequence[pk.Trace]) -> dict[str, Any]:
-    """Return what comes out where each fold is run with what the others chose; `traces` has one per fold."""
+    """Return KL, drift and propagated L1 where each fold is run with the others' choices; `traces`: one per fold."""
     parts = []
     composed_off = 0.0
     for fold, trace in zip(folds, traces, strict=True):
@@ -328,7 +328,7 @@ def draw(sweep: Sweep, document: Mapping[str, Any], whole: Chosen) -> Figure:
     if all(bands):
         left.fill_between(sweep.alphas, [one.low for one in bands], [one.high for one in bands], alpha=0.2)
     for (level, name), dash in zip(LEVELS.items(), ("-", "--", ":"), strict=True):
-        for row in (row for row in document["rows"] if level in whole and _is(row, name, OTHERS)):
+        for row in (row for row in document["rows"] if level in whole and _is_row(row, name, OTHERS)):
             left.axhline(row["over_paper"]["sum_ratio"], color="0.3", linestyle=dash, label=f"chosen {name}")
     left.set(xlabel="α, the share of stage 1", ylabel=f"Σ isolated L1 over that of α = {PAPER}")
     left.legend(fontsize=7)
@@ -339,75 +339,73 @@ def draw(sweep: Sweep, document: Mapping[str, Any], whole: Chosen) -> Figure:
     return figure
 
 
-def _is(row: Mapping[str, Any], name: str, on: str) -> bool:
+def _is_row(row: Mapping[str, Any], name: str, on: str) -> bool:
     return bool(row["name"] == name and row["chosen_on"] == on)
 
 
-def tell(document: Mapping[str, Any], finest: str) -> None:
+def print_tables(document: Mapping[str, Any], finest: str) -> None:
     """Print the tables and the conclusion."""
     lines = []
     for row in document["rows"]:
         over_paper, over_fixed = row["over_paper"], row["over_fixed"]
         lines.append({
             "α": row["name"], "chosen on": row["chosen_on"],
-            f"Σ over α = {PAPER}": of(over_paper, "sum_ratio"), "median head": of(over_paper, "median_ratio"),
-            "heads better": percent(over_paper["better_share"], over_paper["better_share_interval"]),
-            "Σ over one for all": of(over_fixed, "sum_ratio", 3),
+            f"Σ over α = {PAPER}": number_text(over_paper, "sum_ratio"),
+            "median head": number_text(over_paper, "median_ratio"),
+            "heads better": percent_text(over_paper["better_share"], over_paper["better_share_interval"]),
+            "Σ over one for all": number_text(over_fixed, "sum_ratio", 3),
         })  # fmt: skip
     common.show(f"isolated L1, {len(document['folds'])} folds", lines)
     common.show("one α for all heads; who chooses it on all samples", [
-        {"α": point["alpha"], f"Σ over α = {PAPER}": of(point, "ratio", 3), "propagated": of(point, "propagated"),
-         "layers": percent(point["layers"]), "heads": percent(point["heads"]) if point["heads"] is not None else ""}
+        {"α": point["alpha"], f"Σ over α = {PAPER}": number_text(point, "ratio", 3),
+         "propagated": number_text(point, "propagated"), "layers": percent_text(point["layers"]),
+         "heads": percent_text(point["heads"]) if point["heads"] is not None else ""}
         for point in document["curve"]
     ])  # fmt: skip
     measured = document["measured"]
     if measured:
         common.show(f"run with what other samples chose, over α = {PAPER}", [
-            {"α": row["name"], "median KL, nat": of(row, "kl_median", 4), "mean KL": of(row, "kl"),
-             "lower in": percent(row["kl_lower"], row["kl_lower_interval"]),
-             "mean KL over one for all": of(row, "kl_over_fixed"),
-             "drift": of(row, "drift"), "propagated Σ": of(row, "propagated")}
+            {"α": row["name"], "median KL, nat": number_text(row, "kl_median", 4), "mean KL": number_text(row, "kl"),
+             "lower in": percent_text(row["kl_lower"], row["kl_lower_interval"]),
+             "mean KL over one for all": number_text(row, "kl_over_fixed"),
+             "drift": number_text(row, "drift"), "propagated Σ": number_text(row, "propagated")}
             for row in measured["rows"]
         ])  # fmt: skip
         print(
             f"composed and measured isolated L1 differ by at most {measured['composed_off']:.1e} of the head's largest"
         )
     unstable = ", ".join(
-        f"{LEVELS[level]} {percent(share)}" for level, share in document["differ_between_folds"].items()
+        f"{LEVELS[level]} {percent_text(share)}" for level, share in document["differ_between_folds"].items()
     )
     print(f"the folds' choices differ: {unstable}")
-    (row,) = (row for row in document["rows"] if _is(row, LEVELS[finest], OTHERS))
-    found = of(row["over_fixed"], "sum_ratio", 3)
-    side = _SIDES[common.side(row["over_fixed"]["sum_ratio_interval"], 1)]
+    (row,) = (row for row in document["rows"] if _is_row(row, LEVELS[finest], OTHERS))
+    found = number_text(row["over_fixed"], "sum_ratio", 3)
+    side = _SIDES[common.side_of(row["over_fixed"]["sum_ratio_interval"], 1)]
     print(f"α chosen {LEVELS[finest]}, over one for all heads, judged on other samples: isolated Σ {found}, {side}")
-
-
-def of(row: Mapping[str, Any], name: str, digits: int = 2) -> str:
-    """Return a number of a row with its interval."""
-    return between(row[name], row[f"{name}_interval"], digits)
 
 
 def study(asked: argparse.Namespace) -> None:
     """Measure the sweep, choose, run the folds, and write what was found."""
     model = prompts = None
     if asked.trace:
-        trace = common.measured(asked, ())
+        trace = common.read_or_measure(asked, ())
     else:
         alphas = sorted({*(asked.alpha or [tenths / 10 for tenths in range(11)]), PAPER})
         configs = pk.grid(asked.budget or "128", policy=asked.policy, granularity=asked.granularity,
                           selection=["attention", *(f"two-stage(alpha={alpha:g})" for alpha in alphas)])  # fmt: skip
         model = common.load_model(asked)
         prompts = list(common.prompts(asked, model))
-        trace = pk.measure(model, prompts, configs, path=asked.output / "trace.h5")
+        trace = common.measure(asked, "trace.h5", model, prompts, configs)
     sweep = read_sweep(trace)
     folds = split_folds(sweep, asked.folds, asked.output)
     whole = choose(sweep, np.ones(len(sweep.samples), dtype=bool))
+    asked.written += [path for fold in folds for path in fold.tables]
     traces = []
     for fold in folds if asked.runs else ():
         name = f"alpha-fold-{fold.number}.h5"
         if model is not None:
             own = [prompt for prompt in prompts or () if prompt.sample_id in fold.samples]
-            traces.append(pk.measure(model, own, fold.distinct, path=asked.output / name, overwrite=True))
+            traces.append(common.measure(asked, name, model, own, fold.distinct, overwrite=True))
         elif (beside := Path(asked.trace[0]).parent / name).exists():
             found = pk.read_trace(beside)
             if {*found.sample_ids} == {*fold.samples} and {*fold.distinct} <= {*found.run.configs}:
@@ -419,11 +417,11 @@ def study(asked: argparse.Namespace) -> None:
             "samples": len(sweep.samples), "trace": trace.digest, "note": note,
             "configuration": sweep.configs[sweep.paper].label()}  # fmt: skip
     for level, indices in whole.items():
-        write_table(asked.output / f"alpha-{level}.json", sweep, level, indices, about=made)
+        asked.written.append(write_table(asked.output / f"alpha-{level}.json", sweep, level, indices, about=made))
     differing = {level: np.stack([fold.chosen[level] for fold in folds])[..., :: _heads_per_choice(sweep, level)]
                  for level in whole}  # fmt: skip
     document = {
-        "about": common.about(trace),
+        "about": common.trace_summary(trace),
         "heads_per_kept_set": sweep.heads_per_set,
         "rows": rows_of(sweep, folds, whole),
         "curve": curve_of(sweep, whole),
@@ -434,7 +432,7 @@ def study(asked: argparse.Namespace) -> None:
                   for fold in folds],
         "measured": outcomes_of(sweep, folds, traces) if len(traces) == len(folds) else None,
     }  # fmt: skip
-    tell(document, sweep.levels[-1])
+    print_tables(document, sweep.levels[-1])
     common.save(asked, document, draw(sweep, document, whole))
 
 

@@ -1,4 +1,4 @@
-"""What every study shares: its options, the trace that it measures, its table, and the files that it leaves.
+"""Shared parts of the studies: options, the trace, tables, and output files.
 
 A study is one script on `import perturbkv as pk`. `python studies/NAME.py` measures its prompts and leaves a trace, a
 JSON document and a picture; a killed one goes on where it was. `python studies/NAME.py TRACE` reads a finished trace.
@@ -41,7 +41,11 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--dataset", default="needle", help="as `perturbkv list datasets` names them [%(default)s]")
     parser.add_argument("--data-dir", help="folder with LongBench's files")
     parser.add_argument("--samples", type=int, default=8, help="number of prompts [%(default)s]")
-    parser.add_argument("--length", type=int, action="append", help="tokens of a made prompt; may be repeated")
+    parser.add_argument(
+        "--length", type=list_of(int), action="extend", help="tokens of a made prompt, also with commas"
+    )
+    parser.add_argument("--depth", type=list_of(float), action="extend",
+                        help="needle: where the fact lies, 0 to 1, also with commas")  # fmt: skip
     parser.add_argument("--max-tokens", type=int, help="longer prompts are cut in the middle")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false", default=None)
     parser.add_argument("--budget", action="append", help="entries per head, or a share; may be repeated")
@@ -50,6 +54,15 @@ def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--output", "-o", type=Path, help="folder of trace, JSON document and picture")
     parser.set_defaults(**defaults)
     return parser
+
+
+def list_of(kind: type) -> Callable[[str], list[Any]]:
+    """Return the type of an option that takes numbers, `1,2`."""
+
+    def numbers(text: str) -> list[Any]:
+        return [kind(number) for number in text.split(",")]
+
+    return numbers
 
 
 def load_model(asked: argparse.Namespace) -> Any:
@@ -62,12 +75,13 @@ def prompts(asked: argparse.Namespace, model: Any) -> Any:
     chosen = {**vars(asked), **(SHORT if asked.short else {})}
     return pk.load_prompts(
         chosen["dataset"], model, samples=chosen["samples"], seed=asked.seed, data_dir=asked.data_dir,
-        lengths=chosen["length"] or (), max_tokens=chosen["max_tokens"], chat_template=asked.chat_template,
+        lengths=chosen["length"] or (), depths=chosen["depth"] or (), max_tokens=chosen["max_tokens"],
+        chat_template=asked.chat_template,
     )  # fmt: skip
 
 
-def measured(asked: argparse.Namespace, configs: Iterable[pk.EvictionConfig], **settings: Any) -> pk.Trace:
-    """Return the finished trace that was named, or measure the configurations into `trace.h5` of the output folder.
+def read_or_measure(asked: argparse.Namespace, configs: Iterable[pk.EvictionConfig], **settings: Any) -> pk.Trace:
+    """Read the finished trace that was named, or measure the configurations into `trace.h5` of the output folder.
 
     `settings` are those of `pk.Settings`.
     """
@@ -76,9 +90,16 @@ def measured(asked: argparse.Namespace, configs: Iterable[pk.EvictionConfig], **
             raise pk.PerturbkvError(f"expected one trace, got {len(asked.trace)}")
         return pk.read_trace(asked.trace[0])
     model = load_model(asked)
-    return pk.measure(
-        model, prompts(asked, model), configs, settings=pk.Settings(**settings), path=asked.output / "trace.h5"
-    )
+    return measure(asked, "trace.h5", model, prompts(asked, model), configs, settings=pk.Settings(**settings))
+
+
+def measure(
+    asked: argparse.Namespace, name: str, model: Any, prompts: Any, configs: Iterable[pk.EvictionConfig], **more: Any
+) -> pk.Trace:
+    """Measure the configurations into a file of the output folder, with further arguments of `pk.measure`."""
+    asked.written.append(asked.output / name)
+    trace: pk.Trace = pk.measure(model, prompts, configs, path=asked.written[-1], **more)
+    return trace
 
 
 def variable(trace: pk.Trace, name: str, step: int = 0) -> Floats:
@@ -91,8 +112,8 @@ def variable(trace: pk.Trace, name: str, step: int = 0) -> Floats:
     return np.asarray(values.take(step, axis=1 if of_full_run else 2))
 
 
-def about(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
-    """Return what a document says of its trace: where it is, its run, its failed samples and its configurations.
+def trace_summary(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
+    """Return a trace's entry in a document: where it is, its run, its failed samples and its configurations.
 
     Of every configuration: label and choices, S (mean over heads and samples), entries and bytes of its cache over the
     full one's, the heads with σ ≤ ½ (layer-head), and the seconds of a prefill of its own.
@@ -100,7 +121,7 @@ def about(trace: pk.Trace, step: int = 0) -> dict[str, Any]:
     arrays = {name: array[trace.ok].astype(np.float64) for name, array in trace.arrays.items() if name in _OF_CACHES}
     if "held_bytes" in arrays:
         arrays["held_bytes"] /= trace.arrays["full_bytes"][trace.ok].astype(np.float64)[:, None]
-    mass, weak = variable(trace, "retained_mass", step).mean(axis=(0, 2, 3)), few_in_stage_1(trace, step)
+    mass, weak = variable(trace, "retained_mass", step).mean(axis=(0, 2, 3)), below_theorem_3(trace, step)
     configs = [
         {
             "label": config.label(), **config.to_document(), "retained_mass": mass[index],
@@ -118,8 +139,8 @@ _OF_CACHES = {"held_share": "held_over_full", "held_bytes": "bytes_over_full", "
 """Variables of a configuration's cache -> their names in a document."""
 
 
-def is_called(config: pk.EvictionConfig, name: str) -> bool:
-    """Return whether a name means a configuration: its selection, its policy or `policy:selection`, as labels write it.
+def matches(config: pk.EvictionConfig, name: str) -> bool:
+    """Return whether a configuration has a name: selection, policy or `policy:selection`, as labels write it.
 
     A bare name means any options; one with options, `two-stage(alpha=0.5)`, exactly these.
     """
@@ -135,12 +156,17 @@ def differ_in_selection(first: pk.EvictionConfig, second: pk.EvictionConfig) -> 
     return all(one[name] == other[name] for name in one.keys() & other.keys() if not name.startswith(owned))
 
 
-def few_in_stage_1(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
+def choices_except(config: pk.EvictionConfig, prefix: str) -> dict[str, Any]:
+    """Return a configuration's choices, without those whose names begin with `prefix`."""
+    return {name: value for name, value in config.flat().items() if not name.startswith(prefix)}
+
+
+def below_theorem_3(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
     """Return (config, layer, head) True where σ, mean over samples, is at most ½: Theorem 3 says nothing there."""
     return np.asarray(variable(trace, "sigma_stage1", step).mean(axis=0) <= 0.5)
 
 
-def loses_less(baseline: Floats, treatment: Floats, floor: Floats) -> NDArray[np.int8]:
+def signs_beyond_noise(baseline: Floats, treatment: Floats, floor: Floats) -> NDArray[np.int8]:
     """Return 1 where the treatment is lower, −1 where it is higher, 0 where they differ by at most two noise floors."""
     sign = np.sign(baseline - treatment).astype(np.int8)
     return np.where(np.abs(baseline - treatment) <= 2 * floor, np.int8(0), sign)
@@ -161,14 +187,14 @@ def estimate(name: str, value: Estimated) -> dict[str, Any]:
 def compare(
     baseline: Floats, treatment: Floats, floor: Floats, norm: Floats, flagged: NDArray[np.bool_] | None = None
 ) -> dict[str, Any]:
-    """Return what a treatment's perturbation is beside a baseline's, head by head: (sample, layer, head) arrays.
+    """Return the comparison of a treatment's perturbation with a baseline's: (sample, layer, head) arrays.
 
     Differences of at most two noise floors are ties. Ratios are treatment over baseline; `flagged` (layer, head) are
     left out of `unflagged_better_share`; `sign_flips` are tests of every head, corrected for their number.
     """
     stats, samples = pk.stats, len(baseline)
     means = [part.mean(axis=0) for part in (baseline, treatment, floor)]
-    by_sample, of_means = loses_less(baseline, treatment, floor), loses_less(*means)
+    by_sample, of_means = signs_beyond_noise(baseline, treatment, floor), signs_beyond_noise(*means)
     better = (by_sample == 1).reshape(samples, -1)
     others = np.ones(better.shape[1], dtype=bool) if flagged is None else ~flagged.reshape(-1)
     tests = stats.permutation.sign_flip_tests(np.where(by_sample == 0, 0, baseline - treatment))
@@ -196,20 +222,12 @@ def compare(
     }  # fmt: skip
 
 
-def percent(value: float, interval: Any = None) -> str:
-    """Return a share in percent with its interval, as `between` has it: `83 % [80, 86]`."""
-    if interval is None or np.isnan(value):
-        return "–" if np.isnan(value) else f"{100 * value:.0f} %"
-    ends = f"{100 * interval.low:.0f}, {100 * interval.high:.0f}"
-    return f"{100 * value:.0f} % " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
-
-
 def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure | None = None) -> None:
-    """Write the JSON document and the picture of a study into its output folder, and say where they are."""
+    """Write the JSON document and the picture of a study into its output folder; print all files that it wrote."""
     name = Path(sys.argv[0]).stem
     asked.output.mkdir(parents=True, exist_ok=True)
-    paths = [asked.output / f"{name}.json"]
-    paths[0].write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
+    paths = [*asked.written, asked.output / f"{name}.json"]
+    paths[-1].write_text(json.dumps(to_json(document), indent=1, allow_nan=False) + "\n")
     if figure is not None:
         paths.append(asked.output / f"{name}.png")
         figure.savefig(paths[-1], dpi=200)
@@ -222,15 +240,33 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda value: f"{value:.3g}", na_rep="–"))
 
 
-def between(value: float, interval: Any, digits: int = 2) -> str:
+def interval_text(value: float, interval: Any, digits: int = 2, unit: str = "") -> str:
     """Return a number with its interval: `0.83 [0.80, 0.86]`; the range of few samples in round brackets."""
-    if interval is None or np.isnan(value):
-        return "–" if np.isnan(value) else f"{value:.{digits}f}"
+    if np.isnan(value):
+        return "–"
+    number = f"{value:.{digits}f}{unit}"
+    if interval is None:
+        return number
     ends = f"{interval.low:.{digits}f}, {interval.high:.{digits}f}"
-    return f"{value:.{digits}f} " + (f"[{ends}]" if interval.kind == "interval" else f"({ends})")
+    return f"{number} [{ends}]" if interval.kind == "interval" else f"{number} ({ends})"
 
 
-def side(interval: Any, at: float) -> int:
+def percent_text(value: float, interval: Any = None) -> str:
+    """Return a share in percent with its interval: `83 % [80, 86]`."""
+    return interval_text(100 * value, in_percent(interval), 0, " %")
+
+
+def in_percent(interval: Any) -> Any:
+    """Return an interval of shares in percent; None for None."""
+    return interval and dataclasses.replace(interval, low=100 * interval.low, high=100 * interval.high)
+
+
+def number_text(row: Mapping[str, Any], name: str, digits: int = 2) -> str:
+    """Return a number of a row with its interval as text: `0.83 [0.80, 0.86]`."""
+    return interval_text(row[name], row[f"{name}_interval"], digits)
+
+
+def side_of(interval: Any, at: float) -> int:
     """Return 1 for an interval above `at`, −1 for one below; 0 where it holds `at`, or too few samples allow none."""
     known = interval is not None and interval.kind == "interval"
     return int(interval.low > at) - int(interval.high < at) if known else 0
@@ -244,32 +280,33 @@ def error_bars(values: Sequence[float], ends: Sequence[Any]) -> list[list[float]
     return [low, high]
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number as JSON has it: None where it is not finite."""
     return float(value) if np.isfinite(value) else None
 
 
-def plain(value: Any) -> Any:
-    """Return what JSON can hold: arrays as lists, NaN as None, a configuration as its label and choices.
+def to_json(value: Any) -> Any:
+    """Return a value as JSON can hold it: arrays as lists, NaN as None, a configuration as its label and choices.
 
     Intervals, estimates and other dataclasses become their fields.
     """
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return to_json(value.tolist())
     if isinstance(value, pk.EvictionConfig):
-        return plain({"label": value.label(), **value.to_document()})
+        return to_json({"label": value.label(), **value.to_document()})
     if dataclasses.is_dataclass(value):
-        return plain(vars(value))
+        return to_json(vars(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): to_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return finite(value) if isinstance(value, float) else value
+        return [to_json(one) for one in value]
+    return finite_or_none(value) if isinstance(value, float) else value
 
 
 def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
     """Run a study. What a user gets wrong is one line and exit code 2."""
     asked = parser.parse_args()
+    asked.written = []  # the files that the study wrote before its document
     asked.output = asked.output or Path("runs") / "studies" / Path(sys.argv[0]).stem
     try:
         study(asked)

@@ -23,7 +23,7 @@ from typing import Any
 import common
 import matplotlib.pyplot as plt
 import numpy as np
-from common import between, estimate, side, variable
+from common import estimate, interval_text, number_text, side_of, variable
 from matplotlib.figure import Figure
 
 import perturbkv as pk
@@ -131,14 +131,14 @@ def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {
         "method": f"{row['config'].policy}:{row['config'].selection} b={row['config'].budget}", "bits": row["bits"],
         "share": row["held"], "bytes": row["bytes"],
-        "L1 / evicting": between(row["over"], row["over_interval"]) if few and "over" in row else "",
-        "": WORDS[side(row["over_interval"], 1)] if few and "over" in row else "",
+        "L1 / evicting": number_text(row, "over") if few and "over" in row else "",
+        "": WORDS[side_of(row["over_interval"], 1)] if few and "over" in row else "",
         "KL": row["kl_median"],
     }  # fmt: skip
     if "gain" in row and few:
         ends = row["gain_interval"]
-        scaled = None if ends is None else dataclasses.replace(ends, low=100 * ends.low, high=100 * ends.high)
-        shown |= {"points": between(100 * row["gain"], scaled, 1), "score": SCORED[side(ends, 0)]}
+        shown |= {"points": interval_text(100 * row["gain"], common.in_percent(ends), 1),
+                  "score": SCORED[side_of(ends, 0)]}  # fmt: skip
     return shown
 
 
@@ -147,19 +147,17 @@ def conclusion(shown: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     lines = []
     for bits in sorted({row["bits"] for rows in shown for row in rows[1:]}, reverse=True):
         rows = [row for setting in shown for row in setting[1:] if row["bits"] == bits]
-        sides = [side(row["over_interval"], 1) for row in rows]
+        sides = [side_of(row["over_interval"], 1) for row in rows]
         told = (
             f"{bits} bits move less than evicting alone in {sides.count(-1)} of {len(rows)}, more in {sides.count(1)}"
         )
-        gains = [side(row["gain_interval"], 0) for row in rows if "gain" in row]
+        gains = [side_of(row["gain_interval"], 0) for row in rows if "gain" in row]
         told += f"; score higher in {gains.count(1)}, lower in {gains.count(-1)}" if gains else ""
         lines.append(f"At equal bytes {told}.")
     return "\n".join(lines)
 
 
-def picture(
-    shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[str, Any]], full: float | None
-) -> Figure:
+def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[str, Any]], full: float | None) -> Figure:
     """Draw perturbation, and scores where there are any, over bytes: a column per method, a line per number of bits."""
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for rows in shown:
@@ -201,7 +199,7 @@ def study(asked: argparse.Namespace) -> None:
         if wrong := [bits for bits in asked.bits if bits not in BITS]:
             raise pk.PerturbkvError(f"--bits takes 8, 4 and 2, got {wrong[0]}")
         configs = configurations(asked, common.load_model(asked).d_head)
-    trace = common.measured(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
+    trace = common.read_or_measure(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
     numbers = Numbers(trace)
     shown = settings(numbers)
     kept = everything(numbers, shown)
@@ -211,14 +209,14 @@ def study(asked: argparse.Namespace) -> None:
     print(f"n = {samples}; in brackets: 95 % intervals over samples; KL: median, nat.\n{conclusion(shown)}")
     compared = {row["config"] for rows in (*shown, kept) for row in rows}
     document: dict[str, Any] = {
-        **common.about(trace), "settings": shown, "everything": kept,
+        **common.trace_summary(trace), "settings": shown, "everything": kept,
         "left_out": [config.label() for config in trace.run.configs if config not in compared],
     }  # fmt: skip
     full = numbers.full_score
     if full is not None:
         ends = pk.stats.intervals.of_mean(full, pk.stats.intervals.share_kind(0))
         document |= estimate("full_score", (full.mean(), ends))
-    common.save(asked, document, picture(shown, kept, None if full is None else float(full.mean())))
+    common.save(asked, document, draw(shown, kept, None if full is None else float(full.mean())))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 
 import perturbkv as pk
 
-FREEDOM = 3 / 8
+FREEDOM_PER_SAMPLE = 3 / 8
 """Degrees of freedom per sample, as of a mean of shares: for scores of 1 to 10, skewed and not, intervals of eight
 samples with the scale's limits cover the mean in 93 to 100 % of draws."""
 OUTCOMES = ("win", "tie", "loss")
@@ -70,8 +70,10 @@ def full_is_a(seed: int, sample: str, label: str) -> bool:
     return int(digest([seed, sample, label]), 16) % 2 == 0
 
 
-def judged(command: Sequence[str], asked: Sequence[Question], path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return id -> the judge's reply to every question, read from the file or asked for and kept there.
+def ask_judge(
+    command: Sequence[str], asked: Sequence[Question], path: Path, header: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Ask the judge what its file lacks, keep its replies there, and return id -> reply of every question.
 
     Raises PerturbkvError for a file of another judge or other answers, and for a judge that fails or replies wrongly.
     """
@@ -97,7 +99,7 @@ def judged(command: Sequence[str], asked: Sequence[Question], path: Path, header
             subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as judge,
         ):
             for line in judge.stdout or ():
-                reply = checked(line, missing, header["scale"])
+                reply = parse_reply(line, missing, header["scale"])
                 replies[reply["id"]] = reply
                 kept.write(json.dumps({"id": reply["id"], "content": content[reply["id"]], "reply": reply}) + "\n")
                 kept.flush()
@@ -112,8 +114,8 @@ def judged(command: Sequence[str], asked: Sequence[Question], path: Path, header
     return replies
 
 
-def checked(line: str, missing: Mapping[str, Question], scale: Sequence[float] | None) -> dict[str, Any]:
-    """Return the judge's reply in a line. Raises PerturbkvError for anything but a reply to a question that is open."""
+def parse_reply(line: str, missing: Mapping[str, Question], scale: Sequence[float] | None) -> dict[str, Any]:
+    """Parse the judge's reply in a line. Raises PerturbkvError for anything but a reply to a question that is open."""
     try:
         reply = json.loads(line)
         question = missing[reply["id"]]
@@ -133,7 +135,9 @@ def checked(line: str, missing: Mapping[str, Question], scale: Sequence[float] |
     return {name: reply[name] for name in ("id", "score", "winner", "comment") if name in reply}
 
 
-def of_scores(answers: Any, replies: Mapping[tuple[str, str | None], Any], scale: Sequence[float] | None) -> list[dict]:
+def score_rows(
+    answers: Any, replies: Mapping[tuple[str, str | None], Any], scale: Sequence[float] | None
+) -> list[dict]:
     """Return a row per cache, the full one's first: its mean score and its mean drop, each with its interval."""
     samples = [row["sample"] for row in answers.rows]
     every = [reply["score"] for reply in replies.values()]
@@ -146,7 +150,7 @@ def of_scores(answers: Any, replies: Mapping[tuple[str, str | None], Any], scale
     rows = []
     for label in (None, *answers.run.labels()):
         own = np.array([replies[sample, label]["score"] for sample in samples], dtype=float)
-        kind = pk.stats.intervals.StatisticKind(FREEDOM, limits=limits)
+        kind = pk.stats.intervals.StatisticKind(FREEDOM_PER_SAMPLE, limits=limits)
         drop_kind = pk.stats.intervals.difference_kind(limits[1] - limits[0])
         rows.append({
             "config": label, "cache_share": cache_share(answers, label), "scores": own, "mean": own.mean(),
@@ -156,8 +160,8 @@ def of_scores(answers: Any, replies: Mapping[tuple[str, str | None], Any], scale
     return rows
 
 
-def of_pairs(answers: Any, replies: Mapping[tuple[str, str | None], Any], seed: int) -> tuple[list[dict], list[bool]]:
-    """Return a row per configuration: shares of wins, ties and losses; and of every decided pair whether `a` won."""
+def pair_rows(answers: Any, replies: Mapping[tuple[str, str | None], Any], seed: int) -> tuple[list[dict], list[bool]]:
+    """Return a row per configuration (shares of wins, ties and losses), and whether `a` won each decided pair."""
     rows, firsts = [], []
     for label in answers.run.labels():
         outcomes = []
@@ -185,7 +189,7 @@ def cache_share(answers: Any, label: str | None) -> float:
     return float(np.mean([row["evicted"][label].get("held_share", np.nan) for row in answers.rows]))
 
 
-def picture(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Figure:
+def draw(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Figure:
     """Draw mean scores with the full cache's as a line, or stacked shares of wins, ties and losses."""
     shown = [row for row in rows if row["config"] is not None]
     figure, axes = plt.subplots(figsize=(6.9, 0.9 + 0.35 * len(shown)), layout="constrained")
@@ -210,7 +214,7 @@ def picture(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> 
 
 
 def verdict(interval: Any, at: float, samples: int) -> str:
-    """Return `worse`, `better` or `undecided` of the evicted cache's answers, or that samples are too few."""
+    """Return whether the evicted cache's answers are `worse`, `better` or `undecided`, or `too few samples`."""
     if interval is None or interval.kind == "range":
         return "too few samples" if samples < pk.stats.intervals.MIN_SAMPLES else "undecided"
     return "worse" if interval.low > at else "better" if interval.high < at else "undecided"
@@ -228,30 +232,31 @@ def study(asked: argparse.Namespace) -> None:
     header = {"judge": command, "pairwise": asked.pairwise, "seed": asked.seed, "scale": scale}
     pending = dict(questions(answers, asked.pairwise, asked.seed))
     asked.output.mkdir(parents=True, exist_ok=True)
-    said = judged(command, list(pending.values()), asked.output / "judgements.jsonl", header)
+    said = ask_judge(command, list(pending.values()), asked.output / "judgements.jsonl", header)
+    asked.written += [path for name in ("questions", "judgements") if (path := asked.output / f"{name}.jsonl").exists()]
     replies = {key: said[question["id"]] for key, question in pending.items()}
     samples = len(answers.rows)
     document = {**header, "samples": [row["sample"] for row in answers.rows], "compress_every": answers.compress_every}
     if asked.pairwise:
-        rows, firsts = of_pairs(answers, replies, asked.seed)
+        rows, firsts = pair_rows(answers, replies, asked.seed)
         first = float(np.mean(firsts)) if firsts else math.nan
         document |= {"first_won": first, "decided_pairs": len(firsts)}
         common.show("answers against the full cache's", [
             {"cache": row["config"], "share": row["cache_share"],
-             **{name: common.between(row["shares"][name], row["share_intervals"][name]) for name in OUTCOMES},
+             **{name: common.interval_text(row["shares"][name], row["share_intervals"][name]) for name in OUTCOMES},
              "its answers are": verdict(row["lost_interval"], 0.5, samples)} for row in rows])  # fmt: skip
         print(f"n = {samples}; the answer shown first won {first:.0%} of {len(firsts)} decided pairs.")
     else:
-        rows = of_scores(answers, replies, scale)
+        rows = score_rows(answers, replies, scale)
         common.show("the judge's scores", [
             {"cache": row["config"] or "full cache", "share": row["cache_share"],
-             "mean": common.between(row["mean"], row["mean_interval"]),
-             "drop": common.between(row["mean_drop"], row["mean_drop_interval"]),
+             "mean": common.number_text(row, "mean"),
+             "drop": common.number_text(row, "mean_drop"),
              "its answers are": verdict(row["mean_drop_interval"], 0, samples) if row["config"] else ""}
             for row in rows])  # fmt: skip
         print(f"n = {samples}; brackets: 95 % intervals over samples.")
     common.save(
-        asked, {**document, "caches": rows, "replies": list(said.values())}, picture(rows, asked.pairwise, samples)
+        asked, {**document, "caches": rows, "replies": list(said.values())}, draw(rows, asked.pairwise, samples)
     )
 
 

@@ -27,7 +27,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from common import between, error_bars, main, measured, options, save, show, side
+from common import error_bars, interval_text, main, number_text, options, read_or_measure, save, show, side_of
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -46,8 +46,11 @@ MEASURES: tuple[Measure, ...] = tuple((kind, distance) for kind in KINDS for dis
 TREATMENTS = ("two-stage", "two-stage(norm=l2)", "attention-unpooled", "hindsight", "hindsight(norm=l2)", "random")
 """What is compared by default, as far as a trace has it."""
 SHARED = ("granularity", "precision", "correction", "protect_first", "protect_recent")
-"""Choices that change the size of a cache: methods are ranked only where these and the budget are the same."""
+"""Choices that change the size of a cache: methods are ranked only where these and the budget are the same.
+
+They restate CACHE_SIZE_CHOICES of perturbkv.analyses.sides, which is no public name."""
 LEAST_RANKED = 3
+"""Smallest number of methods that are ranked: LEAST_CONFIGS of perturbkv.analyses.sides."""
 CONCLUSIONS = ("same", "opposite", "alone")
 """What another distance concludes beside L1: the same, the opposite, or one of both alone is decided."""
 LOST = 0.5
@@ -76,10 +79,10 @@ def arguments() -> argparse.ArgumentParser:
 def study(asked: argparse.Namespace) -> None:
     """Measure or read a trace; print and write what each distance says of it."""
     selections = [asked.baseline, *(asked.treatment or TREATMENTS)]
-    trace = measured(asked, pk.grid(asked.budget or [128], selection=selections), steps=asked.step + 1)
+    trace = read_or_measure(asked, pk.grid(asked.budget or [128], selection=selections), steps=asked.step + 1)
     found = analyse(trace, asked.baseline, asked.treatment, asked.step)
     print_tables(found)
-    save(asked, found, picture(found))
+    save(asked, found, draw(found))
 
 
 def analyse(trace: pk.Trace, baseline: str = "attention", treatments: Any = None, step: int = 0) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def analyse(trace: pk.Trace, baseline: str = "attention", treatments: Any = None
     Raises PerturbkvError where the trace lacks the sides, a distance or the step.
     """
     configs = trace.run.configs
-    sides = treatments or [name for name in TREATMENTS if any(_is(config, name) for config in configs)]
+    sides = treatments or [name for name in TREATMENTS if any(_has_selection(config, name) for config in configs)]
     if not sides:
         raise pk.PerturbkvError(f"expected one of {', '.join(TREATMENTS)} in {trace.source}; name one: --treatment")
     if missing := [f"perturbation_{kind}{end}" for kind in KINDS for end in DISTANCES.values()
@@ -107,22 +110,25 @@ def analyse(trace: pk.Trace, baseline: str = "attention", treatments: Any = None
                 "name": name,
                 "comparisons": [compared[pair] for pair in own],
                 "norms": list(norm_comparisons(trace, indices, step)),
-                "orders": [order(kind, sums, indices, configs) for kind in KINDS] if ranked else [],
-                "links": links(each[-1]),
+                "orders": [method_ranks(kind, sums, indices, configs) for kind in KINDS] if ranked else [],
+                "links": mean_correlations(each[-1]),
             })  # fmt: skip
     about = {"model": trace.run.model, "dataset": trace.run.dataset, "trace_digest": trace.digest}
     samples = int(trace.measured[:, step].sum())
     return {**about, "samples": samples, "failed": len(trace.failures), "step": step, "settings": settings,
-            "together": together(settings, sums, each, trace)}  # fmt: skip
+            "together": over_all_settings(settings, sums, each, trace)}  # fmt: skip
 
 
-def _is(config: pk.EvictionConfig, name: str) -> bool:
+def _has_selection(config: pk.EvictionConfig, name: str) -> bool:
     """Return whether a configuration's selection is the one of TREATMENTS that is called `name`."""
     return config.selection.name == name.partition("(")[0] and ("norm=l2" not in name or config.euclidean)
 
 
 def comparable(configs: Sequence[pk.EvictionConfig]) -> dict[str, list[int]]:
-    """Return setting -> indices of the configurations that share budget and the choices of SHARED."""
+    """Return setting -> indices of the configurations that share budget and the choices of SHARED.
+
+    The groups are those of perturbkv.analyses.sides.comparable_groups, under other names.
+    """
     varied = [name for name in SHARED if len({getattr(config, name) for config in configs}) > 1]
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
@@ -161,14 +167,13 @@ def comparison(heads: Mapping[str, Any], drift: Mapping[str, Any]) -> dict[str, 
              "interval": None if one.ratio_interval is None else one.ratio_interval.at(-1)}
             for name, one in drift.items()
         ],
-        "measured": [sums_of(kind, name, getattr(heads[name], kind)) for kind, name in MEASURES],
-        "against_l1": [
-            against(kind, name, getattr(first, kind), getattr(heads[name], kind)) for kind in KINDS for name in OTHERS
-        ],
+        "measured": [sum_ratios(kind, name, getattr(heads[name], kind)) for kind, name in MEASURES],
+        "against_l1": [verdict_changes(kind, name, getattr(first, kind), getattr(heads[name], kind))
+                       for kind in KINDS for name in OTHERS],
     }  # fmt: skip
 
 
-def sums_of(kind: str, distance: str, heads: Any) -> dict[str, Any]:
+def sum_ratios(kind: str, distance: str, heads: Any) -> dict[str, Any]:
     """Return the ratios and verdicts of one kind of perturbation in one distance, over all heads."""
     names = ("sum_ratio", "sum_ratio_interval", "median_ratio", "median_ratio_interval", "better_share",
              "better_share_interval", "improved", "tied", "worsened")  # fmt: skip
@@ -176,13 +181,13 @@ def sums_of(kind: str, distance: str, heads: Any) -> dict[str, Any]:
     return {"kind": kind, "distance": distance, **numbers, "noise_floor_relative_median": heads.floor_relative_median}
 
 
-def against(kind: str, distance: str, first: Any, second: Any) -> dict[str, Any]:
-    """Return how heads' verdicts in a distance (`second`) differ from those in L1 (`first`), and what both conclude."""
+def verdict_changes(kind: str, distance: str, first: Any, second: Any) -> dict[str, Any]:
+    """Return the shares of heads whose verdicts in L1 (`first`) and another distance differ, and what both conclude."""
     signs = [np.sign(one.differences).reshape(len(one.differences), -1) for one in (first, second)]
     opposite = (signs[0] * signs[1] < 0).mean(axis=1)
     alone = ((signs[0] == 0) != (signs[1] == 0)).mean(axis=1)
     share = intervals.rare_share_kind(signs[0].shape[1])
-    verdicts = [side(one.sum_ratio_interval, 1) if one.differences.any() else 0 for one in (first, second)]
+    verdicts = [side_of(one.sum_ratio_interval, 1) if one.differences.any() else 0 for one in (first, second)]
     conclusion = "same" if verdicts[0] == verdicts[1] else "opposite" if all(verdicts) else "alone"
     return {
         "kind": kind, "distance": distance,
@@ -236,7 +241,7 @@ def first_alike(trace: pk.Trace) -> NDArray[np.int64]:
     return first
 
 
-def order(
+def method_ranks(
     kind: str, sums: Mapping[Measure, Floats], indices: Sequence[int], configs: Sequence[pk.EvictionConfig]
 ) -> dict[str, Any]:
     """Return the methods' ranks by each distance, 1 perturbs least, and the pairs that change places."""
@@ -247,7 +252,9 @@ def order(
     swaps = []
     for first, second in combinations(np.argsort(values["l1"].mean(axis=0), kind="stable").tolist(), 2):
         gaps = {name: array[:, second].sum() - array[:, first].sum() for name, array in values.items()}
-        sure = {name: side(intervals.of_ratio(array[:, second], array[:, first]), 1) for name, array in values.items()}
+        sure = {
+            name: side_of(intervals.of_ratio(array[:, second], array[:, first]), 1) for name, array in values.items()
+        }
         swaps += [
             {"distance": name, "first": own[first], "second": own[second], "decided": bool(sure["l1"] and sure[name])}
             for name in OTHERS
@@ -301,7 +308,7 @@ def area(perturbed: Floats, lost: NDArray[np.bool_]) -> Floats:
     return np.asarray(pk.stats.arithmetic.ratio(above, count * (lost.shape[1] - count)))
 
 
-def links(each: Mapping[tuple[str, Measure], Floats]) -> list[dict[str, Any]]:
+def mean_correlations(each: Mapping[tuple[str, Measure], Floats]) -> list[dict[str, Any]]:
     """Return each measure's correlation with each loss, mean over prompts, and by how much it exceeds L1's."""
     rows = []
     for (target, (kind, distance)), values in each.items():
@@ -314,13 +321,13 @@ def links(each: Mapping[tuple[str, Measure], Floats]) -> list[dict[str, Any]]:
     return rows
 
 
-def together(
+def over_all_settings(
     settings: Sequence[Mapping[str, Any]],
     sums: Mapping[Measure, Floats],
     each: Sequence[Mapping[tuple[str, Measure], Floats]],
     trace: pk.Trace,
 ) -> dict[str, Any]:
-    """Return what all settings say together: each prompt's numbers are averaged over settings first."""
+    """Return the numbers over all settings: each prompt's are averaged over settings first."""
     mean, groups = intervals.mean_where_known, comparable(trace.run.configs)
     ranked = [groups[one["name"]] for one in settings if one["orders"]]
     known = [one for one in each if one]
@@ -343,7 +350,7 @@ def together(
             "decided_swaps": sum(swap["distance"] == name and swap["decided"] for swap in swaps),
         }
     averaged = {key: mean([one[key] for one in known]) for key in known[0]} if known else {}
-    return {"distances": rows, "links": links(averaged)}
+    return {"distances": rows, "links": mean_correlations(averaged)}
 
 
 def name_of(config: pk.EvictionConfig) -> str:
@@ -364,15 +371,15 @@ def print_tables(found: Mapping[str, Any]) -> None:
                  [{"method": name_of(method["config"]), **method["ranks"]} for method in methods])  # fmt: skip
     lines = [
         {"with": one["target"], "perturbation": one["kind"], "distance": one["distance"], "n": one["value"].prompts,
-         "ρ, or share": between(one["value"].value, one["value"].interval),
-         "less L1's": between(one["less_l1"].value, one["less_l1"].interval) if one["less_l1"] else ""}
+         "ρ, or share": interval_text(one["value"].value, one["value"].interval),
+         "less L1's": interval_text(one["less_l1"].value, one["less_l1"].interval) if one["less_l1"] else ""}
         for one in found["together"]["links"]
     ]  # fmt: skip
     if lines:
         show("correlation with what is lost, mean over settings and prompts", lines)
     summary = []
     for name, one in found["together"]["distances"].items():
-        rho = one["rho"] and between(one["rho"].value, one["rho"].interval)
+        rho = one["rho"] and interval_text(one["rho"].value, one["rho"].interval)
         summary.append({"distance": name, **{key: one[key] for key in CONCLUSIONS},
                         "heads opposite": f"{one['most_opposite']['propagated']:.1%}",
                         "decided in one": f"{one['most_alone']['propagated']:.1%}", "order's ρ": rho or "–",
@@ -393,15 +400,15 @@ def line(row: Mapping[str, Any]) -> dict[str, str]:
     cells = {"treatment": name_of(row["treatment"])}
     for one in row["measured"]:
         if one["kind"] == "propagated":
-            cells[one["distance"]] = between(one["sum_ratio"], one["sum_ratio_interval"])
+            cells[one["distance"]] = number_text(one, "sum_ratio")
     for one in row["against_l1"]:
         if one["kind"] == "propagated":
             cells[f"{one['distance']}: opposite"] = f"{one['opposite']:.1%}"
-    return {**cells, "last layer's drift": between(row["drift"][0]["ratio"], row["drift"][0]["interval"])}
+    return {**cells, "last layer's drift": interval_text(row["drift"][0]["ratio"], row["drift"][0]["interval"])}
 
 
-def picture(found: Mapping[str, Any]) -> Figure:
-    """Return a panel per setting and kind: a row per treatment, a mark per distance; left of 1 it perturbs less."""
+def draw(found: Mapping[str, Any]) -> Figure:
+    """Draw a panel per setting and kind: a row per treatment, a mark per distance; left of 1 it perturbs less."""
     settings = found["settings"]
     rows = [[*one["comparisons"], *one["norms"]] for one in settings]
     height = sum(0.3 * len(one) + 0.9 for one in rows)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import between, load_model, main, options, prompts, save, show
+from common import interval_text, load_model, main, number_text, options, prompts, save, show
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 METHODS = ("attention", "attention-unpooled", "two-stage", "random")
 BY_ATTENTION = ("attention", "attention-unpooled", "two-stage-uniform", "hindsight-attention")
 BY_VALUES = ("two-stage", "hindsight")
-KNOWING = ("hindsight-attention", "hindsight")
+QUERY_KNOWN = ("hindsight-attention", "hindsight")
 """Selections that know the query."""
 FACTORS = ("factor", "form", "query", "criterion")
 ROUNDING = 1e-9
@@ -79,16 +79,17 @@ def study(asked: argparse.Namespace) -> None:
     parts = searched_parts(searches)
     samples = [str(row["sample"]) for row in searches.rows]
     print_tables(parts, len(samples))
-    save(asked, {"samples": samples, "parts": parts, "searches": searches.settings}, picture(searches, parts))
+    save(asked, {"samples": samples, "parts": parts, "searches": searches.settings}, draw(searches, parts))
 
 
 def search(asked: argparse.Namespace) -> Searches:
-    """Return the searches that were asked for, after running those that the output folder lacks."""
+    """Run the searches that the output folder lacks, and return all that were asked for."""
     model = load_model(asked)
     configs = with_references(pk.grid(asked.budget or [128], selection=asked.method or METHODS))
     few = {"heads": 4, "proven": 1, "seconds": 10.0} if asked.short else {}
+    asked.written.append(asked.output / "regret.jsonl")
     found = pk.search_kept_sets(
-        model, prompts(asked, model), configs, path=asked.output / "regret.jsonl", seed=asked.seed,
+        model, prompts(asked, model), configs, path=asked.written[-1], seed=asked.seed,
         **{"heads": asked.heads, "proven": asked.proven, "seconds": asked.seconds, **few},
     )  # fmt: skip
     return Searches(found.run.configs, found.rows, found.settings)
@@ -124,11 +125,12 @@ def by_budget(configs: Sequence[pk.EvictionConfig]) -> list[list[pk.EvictionConf
 def without_pooling(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
     """Return what ranks by the window's mean A, or A ν, without pooling and stages; None for what ranks by neither."""
     name = config.selection.name
-    if not ranks_by_attention(config) or name in KNOWING:
+    if not ranks_by_attention(config) or name in QUERY_KNOWN:
         return config if ranks_by_attention(config) else None
+    choices: dict[str, Any] = {"selection": "attention-unpooled", "policy": config.policy.name}
     if name in BY_VALUES:
-        return changed(config, selection=f"two-stage(alpha=0{norm(config)})")
-    return changed(config, selection="attention-unpooled", policy=config.policy.name)
+        choices = {"selection": f"two-stage(alpha=0{norm(config)})"}
+    return replace(config, **choices)
 
 
 def with_known_query(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
@@ -136,18 +138,14 @@ def with_known_query(config: pk.EvictionConfig) -> pk.EvictionConfig | None:
     if not ranks_by_attention(config):
         return None
     by_values = f"hindsight({norm(config).removeprefix(', ')})" if norm(config) else "hindsight"
-    selection = by_values if config.selection.name in BY_VALUES else "hindsight-attention"
-    return changed(config, selection=selection, policy=config.policy.name)
+    selection: Any = by_values if config.selection.name in BY_VALUES else "hindsight-attention"
+    policy: Any = config.policy.name
+    return replace(config, selection=selection, policy=policy)
 
 
 def ranks_by_attention(config: pk.EvictionConfig) -> bool:
     """Return whether a method ranks by the window's attention, or by that times value norms."""
     return config.policy.name == "snapkv" and config.selection.name in (*BY_ATTENTION, *BY_VALUES)
-
-
-def changed(config: pk.EvictionConfig, **choices: Any) -> pk.EvictionConfig:
-    """Return a configuration with other choices."""
-    return replace(config, **choices)
 
 
 def norm(config: pk.EvictionConfig) -> str:
@@ -158,17 +156,17 @@ def norm(config: pk.EvictionConfig) -> str:
 def searched_parts(searches: Searches) -> list[dict[str, Any]]:
     """Return the numbers of whole prompts by budget, then those of the prefixes, where heads were searched."""
     groups = by_budget(searches.configs)
-    parts = [searched_part(searches.rows, "prompt", str(group[0].budget), group) for group in groups]
+    parts = [part_summary(searches.rows, "prompt", str(group[0].budget), group) for group in groups]
     budget, window = pk.Budget(searches.settings["budget"]), searches.settings["window"]
-    prefix = [changed(config, budget=budget, window=window) for config in groups[0]]
-    parts.append(searched_part(searches.rows, "prefix", str(budget), prefix))
+    prefix = [replace(config, budget=budget, window=window) for config in groups[0]]
+    parts.append(part_summary(searches.rows, "prefix", str(budget), prefix))
     return [part for part in parts if part["heads"]]
 
 
-def searched_part(
+def part_summary(
     samples: Sequence[Row], part: str, budget: str, configs: Sequence[pk.EvictionConfig]
 ) -> dict[str, Any]:
-    """Return how certain the best sets of one budget are, and each method's distance from them."""
+    """Return the summary of one budget's part: how certain its best sets are, each method's distance from them."""
     by_sample = [rows_of(sample, part, budget) for sample in samples]
     every = [row for rows in by_sample for row in rows]
     tried = [row for row in every if row["lower"] is not None]
@@ -271,8 +269,8 @@ def print_tables(parts: Sequence[Mapping[str, Any]], samples: int) -> None:
         if part["tried"]:
             print(f"the best set is proven in {part['closed']} of {part['tried']}, where swaps alone had reached it in "
                   f"{part['at_optimum']}; elsewhere its bound is up to {part['gap']:.1%} lower")  # fmt: skip
-    told = [one for part in parts[:1] for one in part["methods"] if one["config"].selection.name not in KNOWING]
-    factors = ", ".join(f"{one['config'].selection} {between(*one['factor'].values())}" for one in told)
+    told = [one for part in parts[:1] for one in part["methods"] if one["config"].selection.name not in QUERY_KNOWN]
+    factors = ", ".join(f"{one['config'].selection} {interval_text(*one['factor'].values())}" for one in told)
     print(f"\nL over that of the best known set: {factors or 'no head loses more than rounding'} (n = {samples}).")
 
 
@@ -280,15 +278,15 @@ def line(one: Mapping[str, Any]) -> dict[str, str]:
     """Return a method as a line of a table."""
     return {
         "method": str(one["config"].selection),
-        "Σ": between(one["sum_ratio"], one["sum_ratio_interval"]),
-        "median head": between(one["median_ratio"], one["median_ratio_interval"]),
+        "Σ": number_text(one, "sum_ratio"),
+        "median head": number_text(one, "median_ratio"),
         "half of Σ in": f"{one['half']:.0%} of heads",
-        **{name: between(*one[name].values()) for name in FACTORS},
+        **{name: interval_text(*one[name].values()) for name in FACTORS},
     }
 
 
-def picture(searches: Searches, parts: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return a panel per part, the share of heads within a factor of the best known set; dashed: the query is known."""
+def draw(searches: Searches, parts: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw a panel per part, the share of heads within a factor of the best known set; dashed: the query is known."""
     figure = Figure(figsize=(4.5 * max(1, len(parts)), 4), layout="constrained")
     panels = figure.subplots(1, max(1, len(parts)), squeeze=False, sharey=True)[0]
     configs = by_budget(searches.configs)[0]
@@ -299,7 +297,7 @@ def picture(searches: Searches, parts: Sequence[Mapping[str, Any]]) -> Figure:
         for config, values in zip(configs, methods, strict=True):
             factors = np.sort(np.minimum(values / best, FARTHEST))
             share = np.arange(1, len(factors) + 1) / max(1, len(factors))
-            known = config.selection.name in KNOWING
+            known = config.selection.name in QUERY_KNOWN
             panel.plot(np.r_[1, factors], np.r_[0, share], drawstyle="steps-post", label=str(config.selection),
                        linestyle="--" if known else "-", linewidth=next(widths) if known else 1.2)  # fmt: skip
         panel.set(xscale="log", ylim=(0, 1.02), xlabel="L over that of the best set known",

@@ -32,7 +32,7 @@ from typing import Any
 import common
 import matplotlib.pyplot as plt
 import numpy as np
-from common import Floats, between, estimate, side, variable
+from common import Floats, estimate, interval_text, side_of, variable
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
@@ -226,7 +226,7 @@ def curves(trace: pk.Trace, name: str) -> list[Curve]:
     """Return the curves of a side. Raises PerturbkvError for too few budgets, or for entries beside shares."""
     groups: dict[pk.EvictionConfig, list[int]] = {}
     for index, config in enumerate(trace.run.configs):
-        if common.is_called(config, name):
+        if common.matches(config, name):
             groups.setdefault(dataclasses.replace(config, budget=pk.Budget(1.0)), []).append(index)
     if not groups:
         raise pk.PerturbkvError(f"expected configurations of '{name}', got {', '.join(trace.run.labels())}")
@@ -314,17 +314,15 @@ def table_row(found: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
     at = {"above": f"> {largest:g}", "below": f"< {smallest:g}", "flat": f"≤ {point['reached']:.3g}"}
     config, shown = point["config"], ""
     if point["beyond"] in ("", "both"):
-        ends = point["saving_interval"]
-        scaled = None if ends is None else dataclasses.replace(ends, low=100 * ends.low, high=100 * ends.high)
-        shown = between(100 * point["saving"], scaled, 0)
+        shown = interval_text(100 * point["saving"], common.in_percent(point["saving_interval"]), 0)
     return {
         "measure": found["measure"], "method": f"{config.policy}:{config.selection}", "b": str(config.budget),
         "share": point["held"], "its value": point["level"], "b*": at.get(point["beyond"], f"{point['reached']:.3g}"),
-        "saved, %": shown, "": "unknown" if point["beyond"] == "flat" else WORDS[side(point["saving_interval"], 0)],
+        "saved, %": shown, "": "unknown" if point["beyond"] == "flat" else WORDS[side_of(point["saving_interval"], 0)],
     }  # fmt: skip
 
 
-def picture(members: Sequence[dict[str, Any]]) -> Figure:
+def draw(members: Sequence[dict[str, Any]]) -> Figure:
     """Draw a row per pair of curves, a column per measure: both sides over budgets, an arrow per known saving."""
     columns = len(members[0]["measures"])
     figure, panels = plt.subplots(len(members), columns, figsize=(2.6 * columns, 2.5 * len(members)), squeeze=False,
@@ -357,7 +355,7 @@ def study(asked: argparse.Namespace) -> None:
     configs = [] if asked.trace else pk.grid(
         budgets, selection=[baseline, *treatments], granularity=asked.granularity, window=asked.window
     )  # fmt: skip
-    trace = common.measured(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
+    trace = common.read_or_measure(asked, configs, **({"generate": asked.max_new_tokens} if asked.answers else {}))
     by = losses(trace, asked.by, asked.step)
     members = [
         {"along": along, "step": asked.step, "measures": [measured_savings(loss, first, second) for loss in by]}
@@ -368,7 +366,7 @@ def study(asked: argparse.Namespace) -> None:
     common.show(f"budget b* at which {baseline} does as well, and 1 − b / b*", rows)
     counts = [f"{word} in {[row[''] for row in rows].count(word)}" for word in (*WORDS.values(), "unknown")]
     print(f"n = {int(trace.ok.sum())}; in brackets: intervals over samples. Of {len(rows)}: {', '.join(counts)}.")
-    common.save(asked, {**common.about(trace, asked.step), "savings": members}, picture(members))
+    common.save(asked, {**common.trace_summary(trace, asked.step), "savings": members}, draw(members))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,17 @@ from typing import Any
 import common
 import matplotlib.pyplot as plt
 import numpy as np
-from common import Estimated, Floats, between, compare, estimate, percent, ratio_of_sums, variable
+from common import (
+    Estimated,
+    Floats,
+    choices_except,
+    compare,
+    estimate,
+    number_text,
+    percent_text,
+    ratio_of_sums,
+    variable,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -81,7 +91,7 @@ def logs_of(trace: pk.Trace, config: pk.EvictionConfig, step: int) -> Logs:
     return Logs(*(np.log(np.where(known, values, np.nan)) for values in (loss, mass)))
 
 
-def spread(logs: Logs) -> dict[str, Any]:
+def log_variance_parts(logs: Logs) -> dict[str, Any]:
     """Return the parts of the variance of log L over heads, mean over the samples with two heads that differ."""
     intervals = pk.stats.intervals
     first, second, twice = np.array([_variances(*pair) for pair in zip(logs.mass, logs.difference, strict=True)]).T
@@ -113,7 +123,7 @@ def _variances(mass: Floats, difference: Floats) -> tuple[float, float, float]:
     return float(first), float(second), float(2 * shared)
 
 
-def contest(
+def treatment_ratios(
     trace: pk.Trace, baseline: pk.EvictionConfig, treatment: pk.EvictionConfig, logs: Mapping[str, Logs]
 ) -> dict[str, Any]:
     """Return the ratios of L, 1 − S and D, treatment over baseline, and the shares of heads in which each falls."""
@@ -167,7 +177,7 @@ def _falling_share(logs: Floats, known: NDArray[np.bool_]) -> Estimated:
 def correction(
     trace: pk.Trace, plain: pk.EvictionConfig, corrected: pk.EvictionConfig, oracle: pk.EvictionConfig | None, step: int
 ) -> dict[str, Any]:
-    """Return a corrected configuration beside the same one uncorrected, and beside the oracle where there is one."""
+    """Return a corrected configuration's ratios over the same one uncorrected, and over the oracle, if any."""
     index, base = (trace.config_index(config.label()) for config in (corrected, plain))
     whole = trace.arrays["evicted"][trace.ok][:, base] == 0  # nothing goes: both are the full cache but for rounding
 
@@ -176,14 +186,14 @@ def correction(
         first, second = values[:, control], values[:, index]
         return first, np.where(whole.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
-    flagged = common.few_in_stage_1(trace, step)[index]
+    flagged = common.below_theorem_3(trace, step)[index]
     kinds = {kind: sides(f"perturbation_{kind}") for kind in ("isolated", "propagated")}
     floors = {"isolated": "noise_floor_isolated", "propagated": "noise_floor"}
     intervals, ratio, drift = pk.stats.intervals, pk.stats.arithmetic.ratio, sides("hidden_drift_l1")
     first, second = (variable(trace, "logit_kl", step)[:, place] for place in (base, index))
     over_layers = ratio(drift[1].mean(axis=0), drift[0].mean(axis=0))
     band = intervals.of_statistics(lambda one: ratio(one @ drift[1], one @ drift[0]), len(first), intervals.RATIO)
-    falls = common.loses_less(first, second, variable(trace, "logit_kl_noise_floor", step)) == 1
+    falls = common.signs_beyond_noise(first, second, variable(trace, "logit_kl_noise_floor", step)) == 1
     document = {
         "name": str(corrected.correction), "treatment": corrected.label(),
         **{kind: compare(*pair, variable(trace, floors[kind], step), variable(trace, "output_norm", step), flagged)
@@ -216,7 +226,7 @@ def next_token_kl(trace: pk.Trace, config: pk.EvictionConfig, step: int) -> dict
 def sides_of(trace: pk.Trace, names: Sequence[str]) -> list[list[pk.EvictionConfig]]:
     """Return each side's uncorrected configurations. Raises PerturbkvError for a side without any."""
     alone = [config for config in trace.run.configs if config.only_evicts]
-    found = [[config for config in alone if common.is_called(config, name)] for name in names]
+    found = [[config for config in alone if common.matches(config, name)] for name in names]
     for name, configs in zip(names, found, strict=True):
         if not configs:
             raise pk.PerturbkvError(
@@ -238,10 +248,6 @@ def pairs_of(sides: Sequence[Sequence[pk.EvictionConfig]]) -> list[tuple[pk.Evic
     return pairs
 
 
-def _but_correction(config: pk.EvictionConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.flat().items() if not name.startswith("correction")}
-
-
 def by_head(logs: Logs, trace: pk.Trace) -> list[dict[str, Any]]:
     """Return every head's geometric means of L, 1 − S and D over the samples in which L is known."""
     counts = logs.known.sum(axis=0)
@@ -253,7 +259,7 @@ def by_head(logs: Logs, trace: pk.Trace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def typical(logs: Logs) -> dict[str, float]:
+def geometric_means(logs: Logs) -> dict[str, float]:
     """Return the geometric means of L, 1 − S and D over heads, then samples."""
     return {name: _geometric_mean(getattr(logs, name))[0] for name in FACTORS}
 
@@ -294,17 +300,12 @@ def _draw_equal_loss(axes: Axes) -> None:
     axes.set(xlim=ends, ylim=(low, high))
 
 
-def of(row: Mapping[str, Any], name: str) -> str:
-    """Return a number of a row with its interval."""
-    return between(row[name], row[f"{name}_interval"])
-
-
 def share(row: Mapping[str, Any], name: str) -> str:
     """Return a share of a row in percent, with its interval."""
-    return percent(row[name], row[f"{name}_interval"])
+    return percent_text(row[name], row[f"{name}_interval"])
 
 
-def tell(document: Mapping[str, Any]) -> None:
+def print_tables(document: Mapping[str, Any]) -> None:
     """Print the tables and the conclusion."""
     common.show("shares of Var(log L) over heads", [_spread_row(one) for one in document["spreads"]])
     common.show("without the first layer", [_spread_row(one) for one in document["spreads_without_first_layer"]])
@@ -315,20 +316,22 @@ def tell(document: Mapping[str, Any]) -> None:
     ])  # fmt: skip
     if document["contests"]:
         common.show("treatment over baseline: L is (1 − S) times D", [
-            {"treatment": one["treatment"], "over": one["baseline"], "L": of(one, "loss"), "1 − S": of(one, "mass"),
-             "D": of(one, "difference"), "1 − S falls in": share(one, "mass_falls"),
+            {"treatment": one["treatment"], "over": one["baseline"], "L": number_text(one, "loss"),
+             "1 − S": number_text(one, "mass"),
+             "D": number_text(one, "difference"), "1 − S falls in": share(one, "mass_falls"),
              "D falls in": share(one, "difference_falls")}
             for one in document["contests"]
         ])  # fmt: skip
     for setting in document["corrections"]:
-        common.show(f"over uncorrected {setting['baseline']}, whose median KL is {of(setting, 'kl_median')} nat", [
-            {"correction": row["name"], "isolated": of(row["isolated"], "sum_ratio"),
-             "propagated": of(row["propagated"], "sum_ratio"), "drift": of(row, "drift_ratio"),
-             "KL falls in": share(row, "kl_falls"), "mean KL": of(row, "kl_ratio"),
-             "isolated / oracle": of(row["over_oracle"], "isolated") if "over_oracle" in row else ""}
+        kl = number_text(setting, "kl_median")
+        common.show(f"over uncorrected {setting['baseline']}, whose median KL is {kl} nat", [
+            {"correction": row["name"], "isolated": number_text(row["isolated"], "sum_ratio"),
+             "propagated": number_text(row["propagated"], "sum_ratio"), "drift": number_text(row, "drift_ratio"),
+             "KL falls in": share(row, "kl_falls"), "mean KL": number_text(row, "kl_ratio"),
+             "isolated / oracle": number_text(row["over_oracle"], "isolated") if "over_oracle" in row else ""}
             for row in setting["rows"]
         ])  # fmt: skip
-    sides = [common.side(one["by_mass_interval"], 0.5) for one in document["spreads"]]
+    sides = [common.side_of(one["by_mass_interval"], 0.5) for one in document["spreads"]]
     print(
         f"\nhow much goes explains more than half of what makes heads differ in {sides.count(1)} of {len(sides)} "
         f"configurations, less in {sides.count(-1)}; {sides.count(0)} are undecided"
@@ -337,9 +340,9 @@ def tell(document: Mapping[str, Any]) -> None:
 
 def _spread_row(one: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "configuration": one["config"], "sd of log L": of(one, "deviation"),
-        "Var log(1 − S)": percent(one["mass"]), "Var log D": percent(one["difference"]),
-        "2 Cov": percent(one["both"]), "by mass": share(one, "by_mass"), "left out": one["left_out"],
+        "configuration": one["config"], "sd of log L": number_text(one, "deviation"),
+        "Var log(1 − S)": percent_text(one["mass"]), "Var log D": percent_text(one["difference"]),
+        "2 Cov": percent_text(one["both"]), "by mass": share(one, "by_mass"), "left out": one["left_out"],
     }  # fmt: skip
 
 
@@ -354,7 +357,7 @@ def study(asked: argparse.Namespace) -> None:
         }
         configs = dict.fromkeys([*pk.grid(selection=names, **choices),
                                  *pk.grid(selection=names[:2], correction=CORRECTIONS, **choices)])  # fmt: skip
-    trace = common.measured(asked, configs, steps=max(asked.steps, step + 1))
+    trace = common.read_or_measure(asked, configs, steps=max(asked.steps, step + 1))
     if not asked.compare:  # what the trace has
         names = list(dict.fromkeys(one.selection.name for one in trace.run.configs if one.only_evicts))
         names.sort(key=lambda name: name != "attention")
@@ -367,27 +370,28 @@ def study(asked: argparse.Namespace) -> None:
     layers = {"first layer": slice(0, 1), "others": slice(1, None)}
     corrections = []
     for config in shown:
-        own = [one for one in trace.run.configs if one.corrected and _but_correction(one) == _but_correction(config)]
+        alike = choices_except(config, "correction")
+        own = [one for one in trace.run.configs if one.corrected and choices_except(one, "correction") == alike]
         own.sort(key=lambda one: one.correction.name == "corrected-oracle")
         oracle = own[-1] if own and own[-1].correction.name == "corrected-oracle" else None
         if own:
             rows = [correction(trace, config, one, oracle if one != oracle else None, step) for one in own]
             corrections.append({"baseline": config.label(), **next_token_kl(trace, config, step), "rows": rows})
     document = {
-        "about": common.about(trace, step),
+        "about": common.trace_summary(trace, step),
         "step": step,
         "spreads": [
-            {"config": label, **spread(one), "heads_of_layers": by_head(one, trace),
-             **{name: typical(one.of_layers(own)) for name, own in layers.items()}}
+            {"config": label, **log_variance_parts(one), "heads_of_layers": by_head(one, trace),
+             **{name: geometric_means(one.of_layers(own)) for name, own in layers.items()}}
             for label, one in logs.items()
         ],
         "spreads_without_first_layer": [
-            {"config": label, **spread(one.of_layers(layers["others"]))} for label, one in logs.items()
+            {"config": label, **log_variance_parts(one.of_layers(layers["others"]))} for label, one in logs.items()
         ],
-        "contests": [contest(trace, *pair, logs) for pair in pairs_of(sides)],
+        "contests": [treatment_ratios(trace, *pair, logs) for pair in pairs_of(sides)],
         "corrections": corrections,
     }  # fmt: skip
-    tell(document)
+    print_tables(document)
     common.save(asked, document, draw(document))
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import common
 import matplotlib.pyplot as plt
 import numpy as np
-from common import Floats, between, percent, variable
+from common import Floats, interval_text, percent_text, variable
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
@@ -54,8 +54,8 @@ CORRECTED = replace(pk.stats.intervals.CORRELATION, limits=(-np.inf, np.inf))
 intervals, ratio, spearman = pk.stats.intervals, pk.stats.arithmetic.ratio, pk.stats.rank_correlation.spearman
 
 
-def estimate(value: Any, interval: Any = None) -> dict[str, Any]:
-    """Return a rank correlation with its interval, as a document has it."""
+def correlation_entry(value: Any, interval: Any = None) -> dict[str, Any]:
+    """Return a rank correlation with its interval, as an entry of a document."""
     return {"value": float(value), "interval": interval}
 
 
@@ -92,8 +92,8 @@ def halves(samples: int) -> list[NDArray[np.bool_]]:
     if comb(samples, size) // (2 if even else 1) <= MOST_SPLITS:
         splits = [split for split in combinations(range(samples), size) if size and (not even or 0 in split)]
     else:
-        draw = np.random.default_rng(SPLITS_SEED)
-        splits = [tuple(draw.permutation(samples)[:size].tolist()) for _ in range(MOST_SPLITS)]
+        source = np.random.default_rng(SPLITS_SEED)
+        splits = [tuple(source.permutation(samples)[:size].tolist()) for _ in range(MOST_SPLITS)]
     return [np.isin(np.arange(samples), split) for split in splits]
 
 
@@ -107,15 +107,15 @@ def leave_one_out(values: Floats) -> list[Floats]:
     return [np.delete(values, index, axis=0) for index in range(len(values))]
 
 
-def within(heads: Ranked) -> dict[str, Any]:
-    """Return how reliable a trace's ranks are: between halves of its samples, and between two samples."""
+def trace_reliability(heads: Ranked) -> dict[str, Any]:
+    """Return the reliability of a trace's ranks: between halves of its samples, and between two samples."""
     ranks, matrix = heads.ranks, between_samples(heads.ranks)
     pairs, mean = matrix[np.triu_indices(len(ranks), 1)], _mean_of_pairs(matrix)
     left = np.array([_mean_of_pairs(np.delete(rows, i, axis=1)) for i, rows in enumerate(leave_one_out(matrix))])
     each = np.array([spearman_brown(rho(ranks[half], ranks[~half])) for half in halves(len(ranks))])
     return {
-        "split_half": estimate(heads.reliability, _over_samples(heads.reliability, heads.without, each)),
-        "pairwise": estimate(mean, _over_samples(mean, left, pairs)),
+        "split_half": correlation_entry(heads.reliability, _over_samples(heads.reliability, heads.without, each)),
+        "pairwise": correlation_entry(mean, _over_samples(mean, left, pairs)),
         "splits": len(each),
     }
 
@@ -150,7 +150,7 @@ def agreement(first: Ranked, second: Ranked, paired: bool) -> dict[str, Any]:
     worst = ceil(WORST * heads)
     first_worst, second_worst = (np.argsort(-profile, kind="stable")[:worst] for profile in profiles)
     chance, measured = stats.hypergeom(heads, worst, worst), rho(first.ranks, second.ranks)
-    corrected = estimate(_disattenuate(measured, first.reliability, second.reliability))
+    corrected = correlation_entry(_disattenuate(measured, first.reliability, second.reliability))
     if min(len(first.ranks), len(second.ranks)) >= intervals.MIN_SAMPLES:
         singly = [(first.without, second.reliability), (first.reliability, second.without)]
         parts: list[tuple[Any, Any]] = [(first.without, second.without)] if paired else [*singly]
@@ -175,8 +175,8 @@ def rho_of(first: Floats, second: Floats, paired: bool) -> dict[str, Any]:
     value, count = rho(first, second), min(len(first), len(second))
     if count < intervals.MIN_SAMPLES:
         each = [rho(one[None], second) for one in first] + [rho(first, one[None]) for one in second]
-        return estimate(value, None if count < 2 else intervals.Interval(min(each), max(each), "range"))
-    return estimate(value, _independent(value, _rho_without(first, second, paired), intervals.CORRELATION))
+        return correlation_entry(value, None if count < 2 else intervals.Interval(min(each), max(each), "range"))
+    return correlation_entry(value, _independent(value, _rho_without(first, second, paired), intervals.CORRELATION))
 
 
 def _rho_without(first: Floats, second: Floats, paired: bool) -> list[Floats]:
@@ -202,8 +202,8 @@ def _independent(value: float, left: Sequence[Floats], kind: Any) -> Any:
     return intervals.Interval(max(value - low, kind.limits[0]), min(value + high, kind.limits[1]))
 
 
-def over_depth(relative: Floats, depths: Floats) -> dict[str, Any]:
-    """Return where in depth (sample, layer, head) relative L1 lies: profile at 20 points, first layers, half of it."""
+def depth_summary(relative: Floats, depths: Floats) -> dict[str, Any]:
+    """Return the depth of (sample, layer, head) relative L1: profile at 20 points, first layers, half of it."""
     layers, heads = relative.shape[1:]
     shares = ratio(relative.sum(axis=2), relative.sum(axis=(1, 2))[:, None])
     each, kind = depth_profiles(relative, depths), intervals.share_kind(layers * heads)
@@ -301,8 +301,8 @@ def pair(first: Measured, second: Measured) -> dict[str, Any]:
     return {**by, "depth": {}}
 
 
-def chosen(traces: Sequence[pk.Trace], name: str, budget: Any) -> list[pk.EvictionConfig]:
-    """Return the uncorrected configuration that a name means in each trace, as labels write it.
+def choose_configs(traces: Sequence[pk.Trace], name: str, budget: Any) -> list[pk.EvictionConfig]:
+    """Choose the uncorrected configuration that a name means in each trace, as labels write it.
 
     Raises PerturbkvError where a trace has none or several, or they differ in more than the budget.
     """
@@ -321,18 +321,18 @@ def chosen(traces: Sequence[pk.Trace], name: str, budget: Any) -> list[pk.Evicti
     return found
 
 
-def compared(traces: Sequence[pk.Trace], selection: str, baseline: str, budget: Any = None) -> list[Measured]:
-    """Return every trace's ranked heads. Without gains where a trace lacks the baseline, or it is the selection.
+def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budget: Any = None) -> list[Measured]:
+    """Rank the heads of every trace. Without gains where a trace lacks the baseline, or it is the selection.
 
-    Raises PerturbkvError as `chosen`, and for a trace that is given twice, or has no complete sample.
+    Raises PerturbkvError as `choose_configs`, and for a trace that is given twice, or has no complete sample.
     """
     digests = [trace.digest for trace in traces if trace.digest]
     if len({*digests}) < len(digests) or not all(trace.ok.any() for trace in traces):
         raise pk.PerturbkvError("expected different traces with a complete sample each; leave the others out")
-    sides = list(zip(traces, chosen(traces, selection, budget), strict=True))
+    sides = list(zip(traces, choose_configs(traces, selection, budget), strict=True))
     others: list[pk.EvictionConfig | None] = [None] * len(sides)
     with contextlib.suppress(pk.PerturbkvError):
-        found = [chosen([trace], baseline, str(config.budget))[0] for trace, config in sides]
+        found = [choose_configs([trace], baseline, str(config.budget))[0] for trace, config in sides]
         if all(other != config for other, (_, config) in zip(found, sides, strict=True)):
             others = [*found]
     return [Measured.of(*side, other) for side, other in zip(sides, others, strict=True)]
@@ -361,34 +361,37 @@ def draw(document: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def of(number: Any) -> str:
-    """Return an estimate with its interval."""
+def estimate_text(number: Any) -> str:
+    """Return an estimate with its interval as text: a correlation's entry, or a share in percent."""
     if isinstance(number, Mapping):
-        return between(number["value"], number["interval"])
-    return percent(number.value, number.interval)
+        return interval_text(number["value"], number["interval"])
+    return percent_text(number.value, number.interval)
 
 
-def tell(document: Mapping[str, Any]) -> None:
+def print_tables(document: Mapping[str, Any]) -> None:
     """Print the tables and the conclusion."""
     members, pairs = document["members"], document["pairs"]
     shown = ("number", "model", "dataset", "tokens", "seed", "samples", "config")
     common.show("the traces", [{name: one[name] for name in shown} for one in members])
     for by in ("perturbation", "gain"):
         _show(members, by, f"within a trace, heads ranked by {by}", lambda one: {
-            "reliability": of(one["split_half"]), "two samples": of(one["pairwise"])
+            "reliability": estimate_text(one["split_half"]), "two samples": estimate_text(one["pairwise"])
         })  # fmt: skip
         _show(pairs, by, f"between traces of one model, heads ranked by {by}", lambda one: {
-            "ρ": of(one["rho"]), "corrected": of(one["corrected"]), "worst tenth shared": percent(one["shared"]),
-            "by chance at most": percent(one["chance_most"]), "same prompts": "perhaps" if one["paired"] else "no"
+            "ρ": estimate_text(one["rho"]), "corrected": estimate_text(one["corrected"]),
+            "worst tenth shared": percent_text(one["shared"]),
+            "by chance at most": percent_text(one["chance_most"]), "same prompts": "perhaps" if one["paired"] else "no"
         })  # fmt: skip
-    _show(pairs, "depth", "between models, layers over depth", lambda one: {"ρ": of(one)})
-    _show(members, "over_steps", "step 0 with the last third", lambda one: {"ρ": of(one), "n": one["prompts"]})
+    _show(pairs, "depth", "between models, layers over depth", lambda one: {"ρ": estimate_text(one)})
+    _show(members, "over_steps", "step 0 with the last third",
+          lambda one: {"ρ": estimate_text(one), "n": one["prompts"]})  # fmt: skip
     _show(members, "depth", "where in depth Σ L / ‖o_h‖₁ lies", lambda one: {
-        "first layer": of(one["first_layer"]), "first tenth": of(one["first_tenth"]), "half in heads": of(one["half"])
+        "first layer": estimate_text(one["first_layer"]), "first tenth": estimate_text(one["first_tenth"]),
+        "half in heads": estimate_text(one["half"])
     })  # fmt: skip
-    halved = ", ".join(of(one["perturbation"]["propagated"]["split_half"]) for one in members)
-    same = [one for one in pairs if one["perturbation"]]
-    between_traces = ", ".join(f"{_name(one)} {of(one['perturbation']['propagated']['rho'])}" for one in same)
+    halved = ", ".join(estimate_text(one["perturbation"]["propagated"]["split_half"]) for one in members)
+    rhos = {_name(one): one["perturbation"]["propagated"]["rho"] for one in pairs if one["perturbation"]}
+    between_traces = ", ".join(f"{name} {estimate_text(one)}" for name, one in rhos.items())
     print(f"\nreliability of heads' ranks by propagated L1: {halved}; ρ between traces: {between_traces or 'none'}")
 
 
@@ -403,21 +406,18 @@ def _name(one: Mapping[str, Any]) -> str:
 
 
 def document_of(members: Sequence[Measured], baseline: str) -> dict[str, Any]:
-    """Return what the study says of the traces and of every two of them."""
+    """Return the document: an entry per trace, and one per two of them."""
     return {
-        "members": [
-            {
-                "number": number, "model": one.trace.run.model, "dataset": one.trace.run.dataset,
-                "seed": one.trace.run.seed, "source": one.trace.source, "digest": one.trace.digest,
-                "tokens": float(one.trace.get("prompt_tokens", "stability").astype(np.float64).mean()),
-                **dict(zip(("samples", "layers", "heads"), one.relative["isolated"].shape, strict=True)),
-                "config": one.config.label(),
-                **{by: {kind: within(heads) for kind, heads in ranked.items()} for by, ranked in one.ranked.items()},
-                "over_steps": over_steps(one),
-                "depth": {kind: over_depth(values, one.depths) for kind, values in one.relative.items()},
-            }
-            for number, one in enumerate(members, 1)
-        ],
+        "members": [{
+            "number": number, "model": one.trace.run.model, "dataset": one.trace.run.dataset,
+            "seed": one.trace.run.seed, "source": one.trace.source, "digest": one.trace.digest,
+            "tokens": float(one.trace.get("prompt_tokens", "stability").astype(np.float64).mean()),
+            **dict(zip(("samples", "layers", "heads"), one.relative["isolated"].shape, strict=True)),
+            "config": one.config.label(),
+            **{by: {kind: trace_reliability(each) for kind, each in own.items()} for by, own in one.ranked.items()},
+            "over_steps": over_steps(one),
+            "depth": {kind: depth_summary(values, one.depths) for kind, values in one.relative.items()},
+        } for number, one in enumerate(members, 1)],
         "pairs": [{"first": one, "second": two, **pair(members[one - 1], members[two - 1])}
                   for one, two in combinations(range(1, len(members) + 1), 2)],
         "baseline": baseline if all(one.ranked["gain"] for one in members) else None,
@@ -433,10 +433,10 @@ def study(asked: argparse.Namespace) -> None:
         settings = pk.Settings(steps=3 if asked.short else asked.steps, kept=False)
         for seed in (asked.seed, asked.seed + 1):
             prompts = common.prompts(argparse.Namespace(**{**vars(asked), "seed": seed}), model)
-            traces.append(pk.measure(model, prompts, configs, settings=settings, path=asked.output / f"seed-{seed}.h5"))
-    members = compared(traces, asked.selection, asked.baseline, asked.budget[0] if asked.budget else None)
+            traces.append(common.measure(asked, f"seed-{seed}.h5", model, prompts, configs, settings=settings))
+    members = rank_traces(traces, asked.selection, asked.baseline, asked.budget[0] if asked.budget else None)
     document = document_of(members, asked.baseline)
-    tell(document)
+    print_tables(document)
     common.save(asked, document, draw(document))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import numpy as np
 import pytest
 
 from perturbkv.storage.trace.trace_file import read_trace
+from tests.support.scripts import study
 
 Run = Callable[..., Any]
-STUDY = Path(__file__).resolve().parents[2] / "studies" / "equal_bytes.py"
 
 
 @pytest.fixture
@@ -27,18 +25,14 @@ def asked(model: Path, tmp_path: Path) -> list[object]:
 
 
 @pytest.fixture
-def equal_bytes(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def equal_bytes(asked: list[object], tmp_path: Path) -> dict[str, Any]:
     """The document of the study of equal bytes, which measures this run in `out`."""
-    monkeypatch.syspath_prepend(STUDY.parent)
-    options = list(map(str, asked))
-    answers = ["--answers", "--max-new-tokens", "3", "-o", "out"]
-    monkeypatch.setattr(sys, "argv", [str(STUDY), *options, *answers])
-    runpy.run_path(str(STUDY), run_name="__main__")
-    return dict(json.loads(Path("out/equal_bytes.json").read_text()))
+    study("equal_bytes", *asked, "--answers", "--max-new-tokens", 3, "-o", tmp_path / "out")
+    return dict(json.loads((tmp_path / "out" / "equal_bytes.json").read_text()))
 
 
 @pytest.mark.slow
-def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any]) -> None:
+def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any], tmp_path: Path) -> None:
     """One prefill a sample: every number of bits at every budget, everything in few bits, and answers of all."""
     for base, *others in equal_bytes["settings"]:
         assert [row["bits"] for row in (base, *others)] == [16, 8, 4, 2]
@@ -53,7 +47,7 @@ def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any]) -
     assert [row["bits"] for row in equal_bytes["everything"]] == [8, 4, 2]
     assert all(row["held"] == 1 and row["kind"] == "quantised" for row in equal_bytes["everything"])
     assert len(equal_bytes["settings"]) == 2 * 3
-    assert Path("out/equal_bytes.png").exists()
+    assert (tmp_path / "out" / "equal_bytes.png").exists()
 
 
 @pytest.mark.slow

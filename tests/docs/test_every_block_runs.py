@@ -107,7 +107,7 @@ def make(target: str) -> Ran:
 
 def python(*given: str) -> Ran:
     """A study, on four prompts."""
-    return Ran(0, study(*given, "--short"), "")
+    return Ran(0, study(Path(given[0]).stem, *given[1:], "--short"), "")
 
 
 def pip(*given: str) -> Ran:

@@ -44,7 +44,7 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
         calls = step.calls(longbench, output)
         for call in calls:
             words = _small(call, model, longbench)
-            study(*words) if words[0].startswith("studies/") else perturbkv(*words)
+            study(Path(words[0]).stem, *words[1:]) if words[0].startswith("studies/") else perturbkv(*words)
         (output / step.name / "step.json").write_text(json.dumps({"calls": calls, "seconds": 90.0}))
     return output
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import alpha
 import numpy as np
 import pytest
 
 import perturbkv as pk
 from tests.support.measured import config, hand_made
+from tests.support.scripts import STUDIES, functions
 
+alpha = SimpleNamespace(**functions("alpha", STUDIES))
 ALPHAS = (0.0, 0.25, 0.5, 1.0)
 CONFIGS = [config("attention", 128), *(config(f"two-stage(alpha={one})", 128) for one in ALPHAS)]
 BEST = np.array([[0.0, 0.0, 1.0], [0.5, 0.5, 0.5]])

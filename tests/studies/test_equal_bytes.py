@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import Trace
 from tests.support.measured import hand_made
+from tests.support.scripts import study
 
-STUDY = Path(__file__).resolve().parents[2] / "studies" / "equal_bytes.py"
 SAMPLES = 6
 
 
@@ -58,19 +56,15 @@ def made(samples: int = SAMPLES, configs: tuple[EvictionConfig, ...] = CONFIGS) 
     return hand_made(list(configs), arrays, layers=2, heads=2)
 
 
-def of(
-    trace: Trace, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[dict[str, Any], str]:
-    """The study of a trace in this process: its document, and what it printed."""
-    monkeypatch.syspath_prepend(STUDY.parent)
-    monkeypatch.setattr(sys, "argv", [str(STUDY), str(trace.save(folder / "trace.h5")), "-o", str(folder)])
-    runpy.run_path(str(STUDY), run_name="__main__")
-    return json.loads((folder / "equal_bytes.json").read_text()), capsys.readouterr().out
+def said_of(trace: Trace, folder: Path, code: int = 0) -> str:
+    """What the study says of a trace."""
+    return study("equal_bytes", trace.save(folder / "trace.h5"), "-o", folder, code=code)
 
 
 @pytest.fixture
-def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return of(made(), tmp_path, monkeypatch, capsys)[0]
+def found(tmp_path: Path) -> dict[str, Any]:
+    said_of(made(), tmp_path)
+    return dict(json.loads((tmp_path / "equal_bytes.json").read_text()))
 
 
 def test_what_is_alike_but_for_bits_is_held_against_evicting_alone(found: dict[str, Any]) -> None:
@@ -105,21 +99,15 @@ def test_scores_are_compared_sample_by_sample(found: dict[str, Any]) -> None:
     assert found["full_score"] == 1
 
 
-def test_it_says_what_is_decided_and_of_few_samples_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = of(made(), tmp_path, monkeypatch, capsys)[1]
+def test_it_says_what_is_decided_and_of_few_samples_nothing(tmp_path: Path) -> None:
+    said = said_of(made(), tmp_path)
     assert "4 bits move less than evicting alone in 1 of 1, more in 0; score higher in 1, lower in 0." in said
     assert "2 bits move less than evicting alone in 0 of 2, more in 2; score higher in 0, lower in 2." in said
-    few = of(made(3), tmp_path, monkeypatch, capsys)[1]
+    few = said_of(made(3), tmp_path)
     assert "4 bits move less than evicting alone in 0 of 1, more in 0" in few
     assert "0.50 (0.50, 0.50)" in few
 
 
-def test_a_trace_without_equal_bytes_is_refused_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        of(made(configs=(CONFIGS[1], CONFIGS[5], CONFIGS[6])), tmp_path, monkeypatch, capsys)
-    assert left.value.code == 2
-    assert "needs a configuration in 16 bits that evicts" in capsys.readouterr().err
+def test_a_trace_without_equal_bytes_is_refused_in_a_line(tmp_path: Path) -> None:
+    said = said_of(made(configs=(CONFIGS[1], CONFIGS[5], CONFIGS[6])), tmp_path, code=2)
+    assert "needs a configuration in 16 bits that evicts" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ from scipy import stats
 
 from tests.support.answers import row, written
 from tests.support.judges import planted_judge
+from tests.support.scripts import study
 
-STUDY = Path(__file__).resolve().parents[2] / "studies" / "judge.py"
 ANSWERS = written(
     row("a", [1, 2, 3], [[1, 2], [1, 2, 3]]),
     row("b", [1, 2], [[1, 2, 3, 4], [1]]),
@@ -24,7 +23,7 @@ ANSWERS = written(
     row("d", [5, 6], [[6], [5, 7]]),
     row("e", [5, 6, 7], [[6], [5, 6]]),
 )
-Asked = Callable[..., tuple[int, str]]
+Asked = Callable[..., str]
 CHARACTERS = {3: 8, 2: 5, 1: 2, 4: 11}  # 'w1 w2 w3'
 
 
@@ -37,20 +36,11 @@ def answers(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asked:
-    """The study on these answers, in this process: its exit code, and what it said."""
-    monkeypatch.syspath_prepend(STUDY.parent)
+def asked(answers: Path) -> Asked:
+    """What the study says of these answers."""
 
-    def run(judge: str, *more: str) -> tuple[int, str]:
-        out = ["-o", str(answers.parent / "out")]
-        monkeypatch.setattr(sys, "argv", [str(STUDY), str(answers), "--command", judge, *out, *more])
-        code: Any = 0
-        try:
-            runpy.run_path(str(STUDY), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
+    def run(judge: str, *more: object, code: int = 0) -> str:
+        return study("judge", answers, "--command", judge, "-o", answers.parent / "out", *more, code=code)
 
     return run
 
@@ -60,7 +50,7 @@ def document(answers: Path) -> dict[str, Any]:
 
 
 def test_scores_come_to_means_and_drops(answers: Path, asked: Asked) -> None:
-    assert asked(planted_judge("length"), "--scale", "0", "12")[0] == 0
+    asked(planted_judge("length"), "--scale", "0", "12")
     full, *evicted = document(answers)["caches"]
     own = [CHARACTERS[len(one["full"]["tokens"])] for one in ANSWERS.rows]
     assert full["scores"] == own
@@ -76,12 +66,12 @@ def test_equal_scores_have_an_interval_on_a_scale_alone(answers: Path, asked: As
     asked(planted_judge("ten"), "--scale", "1", "10")
     unseen = 1 - 0.025 ** (1 / 5)  # the share that five samples without it leave possible
     assert document(answers)["caches"][0]["mean_interval"]["low"] == pytest.approx(10 - 9 * unseen)
-    asked(planted_judge("ten"), "-o", str(answers.parent / "bare"))
+    asked(planted_judge("ten"), "-o", answers.parent / "bare")
     assert json.loads((answers.parent / "bare" / "judge.json").read_text())["caches"][1]["mean_interval"] is None
 
 
 def test_pairs_are_won_tied_and_lost_with_exact_intervals(answers: Path, asked: Asked) -> None:
-    assert "undecided" in asked(planted_judge("longer"), "--pairwise")[1]
+    assert "undecided" in asked(planted_judge("longer"), "--pairwise")
     first, second = document(answers)["caches"]
     assert first["outcomes"] == ["loss", "win", "tie", "loss", "loss"]
     assert second["outcomes"] == ["tie", "loss", "win", "tie", "loss"]
@@ -104,14 +94,11 @@ def test_a_failed_judge_loses_nothing_and_is_asked_only_what_is_missing(asked: A
         "sys.exit(int(first))\n"
     )
     command = f"{sys.executable} {judge}"
-    code, told = asked(command)
-    assert code == 2
-    assert "got exit code 1 and 8 questions without a reply" in told
-    assert asked(command)[0] == 0
-    assert asked(command)[0] == 0
+    assert "got exit code 1 and 8 questions without a reply" in asked(command, code=2)
+    asked(command)
+    asked(command)
     assert log.read_text().split() == ["15", "8"]
-    code, told = asked(planted_judge("ten"))
-    assert (code, "another judge" in told) == (2, True)
+    assert "another judge" in asked(planted_judge("ten"), code=2)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +114,6 @@ def test_a_failed_judge_loses_nothing_and_is_asked_only_what_is_missing(asked: A
     ],
 )
 def test_what_a_judge_may_not_say_is_one_line(asked: Asked, judge: str, told: str) -> None:
-    code, said = asked(planted_judge(judge))
-    assert code == 2
+    said = asked(planted_judge(judge), code=2)
     assert told in said
     assert said.count("\n") == 1

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import perturbkv as pk
+from perturbkv.analyses import sides
 from perturbkv.errors import PerturbkvError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -26,7 +28,8 @@ SAMPLES = 6
 GROWS = 1 + np.arange(SAMPLES)[:, None, None]
 SCORES = [0.8, 0.6, 1.0, 0.2]
 KINDS, DISTANCES = ("isolated", "propagated"), ("l1", "l2", "cosine")
-analyse = functions("measures", STUDIES)["analyse"]
+measures = functions("measures", STUDIES)
+analyse = measures["analyse"]
 
 
 def made(samples: int = SAMPLES, **more: Any) -> Trace:
@@ -161,9 +164,15 @@ def test_what_a_trace_lacks_is_one_line() -> None:
         analyse(made().sel(where=lambda one: one == CONFIGS[0]))
 
 
+def test_methods_are_ranked_in_the_groups_of_the_package() -> None:
+    assert (measures["SHARED"], measures["LEAST_RANKED"]) == (sides.CACHE_SIZE_CHOICES, sides.LEAST_CONFIGS)
+    configs = pk.grid([64, 0.5], selection=["attention", "random"], granularity=["kv", "query"], protect_first=4)
+    assert [*measures["comparable"](configs).values()] == [*sides.comparable_groups(configs).values()]
+
+
 def test_the_script_leaves_its_document_and_its_picture(tmp_path: Path) -> None:
     trace = tmp_path / "trace.h5"
     made().save(trace)
-    said = study("studies/measures.py", trace, "--output", tmp_path)
+    said = study("measures", trace, "--output", tmp_path)
     assert "l2 agrees with L1 in 4 of 6 comparisons, is opposite in 2" in said
     assert {"measures.json", "measures.png"} <= {path.name for path in tmp_path.iterdir()}

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stability import Ranked, agreement, between_samples, within
 
 import perturbkv as pk
-from tests.studies.test_stability import noisy
+from tests.studies.test_stability import noisy, stability
 
 DRAWS, SAMPLES, HEADS = 80, 8, 40
 LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)
@@ -37,8 +36,10 @@ def ends_of(interval: Any) -> tuple[float, float]:
 @pytest.mark.parametrize("noise", [0.5, pytest.param(2.0, marks=pytest.mark.chaos)])
 def test_reliability_and_the_mean_of_pairs_are_covered(noise: float) -> None:
     source, (profile, _) = np.random.default_rng(1), profiles()
-    found = [within(Ranked.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)]
-    many = between_samples(Ranked.of(noisy(source, profile, 60, noise)).ranks)
+    found = [
+        stability.trace_reliability(stability.Ranked.of(noisy(source, profile, SAMPLES, noise))) for _ in range(DRAWS)
+    ]
+    many = stability.between_samples(stability.Ranked.of(noisy(source, profile, 60, noise)).ranks)
     pairs = float(many[np.triu_indices(60, 1)].mean())
     whole = float(np.mean([one["split_half"]["value"] for one in found]))  # of so many samples, over many traces
     assert np.mean([holds(one["pairwise"]["interval"], pairs) for one in found]) >= LEAST
@@ -59,8 +60,8 @@ def test_correlations_between_traces_are_covered(noise: float, paired: bool) -> 
     source, sides = np.random.default_rng(2), profiles()
     found: list[dict[str, Any]] = []
     for _ in range(DRAWS):
-        first, second = (Ranked.of(noisy(source, one, SAMPLES, noise)) for one in sides)
-        found.append(agreement(first, second, paired))
+        first, second = (stability.Ranked.of(noisy(source, one, SAMPLES, noise)) for one in sides)
+        found.append(stability.agreement(first, second, paired))
     measured = float(np.mean([one["rho"]["value"] for one in found]))
     ranks = [np.argsort(np.argsort(one)) for one in sides]
     truth = float(np.corrcoef(*ranks)[0, 1])

@@ -145,7 +145,7 @@ def test_the_script_reads_finished_searches(tmp_path: Path) -> None:
     rows = [{"sample": f"s{index}", "heads": HEADS} for index in range(6)]
     path = tmp_path / "regret.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
-    said = study("studies/regret.py", path, "--output", tmp_path)
+    said = study("regret", path, "--output", tmp_path)
     assert "attention 4.00 [4.00, 4.00]" in said and "proven in 6 of 12" in said
     document = json.loads((tmp_path / "regret.json").read_text())
     assert (document["samples"], document["searches"]) == ([row["sample"] for row in rows], ASKED)

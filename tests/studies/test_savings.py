@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,32 +15,30 @@ from perturbkv.analyses.stats import intervals
 from perturbkv.selection.grid import configuration
 from perturbkv.trace import SampleTrace, Trace
 from tests.oracle.budgets import crossing
+from tests.support.scripts import STUDIES, functions, study
 from tests.support.swept import BUDGETS, swept
 from tests.support.traces import sample_trace, trace
 
-STUDY = Path(__file__).resolve().parents[2] / "studies" / "savings.py"
-with pytest.MonkeyPatch.context() as path:
-    path.syspath_prepend(STUDY.parent)
-    study = SimpleNamespace(**runpy.run_path(str(STUDY)))
+script = SimpleNamespace(**functions("savings", STUDIES))
 GRID, BUDGETS_LIST = np.array(BUDGETS), list(BUDGETS)
 
 
 def reached(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, log: bool, own: float = 0.4) -> Any:
     """Of a treatment with one budget."""
-    (found,) = study.equivalent_budgets(budgets, baseline, np.array([own]), level[:, None], log)
+    (found,) = script.equivalent_budgets(budgets, baseline, np.array([own]), level[:, None], log)
     return found
 
 
 def reached_by_half(budgets: np.ndarray, baseline: np.ndarray, level: np.ndarray, own: float = 0.4) -> Any:
     """Of a treatment with one budget."""
-    (found,) = study.median_equivalent_budgets(budgets, baseline, np.array([own]), level[:, None])
+    (found,) = script.median_equivalent_budgets(budgets, baseline, np.array([own]), level[:, None])
     return found
 
 
 def savings(of: Trace, *by: str, treatment: str = "two-stage") -> list[dict[str, Any]]:
     """Of the only pair of curves, by every measure."""
-    ((first, second, _),) = study.pairs(of, "attention", treatment)
-    return [study.measured_savings(loss, first, second) for loss in study.losses(of, by, 0)]
+    ((first, second, _),) = script.pairs(of, "attention", treatment)
+    return [script.measured_savings(loss, first, second) for loss in script.losses(of, by, 0)]
 
 
 def falling(samples: int, seed: int, spread: float = 0.4) -> np.ndarray:
@@ -157,7 +153,7 @@ def test_noise_on_each_samples_curve_is_no_saving(samples: int) -> None:
     for _ in range(draws):
         middle = source.standard_normal((samples, 1)) - 0.5 * np.log(GRID)
         baseline, treatment = (np.exp(middle + 1.5 * source.standard_normal((samples, 5))) for _ in range(2))
-        found = study.median_equivalent_budgets(GRID, baseline, GRID, treatment)
+        found = script.median_equivalent_budgets(GRID, baseline, GRID, treatment)
         values.append([one.value for one in found])
         saves += [one.interval is not None and one.interval.low > budget * (1 + 1e-9)
                   for one, budget in zip(found, GRID, strict=True)]  # fmt: skip
@@ -196,7 +192,7 @@ def test_where_answers_are_all_wrong_or_all_right_no_saving_is_told() -> None:
     assert [point["beyond"] for point in found["points"]] == ["flat", "flat", "flat", "", "flat"]
     assert [point["reached"] for point in found["points"]][:3] == [0.1] * 3
     assert found["points"][4]["reached"] == 0.6
-    told = [study.table_row(found, point) for point in found["points"]]
+    told = [script.table_row(found, point) for point in found["points"]]
     assert [row["b*"] for row in told] == ["≤ 0.1", "≤ 0.1", "≤ 0.1", "0.49", "≤ 0.6"]
     assert [row[""] for row in told] == ["unknown", "unknown", "unknown", "undecided", "unknown"]
 
@@ -239,7 +235,7 @@ def test_a_third_is_saved_where_the_baseline_needs_half_as_much_again() -> None:
         assert point["saving"] == pytest.approx(1 - point["at"] / point["reached"])
     last = found[1]["points"][-1]
     assert (last["beyond"], math.isnan(last["saving"])) == ("above", True)
-    assert study.table_row(found[1], last)["b*"] == "> 0.8"
+    assert script.table_row(found[1], last)["b*"] == "> 0.8"
     assert found[0]["full"] == 1
 
 
@@ -262,7 +258,7 @@ def test_sides_of_other_kept_sets_are_compared_by_what_they_hold() -> None:
         arrays["perturbation_propagated"] = np.broadcast_to(each, arrays["perturbation_propagated"].shape)
         samples.append(SampleTrace(f"s{place}", arrays))
     made = trace(*samples, configs=tuple(configs))
-    ((first, second, along),) = study.pairs(made, "attention", "two-stage")
+    ((first, second, along),) = script.pairs(made, "attention", "two-stage")
     assert along == "held"
     (found,) = savings(made, "propagated")
     assert [point["at"] for point in found["points"]] == pytest.approx(BUDGETS)
@@ -278,25 +274,17 @@ def test_sides_of_other_kept_sets_are_compared_by_what_they_hold() -> None:
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
-    asked: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    asked: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     losses = np.stack([falling(8, 9)] * 2, axis=1)[:, :, : len(asked.get("budgets", BUDGETS))]
     path = swept(moved=losses, **asked).save(tmp_path / "made.h5")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(STUDY.parent)
-    monkeypatch.setattr(sys, "argv", [str(STUDY), path.name, "--by", "propagated" if asked else "score"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(STUDY), run_name="__main__")
-    assert left.value.code == 2
-    assert told in capsys.readouterr().err
+    assert told in study("savings", path.name, "--by", "propagated" if asked else "score", code=2)
 
 
-def test_it_leaves_a_document_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(STUDY.parent)
+def test_it_leaves_a_document_and_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", [str(STUDY), str(moved().save(tmp_path / "made.h5")), "-o", str(out)])
-    runpy.run_path(str(STUDY), run_name="__main__")
+    study("savings", moved().save(tmp_path / "made.h5"), "-o", out)
     (member,) = json.loads((out / "savings.json").read_text())["savings"]
     assert [len(one["points"]) for one in member["measures"]] == [5, 5, 5]
     assert (out / "savings.png").stat().st_size > 10_000

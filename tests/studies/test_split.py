@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import split
 
 import perturbkv as pk
 from tests.support.measured import config, hand_made
+from tests.support.scripts import STUDIES, functions
 
+split = SimpleNamespace(**functions("split", STUDIES))
 BASELINE, TREATMENT = config("attention"), config("two-stage")
 CORRECTED = [config("attention", correction=one) for one in ("corrected-oracle", "corrected", "corrected(mass=linear)")]
 ORACLE = CORRECTED[0]
@@ -54,13 +56,13 @@ def _row(one: pk.EvictionConfig, distance: np.ndarray, turned: bool, scale: floa
     }
 
 
-def logs(trace: pk.Trace) -> dict[str, split.Logs]:
+def logs(trace: pk.Trace) -> dict[str, Any]:
     return {one.label(): split.logs_of(trace, one, 0) for one in trace.run.configs if one.only_evicts}
 
 
 def test_the_parts_of_the_variance() -> None:
     """In units of log 2: log(1 − S) is 0, 1, 2, and log D 3, 2, 0 in even samples, 0 in odd ones; log L 3, 3, 2."""
-    one = split.spread(logs(made())[BASELINE.label()])
+    one = split.log_variance_parts(logs(made())[BASELINE.label()])
     assert one["mass"] == pytest.approx((3 + 1) / 2)  # 2/3 over 2/9, and 2/3 over 2/3
     assert one["difference"] == pytest.approx((7 + 0) / 2)  # 14/9 over 2/9
     assert one["both"] == pytest.approx((-9 + 0) / 2)
@@ -75,7 +77,7 @@ def test_a_contest_s_two_factors() -> None:
     found = made()
     ((first, second),) = split.pairs_of(split.sides_of(found, ["attention", "two-stage"]))
     assert (first, second) == (BASELINE, TREATMENT)
-    one = split.contest(found, first, second, logs(found))
+    one = split.treatment_ratios(found, first, second, logs(found))
     assert one["mass"] == pytest.approx(1)
     assert one["difference"] == pytest.approx(math.sqrt(0.5))
     assert one["loss"] == pytest.approx(one["mass"] * one["difference"])
@@ -89,7 +91,9 @@ def test_heads_that_keep_the_same_entries_count_as_one() -> None:
     same = {name: found.arrays[name].copy() for name in ("kept_offset", "kept_length", "kept_count")}
     for array in same.values():
         array[:, 1] = array[:, 0]
-    one = split.contest(dataclasses.replace(found, arrays={**found.arrays, **same}), BASELINE, TREATMENT, logs(found))
+    one = split.treatment_ratios(
+        dataclasses.replace(found, arrays={**found.arrays, **same}), BASELINE, TREATMENT, logs(found)
+    )
     assert (one["loss"], one["mass"], one["difference"], one["mass_falls"]) == (1, 1, 1, 0)
 
 
@@ -126,7 +130,7 @@ def test_a_row_per_head_of_what_is_uncorrected() -> None:
 def test_sides_are_chosen_and_the_first_is_held_against() -> None:
     found = made()
     ((first, second),) = split.pairs_of(split.sides_of(found, ["two-stage", "snapkv:attention"]))
-    assert split.contest(found, first, second, logs(found))["difference"] == pytest.approx(math.sqrt(2))
+    assert split.treatment_ratios(found, first, second, logs(found))["difference"] == pytest.approx(math.sqrt(2))
     assert split.pairs_of(split.sides_of(found, ["two-stage"])) == []
     for trace, name in ((found, "value"), (made(6, CORRECTED), "attention")):
         with pytest.raises(pk.PerturbkvError, match=f"expected uncorrected configurations of '{name}', got snapkv"):
@@ -137,5 +141,5 @@ def test_where_nothing_goes_there_is_no_number() -> None:
     found = made()
     whole = {**found.arrays, "retained_mass": np.ones_like(found.arrays["retained_mass"])}
     own = logs(dataclasses.replace(found, arrays=whole))
-    assert math.isnan(split.spread(own[BASELINE.label()])["by_mass"])
-    assert math.isnan(split.contest(found, BASELINE, TREATMENT, own)["loss"])
+    assert math.isnan(split.log_variance_parts(own[BASELINE.label()])["by_mass"])
+    assert math.isnan(split.treatment_ratios(found, BASELINE, TREATMENT, own)["loss"])

@@ -6,17 +6,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import combinations, count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import stability
 from scipy import stats
-from stability import Ranked
 
 import perturbkv as pk
 from tests.support.measured import config, hand_made
+from tests.support.scripts import STUDIES, functions
 
+stability = SimpleNamespace(**functions("stability", STUDIES))
+Ranked = stability.Ranked
 CONFIGS = (config("attention", 128), config("two-stage", 128))
 NORM = 10.0
 DIGESTS = count()
@@ -37,7 +39,7 @@ def renamed(trace: pk.Trace, **run: object) -> pk.Trace:
 
 
 def told(*traces: pk.Trace, selection: str = "two-stage", baseline: str = "attention", budget: Any = None) -> Any:
-    return stability.document_of(stability.compared(traces, selection, baseline, budget), baseline)
+    return stability.document_of(stability.rank_traces(traces, selection, baseline, budget), baseline)
 
 
 def naive_rho(first: Sequence[float], second: Sequence[float]) -> float:
@@ -66,7 +68,7 @@ def naive_reliability(values: np.ndarray) -> float:
 @pytest.mark.parametrize("samples", [2, 3, 5, 6])
 def test_reliability_is_the_oracles(samples: int) -> None:
     values = np.random.default_rng(samples).lognormal(size=(samples, 7)).round(1)  # some ties
-    found = stability.within(Ranked.of(values))
+    found = stability.trace_reliability(Ranked.of(values))
     assert found["split_half"]["value"] == pytest.approx(naive_reliability(values))
     pairs = [naive_rho(one, other) for one, other in combinations(values.tolist(), 2)]
     assert found["pairwise"]["value"] == pytest.approx(sum(pairs) / len(pairs))
@@ -146,7 +148,7 @@ def test_the_same_seed_and_data_set_leave_prompts_out_together() -> None:
 def test_depth_by_hand() -> None:
     """Layers of 3, 1, 0 and 0 a head: three quarters in the first, half of the sum in one head of eight."""
     suffered = np.tile(np.array([[4.0, 2.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), (5, 1, 1))
-    found = stability.over_depth(suffered, np.linspace(0, 1, 4))
+    found = stability.depth_summary(suffered, np.linspace(0, 1, 4))
     assert found["first_layer"].value == pytest.approx(0.75)
     assert found["first_tenth"].value == pytest.approx(0.75)  # of four layers a tenth is one
     assert found["half"].value == pytest.approx(1 / 8)

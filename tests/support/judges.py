@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -76,12 +75,6 @@ def silent(asked: Questions) -> Iterator[Any]:
     time.sleep(600)
 
 
-def lingering(asked: Questions) -> Iterator[Any]:
-    """An id that nobody gave, which is the process' own, and no end."""
-    yield {"id": str(os.getpid()), "score": 1}
-    time.sleep(600)
-
-
 def unnumbered(asked: Questions) -> Iterator[Any]:
     """A score that is none."""
     yield {"id": asked[0]["id"], "score": "good"}
@@ -100,11 +93,6 @@ def huge(asked: Questions) -> Iterator[Any]:
 def undecided(asked: Questions) -> Iterator[Any]:
     """A winner that is neither."""
     yield {"id": asked[0]["id"], "winner": "both"}
-
-
-def endless(asked: Questions) -> Iterator[Any]:
-    """A line that is no judgement's length."""
-    yield "x" * 2**21
 
 
 def write(said: Iterable[Any]) -> None:

@@ -20,16 +20,18 @@ DOCS, STUDIES = ROOT / "docs", ROOT / "studies"
 SCRIPTS = DOCS / "scripts"
 
 
-def quietly(work: Callable[[], object], *arguments: object) -> str:
-    """What `work` writes to stdout with these arguments on its command line."""
-    out, err = io.StringIO(), io.StringIO()
+def quietly(work: Callable[[], object], *arguments: object, code: int = 0) -> str:
+    """What `work` writes to stdout with these arguments on its command line, or to stderr where it has to fail."""
+    out, err, ended = io.StringIO(), io.StringIO(), 0
     screens = mock.patch.multiple(console, out=console.Console(file=out), err=console.Console(file=err))
-    with contextlib.redirect_stdout(out), screens, mock.patch.object(sys, "argv", [*map(str, arguments)]):
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with streams[0], streams[1], screens, mock.patch.object(sys, "argv", [*map(str, arguments)]):
         try:
             work()
         except SystemExit as left:
-            assert not left.code, out.getvalue() + err.getvalue()
-    return out.getvalue()
+            ended = left.code or 0
+    assert ended == code, out.getvalue() + err.getvalue()
+    return (err if code else out).getvalue()
 
 
 def perturbkv(*arguments: object) -> None:
@@ -44,9 +46,10 @@ def script(name: str, *arguments: object) -> str:
     return quietly(lambda: _run(path, "__main__"), path, *arguments)
 
 
-def study(path: str, *arguments: object) -> str:
-    """What a study says, `studies/NAME.py`."""
-    return quietly(lambda: _run(str(ROOT / path), "__main__"), path, *arguments)
+def study(name: str, *arguments: object, code: int = 0) -> str:
+    """What a study says, `studies/NAME.py`; with code 2 the line of a refusal."""
+    path = str(STUDIES / f"{name}.py")
+    return quietly(lambda: _run(path, "__main__"), path, *arguments, code=code)
 
 
 def functions(name: str, folder: Path = SCRIPTS) -> dict[str, Any]:

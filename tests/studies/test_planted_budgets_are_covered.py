@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO
-from tests.analyses.test_savings_by_hand import BUDGETS_LIST, GRID, reached, reached_by_half
 from tests.oracle.budgets import crossing
+from tests.studies.test_savings import BUDGETS_LIST, GRID, reached, reached_by_half
 
 DRAWS = 250
 LEAST = 0.92 - 2 * math.sqrt(0.92 * 0.08 / DRAWS)
@@ -43,7 +42,7 @@ def test_the_planted_budget_is_covered_in_at_least_92_percent_of_draws(world: st
         if world == "each sample's own":
             found = reached_by_half(GRID, baseline, treatment)
         else:
-            found = reached(GRID, baseline, treatment, DIFFERENCE if world == "answers" else RATIO)
+            found = reached(GRID, baseline, treatment, log=world != "answers")
         assert found.flat == (found.interval is None)  # by a tie at an end, of which nothing is told
         if found.interval is not None:
             told, held = told + 1, held + (found.interval.low <= 0.3 <= found.interval.high)
