@@ -323,8 +323,12 @@ models: install
 	$(foreach model,$(LADDER),$(BIN) heads --model $(model) --dataset needle --dry-run &&) true
 
 # Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say.
+SHORT = runs/studies/short
 studies: install
-	for study in $(filter-out studies/common.py,$(wildcard studies/*.py)); do $(PY) $$study --short -o runs/studies/short/$$(basename $$study .py) || exit 1; done
+	for study in $(filter-out common judge,$(basename $(notdir $(wildcard studies/*.py)))); do \
+		$(PY) studies/$$study.py --short -o $(SHORT)/$$study || exit 1; done
+	$(BIN) generate --dataset needle --length 300 --samples 4 --budget 64 --max-new-tokens 8 --output $(SHORT)/judge
+	$(PY) studies/judge.py $(SHORT)/judge/generation.jsonl --command "$(PY) examples/my_judge.py" --scale 0 10 -o $(SHORT)/judge
 
 bench: install
 	$(PY) -m benchmarks --output docs/bench/cpu.json --overwrite

@@ -309,7 +309,18 @@ def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentP
     asked.written = []  # the files that the study wrote before its document
     asked.output = asked.output or Path("runs") / "studies" / Path(sys.argv[0]).stem
     try:
+        _make_folder(asked.output)
         study(asked)
     except pk.PerturbkvError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a study's files. Raises PerturbkvError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise pk.PerturbkvError(
+            f"expected a folder for results at {folder}, got '{error.strerror}'; choose another --output"
+        ) from None

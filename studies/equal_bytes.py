@@ -38,7 +38,8 @@ def configurations(asked: argparse.Namespace, d_head: int) -> list[pk.EvictionCo
     """Return each method at each budget in 16 bits and in few, then the first method with every entry in few bits."""
     chosen = {"granularity": "kv", "window": asked.window, "selection": asked.compare.split(",")}
     few = [f"quantise(bits={bits}, fill={d_head})" for bits in asked.bits]
-    evicted = pk.grid(asked.budget or ["0.1", "0.2", "0.4"], precision=["full", *few], **chosen)
+    budgets = asked.budget or (["0.2", "0.4"] if asked.short else ["0.1", "0.2", "0.4"])
+    evicted = pk.grid(budgets, precision=["full", *few], **chosen)
     chosen["selection"] = chosen["selection"][:1]
     return [*evicted, *pk.grid(1.0, precision=[f"quantise(bits={bits})" for bits in asked.bits], **chosen)]
 

@@ -88,7 +88,7 @@ def test_a_device_that_is_not_there_is_named(perturbkv: Run, tiny: list[object],
 
 
 def test_help_is_no_error(perturbkv: Run) -> None:
-    for command in (["--help"], ["heads", "--help"], ["question"], ["list"]):
+    for command in (["--help"], ["heads", "--help"], ["list"]):
         ran = perturbkv(*command)
         assert (ran.code, ran.err) == (0, "")
         assert "Usage: " in ran.out

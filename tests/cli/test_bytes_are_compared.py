@@ -51,11 +51,12 @@ def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any], t
 
 
 @pytest.mark.slow
-def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object], equal_bytes: dict[str, Any]) -> None:
+def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, asked: list[object], tmp_path: Path) -> None:
     """The configuration is the one that any other command has: what it keeps and loses is the same."""
+    study("equal_bytes", *asked, "--budget", 0.3, "-o", tmp_path / "out")
     both = ["--granularity", "kv", "--selection", "attention", "--selection", "two-stage"]
-    perturbkv("trace", *asked, "--budget", 0.2, *both, "-o", "plain.h5")
-    out, plain = read_trace(Path("out/trace.h5")), read_trace(Path("plain.h5"))
+    perturbkv("trace", *asked, "--budget", 0.3, *both, "-o", "plain.h5")
+    out, plain = read_trace(tmp_path / "out" / "trace.h5"), read_trace(Path("plain.h5"))
     places = [out.run.configs.index(config) for config in plain.run.configs]
     for name in ("kept_count", "held_share", "held_bytes", "theta"):
         assert np.array_equal(out.arrays[name][:, places], plain.arrays[name]), name
