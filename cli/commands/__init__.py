@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "What it costs in answers": (
         Command("quality", "Score the answers from the full and the evicted caches", "answers:quality"),
         Command("correlation", "Ask whether perturbation predicts a lost answer", "answers:correlation"),
-        Command("budget", "Find safe budgets, and where the next token changes", "budget:budget"),
+        Command("budget", "Find safe budgets, and from which on KL stays low", "budget:budget"),
     ),
     "Make a trace, keep it, look at it": (
         Command("trace", "Run a model with full and evicted caches; write a trace", "trace:trace"),

@@ -211,7 +211,7 @@ _HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "sc
     },
 )
 def budget() -> None:
-    """Find safe budgets.
+    """Find safe budgets, and from which on KL stays low.
 
     The smallest budget that keeps to --max-kl, --max-drop and --min-top1 (exit code 1: none; 2: few samples). --cliff
     takes the largest window of 32, 16, 8, 4, 2, 1 that fits.
