@@ -223,7 +223,7 @@ def _whole_caches(trace: Trace, configs: Sequence[EvictionConfig], step: int) ->
     evicted = trace.arrays["evicted"][trace.ok][measured_steps(trace) > step]
     groups: dict[str, dict[str, int]] = {}
     for config in configs:
-        whole = int((evicted[:, trace.run.configs.index(config)] == 0).sum())
+        whole = int((evicted[:, trace.config_index(config.label())] == 0).sum())
         groups.setdefault(f"b={config.budget}", {})[config.label()] = whole if config.evicts else 0
     named = (
         [(budget, min(counts.values()))] if min(counts.values()) else list(counts.items())
