@@ -80,7 +80,7 @@ def test_dumped_blocks_are_transformers_numbers(
     for index in (0, 13, 29):
         layer = dump.layer(index)
         order = [layer.block_ids.tolist().index(block) for block in request.blocks or ()]
-        for stored, full in zip(layer.stored, (cache.layers[index].keys, cache.layers[index].values), strict=True):
+        for stored, full in zip(layer.block_tensors, (cache.layers[index].keys, cache.layers[index].values), strict=True):
             assert stored.shape == (3, 32, 3, 64)
             torch.testing.assert_close(stored[order].flatten(0, 1)[:72], full[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
 
@@ -93,7 +93,7 @@ def test_a_worker_tells_its_cache_and_gives_single_blocks(llm: Any, text: tuple[
     table = read_dump(path).requests[0].blocks
     assert table is not None
     (blocks,) = llm.collective_rpc(read_blocks, args=(4, [table[1]]))
-    torch.testing.assert_close(blocks["keys"], read_dump(path).layer(4).stored[0][1:2], rtol=0, atol=0)
+    torch.testing.assert_close(blocks["keys"], read_dump(path).layer(4).block_tensors[0][1:2], rtol=0, atol=0)
 
 
 def test_an_engine_serves_on_after_a_dump(
