@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import perturbkv as pk
+from tests.audit import planted
 from tests.pins.running import below, leaves, left, prompts, run, tiny_model
 
-EVICTIONS = Path(__file__).resolve().parents[1] / "audit" / "planted.py"
 NAMES = (
     "right", "off_by_one", "rotated_again", "swapped_values", "values_of_others", "with_padding", "quantised",
     "repeated", "moved", "twice", "without_sinks", "without_window", "shuffled", "read_in_parts", "Streaming",
@@ -24,7 +23,7 @@ NAMES = (
 
 def record(folder: Path) -> dict[str, Any]:
     """Audit each by the command, some with losses, and positions that another program kept."""
-    shutil.copy(EVICTIONS, folder / "planted.py")
+    shutil.copy(planted.__file__, folder / "planted.py")
     model = tiny_model(folder / "model")
     data = prompts(folder / "prompts.jsonl", 2, sentences=1)
     asked: list[Any] = ["--model", model, "--dataset", data, "--steps", 3, "--format", "svg", "--json"]
@@ -45,7 +44,7 @@ def record(folder: Path) -> dict[str, Any]:
     audit("option", f"{folder / 'planted.py'}:swapped_values(layer=0)", "--no-loss", "--situation", "single")
     loaded = pk.load_model(str(model))
     prompt = next(iter(pk.load_prompts(str(data), loaded, samples=1)))
-    kept = [[_positions(len(prompt.token_ids), head) for head in range(2)] for _ in range(3)]
+    kept = [[planted.positions(len(prompt.token_ids), head).tolist() for head in range(2)] for _ in range(3)]
     positions = folder / "kept.json"
     positions.write_text(json.dumps({"token_ids": list(map(int, prompt.token_ids)), "kept": kept}))
     audit("positions", positions, "--no-loss")
@@ -55,9 +54,3 @@ def record(folder: Path) -> dict[str, Any]:
     result = pk.audit(loaded, prompt, folder / "kept.npz", steps=2, losses=False, progress=False)
     found["from a script"] = [result.verdict, result.exit_code]
     return found
-
-
-def _positions(tokens: int, head: int) -> list[int]:
-    between = torch.arange(SINKS, tokens - RECENT)
-    chosen = between[torch.linspace(head, len(between) - 1, KEPT - SINKS - RECENT).round().long()]
-    return [*range(SINKS), *chosen.tolist(), *range(tokens - RECENT, tokens)]
