@@ -79,16 +79,23 @@ class RunIdentity:
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
     def no_eviction_note(self) -> str:
-        """Return notes on budgets that leave the cache whole, and on cache shares of policies that evict nothing."""
+        """Return notes on budgets that leave the cache whole, and on policies that evict nothing; empty for none."""
+        return " ".join(filter(None, [self.whole_caches_note(), self.cache_share_note()]))
+
+    def whole_caches_note(self) -> str:
+        """Return the note on budgets that leave the cache of some samples whole; empty for none."""
+        whole = (f"{name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
+        return f"Nothing is evicted at {', '.join(whole)}." if self.unevicted else ""
+
+    def cache_share_note(self) -> str:
+        """Return the note on cache shares of policies that evict nothing; empty for none."""
         named = {
             contents.note: dict.fromkeys(
                 config.policy.name for config in self.configs if config.cache_contents == contents
             )
             for contents in WITHOUT_EVICTION.values()
         }
-        whole = (f"{name} in {count} of {plural(self.samples, self.unit)}" for name, count in self.unevicted)
-        told = [f"Nothing is evicted at {', '.join(whole)}."] if self.unevicted else []
-        return " ".join([*told, *(f"{', '.join(names)}: {note}" for note, names in named.items() if names)])
+        return " ".join(f"{', '.join(names)}: {note}" for note, names in named.items() if names)
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""

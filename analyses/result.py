@@ -100,7 +100,8 @@ class Result(Record, ABC):
 
     def _remarks(self) -> list[str]:
         """Return the notes under the table, most important first."""
-        return list(filter(None, [self.interval_note(), self.identity.no_eviction_note(), *self.caveats()]))
+        samples = " ".join(filter(None, [self.interval_note(), self.identity.whole_caches_note()]))
+        return list(filter(None, [samples, self.identity.cache_share_note(), *self.caveats()]))
 
     def plot(self, width_mm: float | None = None, style: str = "screen") -> CaptionedFigure:
         """Return the result's figure, a matplotlib `Figure` with an attribute `caption`.

@@ -77,7 +77,7 @@ NEEDS_TORCH = {
     "trace": [], "generate": [], "audit": [f"{__file__}:evict"], "patching": [],
 }  # fmt: skip
 """Commands that measure, or that look at what measures."""
-WITHOUT_A_TRACE: dict[str, list[str]] = {"question": [], "list": [], "list models": [], "list datasets": []}
+WITHOUT_A_TRACE: dict[str, list[str]] = {"list": [], "list models": [], "list datasets": []}
 READ = ("tokens", "export", "report", "merge", "list trace.h5")
 """Commands on a finished trace beside the analyses."""
 DRAWN = ("--format", "png", "--overwrite", "-o")

@@ -80,7 +80,9 @@ def test_dumped_blocks_are_transformers_numbers(
     for index in (0, 13, 29):
         layer = dump.layer(index)
         order = [layer.block_ids.tolist().index(block) for block in request.blocks or ()]
-        for stored, full in zip(layer.block_tensors, (cache.layers[index].keys, cache.layers[index].values), strict=True):
+        for stored, full in zip(
+            layer.block_tensors, (cache.layers[index].keys, cache.layers[index].values), strict=True
+        ):
             assert stored.shape == (3, 32, 3, 64)
             torch.testing.assert_close(stored[order].flatten(0, 1)[:72], full[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
 
