@@ -205,7 +205,7 @@ def _draw_method_curves(axes: Axes, settings: Sequence[MethodSetting], colours: 
     axes.set(xlabel="cache share (%), and budget", ylabel="outputs move, % of their norm\n(propagated, all heads)")
     style.log_axes(axes, x=True, y=True)
     shares = [100 * one.cache_share for one in settings]
-    names = [f"{share:.2g}\nb={one.baseline.budget}" for share, one in zip(shares, settings, strict=True)]
+    names = [f"{share:.0f}\nb={one.baseline.budget}" for share, one in zip(shares, settings, strict=True)]
     axes.xaxis.set_major_locator(FixedLocator(shares))
     axes.xaxis.set_major_formatter(FixedFormatter(names))
     axes.xaxis.set_minor_locator(NullLocator())

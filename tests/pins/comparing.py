@@ -24,6 +24,9 @@ GOES: dict[str, str] = {
     "quality --scale": "studies/judge.py",
     "quality --time-limit": "studies/judge.py",
     "doctor bench": "benchmarks/",
+    "heads-cosine-attention-two-stage.svg": "heads-cosine.svg, of a trace's own sides",
+    "card": "gone",
+    "@crc32": "gone",
     "export --card": "gone",
     "export --license": "gone",
     "pk.alpha": "studies/alpha.py",
@@ -42,9 +45,16 @@ compared.
 """
 RENAMED = {"question patching": "patching"}
 """Old name -> new one, wherever a version says it; a command is asked by the name that the version knows."""
-NEW: tuple[str, ...] = ()
+NEW: tuple[str, ...] = (
+    "relative", "relative_interval", "ablation-methods-budgets.svg", "heads-cosine.svg", "evicted_attention_baseline",
+    "evicted_attention_treatment",
+)  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
-WORDS: tuple[str, ...] = ()
+WORDS: tuple[str, ...] = (
+    r"/figure/[^/]+/(texts|size|axes \d+/(place|tick labels))$",  # a note on whole caches in the foot, and the room that it takes
+    r"/figures/(length|\d+)$",
+    r"^report(-of-two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
+)
 """Patterns of pins that hold words which are rewritten on purpose; they are not compared."""
 _SHOWN, _LONGEST = 20, 60
 _MISSING = "nothing"
