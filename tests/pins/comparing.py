@@ -51,7 +51,7 @@ NEW: tuple[str, ...] = (
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (
-    r"/figure/[^/]+/(texts|size|axes \d+/(place|tick labels))$",  # a note on whole caches in the foot, and the room that it takes
+    r"/figure/[^/]+/(texts|size|axes \d+/(place|ticks|tick labels))$",  # the foot names whole caches, which takes room
     r"/figures/(length|\d+)$",
     r"^report(-of-two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
 )
