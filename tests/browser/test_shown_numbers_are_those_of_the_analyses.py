@@ -145,7 +145,7 @@ def test_tokens_are_coloured_by_their_fate_and_losses_are_listed(shown: Any) -> 
     shown.page.select_option("#head select[name=layer]", "12")
     shown.page.select_option("#head select[name=head]", "4")
     settle(shown)
-    found = pk.tokens(measured(), sample, 12, 4, budget=48)
+    found = pk.tokens(measured().sel(budget=48), sample, 12, 4)
     shown.page.locator("#prompt .text").scroll_into_view_if_needed()
     classes = shown.page.evaluate("[...document.querySelectorAll('#prompt .chunk span')].map((one) => one.className)")
     assert [name.split()[0] for name in classes] == [MARKS[fate] for fate in found.fates]

@@ -20,6 +20,7 @@ GOES: dict[str, str] = {
     "budget --answers": "studies/equal_bytes.py",
     "budget --max-new-tokens": "studies/equal_bytes.py",
     "quality --judge": "studies/judge.py",
+    "generate --judge": "studies/judge.py",
     "quality --pairwise": "studies/judge.py",
     "quality --scale": "studies/judge.py",
     "quality --time-limit": "studies/judge.py",
@@ -53,7 +54,8 @@ NEW: tuple[str, ...] = (
 WORDS: tuple[str, ...] = (
     r"/figure/[^/]+/(texts|size|axes \d+/(place|ticks|tick labels))$",  # the foot names whole caches, which takes room
     r"/figures/(length|\d+)$",
-    r"^report(-of-two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
+    r"^(grown|interrupted|killed|merge|terminated|workers)/equal$",  # counts of what files hold, sums among them
+    r"^report( of two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
 )
 """Patterns of pins that hold words which are rewritten on purpose; they are not compared."""
 _SHOWN, _LONGEST = 20, 60
