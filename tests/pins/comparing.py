@@ -30,6 +30,8 @@ GOES: dict[str, str] = {
     "@crc32": "gone",
     "export --card": "gone",
     "export --license": "gone",
+    "pk.Policy.first_counts": "pk.Policy.stage1_counts",
+    "pk.tokens(budget)": "trace.sel(budget=…)",
     "pk.alpha": "studies/alpha.py",
     "pk.measures": "studies/measures.py",
     "pk.regret": "studies/regret.py",
@@ -48,12 +50,15 @@ RENAMED = {"question patching": "patching"}
 """Old name -> new one, wherever a version says it; a command is asked by the name that the version knows."""
 NEW: tuple[str, ...] = (
     "relative", "relative_interval", "ablation-methods-budgets.svg", "heads-cosine.svg", "evicted_attention_baseline",
-    "evicted_attention_treatment",
+    "evicted_attention_treatment", "pk.search_kept_sets", "pk.stats", "pk.EvictionConfig.cache_contents",
+    "pk.EvictionConfig.in_16_bits", "pk.EvictionConfig.is_staged", "pk.Policy.check_model", "pk.Policy.provenance",
+    "pk.Policy.ranks", "pk.Policy.stage1_counts",
 )  # fmt: skip
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (
     r"/figure/[^/]+/(texts|size|axes \d+/(place|ticks|tick labels))$",  # the foot names whole caches, which takes room
     r"/figures/(length|\d+)$",
+    r"^pk\.\w+\((baseline|treatments?|compare)\)/default$|^pk\.Prompt\.from_text\(id\)/default$",  # a trace's own
     r"^(grown|interrupted|killed|merge|terminated|workers)/equal$",  # counts of what files hold, sums among them
     r"^report( of two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
 )
@@ -69,8 +74,11 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the new names in place of the old ones, in names of pins, in texts and in lists of them."""
-    return {_renamed(pin): _renamed(value) for pin, value in recorded.items()}
+    """Put the new names in place of the old ones, in names of pins, in texts and in lists; keys have no order."""
+    return {
+        _renamed(pin): sorted(_renamed(value)) if pin.endswith("/keys") else _renamed(value)
+        for pin, value in recorded.items()
+    }
 
 
 def _renamed(value: Any) -> Any:
