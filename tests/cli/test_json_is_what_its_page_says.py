@@ -101,7 +101,7 @@ def commands(tiny: list[object], model: Path, data: Path) -> dict[str, list[obje
         "tokens": ["tokens", "t.h5"],
         "report": ["report", "t.h5"],
         **of_answers(tiny),
-        "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2"],
+        "dry run": ["heads", *tiny, "--dry-run", "-o", "dry", "--shard", "1/2", "--correction", "corrected"],
         "trace --head-scores": ["trace", "--head-scores", "s.json", *own],
         "list models": ["list", "models"],
         "list datasets": ["list", "datasets"],

@@ -44,6 +44,7 @@ OUTSIDE = {"benchmarks", "studies", "tests"}
 BY_NAME = {
     "perturbkv": "public names",
     "perturbkv.analyses.result": "the figure of a result",
+    "perturbkv.analyses.stats": "public names",
     "perturbkv.auditing": "public names",
     "perturbkv.cli.command_line": "modules of commands",
     "perturbkv.configs.plugins": "modules of policies and scores",
