@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -232,6 +233,14 @@ def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure 
         paths.append(asked.output / f"{name}.png")
         figure.savefig(paths[-1], dpi=200)
     print("wrote", ", ".join(map(str, paths)))
+
+
+def log_ticks(axes: Axes, values: Iterable[float]) -> None:
+    """Make the x axis logarithmic, with a plain number at each of the values."""
+    ticks = sorted(set(values))
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -185,11 +185,12 @@ def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[st
             else:
                 axes.set_yscale("log")
                 axes.set_title(method, size=8)
-            axes.set_xscale("log")
+            common.log_ticks(axes, (round(100 * row["bytes"], 1) for row in rows if row["bits"] == 16))
         line[0].set_ylabel(label)
     for axes in panels[-1]:
         axes.set_xlabel("bytes / full cache in 16 bits (%)")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=4,
+                  title="stars: every entry kept")  # fmt: skip
     return figure
 
 

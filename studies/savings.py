@@ -341,7 +341,7 @@ def draw(members: Sequence[dict[str, Any]]) -> Figure:
                     axes.annotate("", (point["reached"], height), (point["at"], height), arrowprops=arrow)
             if factor == 100:
                 axes.axhline(100 * found["full"], color="0.7", linewidth=0.8)
-            axes.set_xscale("log")
+            common.log_ticks(axes, (point["at"] for point in found["points"]))
             axes.set_yscale("linear" if factor == 100 else "log")
             axes.set(xlabel="cache share" if member["along"] == "held" else "budget", ylabel=MEASURES[found["measure"]])
         line[0].legend(fontsize=6)
