@@ -54,7 +54,7 @@ Chosen = Mapping[str, NDArray[np.intp]]
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What one selection loses at every α of a trace.
+    """Losses of one selection at every α of a trace.
 
     Attributes:
         baseline: `attention`, which has no α.

@@ -45,7 +45,7 @@ def configurations(asked: argparse.Namespace, d_head: int) -> list[pk.EvictionCo
 
 
 class Numbers:
-    """What rows are made of: (sample, config) arrays of a trace's complete samples."""
+    """Measured numbers of the rows: (sample, config) arrays of a trace's complete samples."""
 
     def __init__(self, trace: pk.Trace) -> None:
         self.configs = trace.run.configs
