@@ -102,7 +102,7 @@ class CacheEntries(Record):
 
     @derived(dims=("layer",))
     def value_floors(self) -> Floats:
-        """The same of values."""
+        """Distance of the worst value from the full cache's, in noise floors."""
         return _largest_in_floors(self.value_distance, self.value_floor)
 
     @derived(heading="#per set", json=False)

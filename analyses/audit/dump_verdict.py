@@ -143,7 +143,7 @@ class DumpedRequest(Record):
 
     @derived(heading="#values", text=_percent)
     def value_distance(self) -> float:
-        """The same of values."""
+        """Largest distance of a value that does not differ, over its head's values' norm, as of keys."""
         return float(np.fmax.reduce(self.distances[:, 1]))
 
     @derived(heading="#outputs", text=_percent)

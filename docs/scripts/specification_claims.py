@@ -1,7 +1,8 @@
 """Claims of docs/results/four_models.md, read from the rows and traces that `specification.py` left.
 
 `python docs/scripts/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds`
-how near the bounds are to the change; with `--confirm` both are about the confirming runs. `sentences` judges by the
+how near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
+`--confirm` they are about the confirming runs. `sentences` judges by the
 confirming runs what was read off the others. The rules stand in docs/results/rules.md, which was written first.
 """
 
@@ -24,6 +25,7 @@ ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
 """A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
 POOLED = ("paper-v2", "released-v2")
+GAIN_SETTING = ("model", "template", "window", "granularity")
 BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
 """Both kinds; of a confirmed sentence's settings, at least so many are on its side, and at most so few against it."""
 
@@ -177,6 +179,16 @@ def gains_counted(name: str, found: Sequence[Concordance]) -> str:
     return f"{name}: {sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"
 
 
+def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield, per setting of preset paper on news, what part of the propagated sum's gain each of two alone brings."""
+    rows = [row for row in found if row["preset"] == "paper" and row["dataset"] == "multi_news"]
+    sums = {(tuple(row[name] for name in GAIN_SETTING), row["comparison"]): float(row["value"]) for row in rows}
+    for setting in dict.fromkeys(setting for setting, _ in sums):
+        gain = 1 - sums[setting, "sum, propagated"]
+        stages, pooling = (1 - sums[setting, f"{name}, propagated"] for name in ("stages", "un-pooling"))
+        yield f"| {' | '.join(setting)} | {1 - gain:.3f} | {percent(stages / gain)} | {percent(pooling / gain)} |"
+
+
 def seventh(found: Sequence[NextToken]) -> str:
     """Return the line of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
@@ -198,7 +210,7 @@ def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
 def main() -> None:
     """Print what the finished runs say."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("claim", choices=("next", "sentences", "bounds"))
+    parser.add_argument("claim", choices=("next", "sentences", "bounds", "gain"))
     parser.add_argument("--only", default="", help="a word in the names of the runs")
     parser.add_argument("--confirm", action="store_true", help="the confirming runs")
     asked = parser.parse_args()
@@ -211,6 +223,9 @@ def main() -> None:
             print(line, flush=True)
             every = {name: every.get(name, []) + gained[name] for name in gained}
         print("\n".join(gains_counted(name, found) for name, found in every.items()), flush=True)
+        return
+    if asked.claim == "gain":
+        print("\n".join(gain_parts(read(confirm))), flush=True)
         return
     tokens = [one for run in measured for one in by_next_token(run)]
     if asked.claim == "next":

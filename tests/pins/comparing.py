@@ -57,7 +57,7 @@ NEW: tuple[str, ...] = (
 """What comes on purpose: beginnings of pins, and of entries of lists, that the earlier version does not have."""
 WORDS: tuple[str, ...] = (
     r"/figure/[^/]+/(texts|size|axes \d+/(place|ticks|tick labels))$",  # the foot names whole caches, which takes room
-    r"/figures/(length|\d+)$",
+    r"^ablation --methods all/figures/(length|\d+)$",
     r"^pk\.\w+\((baseline|treatments?|compare)\)/default$|^pk\.Prompt\.from_text\(id\)/default$",  # a trace's own
     r"^(grown|interrupted|killed|merge|terminated|workers)/equal$",  # counts of what files hold, sums among them
     r"^report( of two)?/(bytes|scripts|words|document page/traces/\d+/warnings/\d+)$",
