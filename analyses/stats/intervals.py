@@ -1,11 +1,12 @@
 """Intervals over samples of shares, means, medians and ratios, from a few samples: the only place where they are made.
 
-A share of samples has the exact interval of Clopper and Pearson (1934). Everything else is a statistic of weighted
-means over samples: leaving out one sample at a time gives its standard error (the jackknife: Efron, 1982), and
-Student's t widens it. Results of real prompts are skewed, and a few prompts weigh more than all others together; with
-n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to 90 % of draws, not in 95 %. So the degrees of
-freedom are those of `StatisticKind`, taken from a simulation on real samples (`docs/scripts/coverage.py`) to cover at
-least 92 %. Nothing is drawn at random: the same trace always gives the same interval.
+A share of samples, such as the mean of scores that are all 0 or 1, has the exact interval of Clopper and Pearson
+(1934). Everything else is a statistic of weighted means over samples: leaving out one sample at a time gives its
+standard error (the jackknife: Efron, 1982), and Student's t widens it. Results of real prompts are skewed, and a few
+prompts weigh more than all others together; with n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to
+90 % of draws, not in 95 %. So the degrees of freedom are those of `StatisticKind`, taken from a simulation on real
+samples (`docs/scripts/coverage.py`) to cover at least 92 %. Nothing is drawn at random: the same trace always gives the
+same interval.
 
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a
 limit, they say of the others only that these are rarer than 1 − 0.025^(1/n): such a share may lie at the far limit. Of
@@ -17,8 +18,8 @@ they go: there an end that does not leave out 0 lies further out by that same sh
 A mean over several data sets is stratified, as the samples of one say nothing of those of another: the squared
 distances from each data set's mean to the ends of its own interval add up, each end for itself (MOVER, the method of
 variance estimates recovery: Zou and Donner, Statistics in Medicine 27, 2008). Nothing is pooled: a data set in which
-all samples are alike keeps what its own interval leaves for others, and one of few samples keeps its wide interval. For
-a single data set this is the interval of `of_mean`.
+all samples are alike keeps what its own interval leaves for others, and one of few samples keeps its wide interval.
+An average of several is no share of samples: its parts are the jackknife's, also of scores that are all 0 or 1.
 """
 
 from __future__ import annotations
@@ -143,8 +144,18 @@ def of_share(hits: NDArray[np.bool_]) -> OptionalInterval:
 
 
 def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
-    """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out."""
+    """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out.
+
+    The exact one where each of five samples or more is 0 or 1, such as a number found or not: a share of samples.
+    """
     known = per_sample[~np.isnan(per_sample)]
+    if kind == share_kind(0) and len(known) >= MIN_SAMPLES and np.isin(known, (0, 1)).all():
+        return of_share(known == 1)
+    return _jackknife_of_mean(known, kind)
+
+
+def _jackknife_of_mean(known: Floats, kind: StatisticKind) -> OptionalInterval:
+    """Return the interval of the mean over samples of (sample,) values without NaN, whatever these are."""
     return of_statistic(lambda weights: weights @ known, len(known), kind)
 
 
@@ -305,7 +316,9 @@ def of_stratified_mean(strata: Sequence[Floats], kind: StatisticKind) -> Optiona
     A range where one of them has fewer than five samples: from the mean of their lower ends to that of their upper
     ones. None where one has a single sample.
     """
-    each = [of_mean(values, kind) for values in strata]
+    if len(strata) == 1:
+        return of_mean(strata[0], kind)
+    each = [_jackknife_of_mean(values, kind) for values in strata]
     known = [interval for interval in each if interval is not None]
     if len(known) < len(each):
         return None

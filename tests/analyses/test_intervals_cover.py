@@ -42,6 +42,19 @@ def test_a_share_of_samples_has_the_interval_of_clopper_and_pearson() -> None:
     assert f"[{100 * none.low:.0f}, {100 * none.high:.0f}]" == "[0, 37]"
 
 
+@pytest.mark.parametrize("samples", [5, 8, 36])
+def test_scores_of_0_and_1_alone_are_a_share_of_samples(samples: int) -> None:
+    for hits in range(samples + 1):
+        exact = stats.binomtest(hits, samples).proportion_ci(method="exact")
+        scores = np.array([1.0] * hits + [0.0] * (samples - hits) + [np.nan])  # the last has no score
+        expected = Interval(pytest.approx(exact.low), pytest.approx(exact.high))
+        assert intervals.of_mean(scores, share_kind(0)) == expected
+    partly = intervals.of_mean(np.array([0.5, 1.0, 0.0, 1.0, 0.0]), share_kind(0))
+    assert partly is not None
+    assert partly.high - partly.low > 0.9  # nothing is known of such a score but its few samples
+    assert intervals.of_mean(np.array([1.0, 0.0, 1.0]), share_kind(0)) == Interval(0.0, 1.0, "range")
+
+
 def test_a_ratio_of_sums_has_the_jackknifes_interval_on_the_logarithm() -> None:
     top, bottom = DRAW.lognormal(size=8), DRAW.lognormal(size=8)
     left_out = [math.log((top.sum() - t) / (bottom.sum() - b)) for t, b in zip(top, bottom, strict=True)]

@@ -38,11 +38,16 @@ class Opened:
     def ready(self, frame: int = 0) -> Any:
         """The frame, when it has drawn. The policy lets Playwright evaluate nothing while it waits, so this asks."""
         shown = self.page.frames[frame]
+        assert self.soon(lambda: shown.evaluate("performance.getEntriesByName('ready').length > 0")), self.errors
+        return shown
+
+    def soon(self, happened: Callable[[], bool]) -> bool:
+        """Whether something happens within ten seconds, which a busy machine may need."""
         for _ in range(500):
-            if shown.evaluate("performance.getEntriesByName('ready').length > 0"):
-                return shown
+            if happened():
+                return True
             self.page.wait_for_timeout(20)
-        raise AssertionError(f"expected the page within ten seconds, got {self.errors}")
+        return False
 
     def quiet(self) -> bool:
         """Whether nothing at all was complained of or asked for."""

@@ -23,7 +23,10 @@ def said(browser: Any, files: dict[str, str]) -> list[str]:
 
     page.route("**/*", answer)
     page.goto(f"{SITE}index.html")
-    page.wait_for_timeout(300)
+    for _ in range(500):  # ten seconds, which a busy machine may need
+        if any("404" not in line for line in printed):
+            break
+        page.wait_for_timeout(20)
     page.close()
     return [line for line in printed if "404" not in line]
 

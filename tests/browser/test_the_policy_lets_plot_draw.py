@@ -59,8 +59,7 @@ def test_what_is_planted_is_refused(opened: Open, planted: str) -> None:
     shown = opened(page(reported()))
     shown.ready()
     shown.page.evaluate(f"() => {{ {planted} }}")
-    shown.page.wait_for_timeout(50)
-    assert shown.violations() != []
+    assert shown.soon(lambda: shown.violations() != [])
     assert not shown.quiet()
 
 
@@ -69,8 +68,7 @@ def test_no_text_becomes_code(opened: Open, name: str, there: str) -> None:
     shown = opened(page(reported()))
     shown.ready()
     shown.page.evaluate(f"() => setTimeout(() => {{ {there} }})")
-    shown.page.wait_for_timeout(50)
-    assert any("unsafe-eval" in one for one in shown.errors)
+    assert shown.soon(lambda: any("unsafe-eval" in one for one in shown.errors))
 
 
 def test_the_page_needs_no_style_attribute_at_first(opened: Open) -> None:
