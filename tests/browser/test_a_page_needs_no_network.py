@@ -41,7 +41,6 @@ def test_the_network_log_holds_no_request_of_the_page(playwright: Any, tmp_path:
         path.write_text(html if not planted else f"<!doctype html>{planted}")
         browser = launched(playwright, f"--log-net-log={log}", "--net-log-capture-mode=Everything")
         shown = watched(browser, path)
-        assert not planted or shown.soon(lambda: shown.requests != [])
         shown.page.wait_for_timeout(500)
         browser.close()
         assert [one for one in asked_for(log) if "example.org" in one or not planted] == (
