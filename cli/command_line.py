@@ -104,6 +104,18 @@ def hide_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
     return _change_options({name: {"hidden": True} for name in names})
 
 
+def without_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that takes shared options from a command; their dataclasses keep the defaults."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        kept = {name: one for name, one in inspect.signature(command).parameters.items() if name not in names}
+        command.__signature__ = inspect.Signature(list(kept.values()))  # type: ignore[attr-defined]
+        command.__annotations__ = {name: parameter.annotation for name, parameter in kept.items()}
+        return command
+
+    return decorate
+
+
 def _change_options(
     changes: Mapping[str, Mapping[str, Any]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -150,7 +162,7 @@ def option_fields(group: Any) -> dict[str, Any]:
 def _fill_group(group: Any, values: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
     """Return a dataclass of options, filled with option values and those items of `context` that are its fields."""
     fields = {field.name for field in dataclasses.fields(group)}
-    options = {name: values[name] for name in option_fields(group)}
+    options = {name: values[name] for name in option_fields(group) if name in values}
     return group(**options, **{name: value for name, value in context.items() if name in fields})
 
 

@@ -97,34 +97,6 @@ NEEDS: Mapping[str, Need] = {
 _STRICTER_NEEDS: Mapping[str, Mapping[str, Need]] = {"generate": {"alpha": Need(_is_staged, "a two-stage selection")}}
 """Command -> options whose conditions are stricter there: generation has no bounds."""
 
-UNUSED: Mapping[str, Mapping[str, str]] = {
-    "generate": {
-        "steps": "answers are as long as --max-new-tokens says",
-        "save": "generate measures no outputs; perturbkv trace does",
-        "text": "it leaves no trace, and answers alone in its file",
-        "shard": "it leaves no trace, which alone has shards",
-        "shard_by": "it leaves no trace, which alone has shards",
-        "kept": "it leaves no trace, and answers alone in its file",
-    },
-    "patching": {
-        "save": "it measures no outputs; perturbkv trace does",
-        "text": "it leaves no trace, and no text in its file",
-        "kept": "it leaves no trace, and no positions in its file",
-        "correction": "it decodes from kept sets alone",
-        **dict.fromkeys(("shard", "shard_by"), "it leaves no trace, which alone has shards"),
-        **dict.fromkeys(
-            ("engine", "workers", "ray_address", "cpus_per_worker", "timeout_per_sample"),
-            "each choice waits for all samples; it measures in this process",
-        ),
-    },
-    "horizon": {"step": "it shows all of them"},
-    "budget": {"step": "means are over all of them"},
-    "budget --cliff": {"step": "KL is the mean over all of them"},
-    "needle": {"step": "perturbation is averaged over all of them"},
-    "tokens": {"step": "it shows the first"},
-}
-"""Command -> shared options without effect on it -> reason."""
-
 _ON_A_TRACE = frozenset({
     "trace", "output", "overwrite", "as_json", "step", "figure_format", "columns", "style", "explain",
     "compare", "distance", "per_sample", "budget", "budgets", "selection", "methods", "margin", "restrictions",
@@ -150,8 +122,6 @@ def reason_without_effect(command: str, name: str, run: DataOptions, configs: Se
     if name in _OWN_OPTIONS.get(command, ()):
         return ""
     need = _STRICTER_NEEDS.get(command, {}).get(name) or NEEDS.get(name)
-    if name in UNUSED.get(command, {}):
-        return _unused_reason(command, name)
     if need is None:
         needs = grid.why_without_effect(name, configs) if name in grid.known_options() else ""
     else:
@@ -174,7 +144,7 @@ def check_finished(command: str, run: DataOptions, path: Path) -> None:
     """Raise ConfigError for the first typed option that has no effect on a finished trace."""
     known = _ON_A_TRACE - _NOT_ON_A_TRACE.get(command, frozenset())
     reason = f"has no effect on a finished trace, and {path} is one; leave it out, or the trace, to make another"
-    _refuse_first(run, lambda name: _unused_reason(command, name) if name in known else reason)
+    _refuse_first(run, lambda name: "" if name in known else reason)
 
 
 def check_file(command: str, run: DataOptions, path: Path, known: Collection[str]) -> None:
@@ -199,12 +169,6 @@ def check_view(view: str, run: DataOptions, views: Mapping[str, Collection[str]]
         return f"has no effect here: {needs}; leave it out"
 
     _refuse_first(run, reason)
-
-
-def _unused_reason(command: str, name: str) -> str:
-    """Return the reason why a shared option never has an effect on a command; empty if it can have an effect."""
-    reason = UNUSED.get(command, {}).get(name)
-    return f"has no effect on {command}: {reason}; leave it out" if reason else ""
 
 
 def _refuse_first(run: DataOptions, reason_of: Callable[[str], str]) -> None:

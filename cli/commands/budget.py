@@ -15,7 +15,7 @@ from perturbkv.cli.choices import (
     parse_numbers,
     split_names,
 )
-from perturbkv.cli.command_line import hide_options, show_defaults
+from perturbkv.cli.command_line import hide_options, show_defaults, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis_views
 from perturbkv.configs.entry_counts import Budget
@@ -197,12 +197,13 @@ def _unfit_message(kept: dict[str, tuple[int, int]], of_shares: bool) -> str:
     )
 
 
-_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps", "step")
+_HIDDEN = ("seed", "data_dir", "max_tokens", "preset", "alpha", "precision", "scenario", "dtype", "steps")
 """Options of measuring that the help of `budget` leaves out."""
 
 
 @show_defaults(budget="by view")
 @hide_options(*_HIDDEN)
+@without_options("step")
 @analysis_views(
     _safe_budgets,
     cliff=_cliff,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from perturbkv.cli.choices import DEFAULT_COMPARE, METHODS, check_choice, parse_compare, parse_methods
-from perturbkv.cli.command_line import hide_options, show_defaults, show_options
+from perturbkv.cli.command_line import hide_options, show_defaults, show_options, without_options
 from perturbkv.cli.options import FRACTIONS, CompareOption, LookOptions, RunOptions
 from perturbkv.cli.session import Analysis, Session, analysis
 from perturbkv.errors import ConfigError
@@ -181,6 +181,7 @@ _HORIZON_STEPS, _LEAST_HORIZON_STEPS = 32, 3
 
 
 @show_defaults(steps=str(_HORIZON_STEPS))
+@without_options("step")
 @analysis
 def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT_COMPARE) -> Analysis:
     """Follow the perturbation over many decode steps.
@@ -204,7 +205,8 @@ def horizon(run: RunOptions, look: LookOptions, compare: CompareOption = DEFAULT
 
 
 @show_defaults(budget="a trace's first; 128")
-@hide_options("precision", "preset", "step")
+@hide_options("precision", "preset")
+@without_options("step")
 @analysis
 def tokens(
     run: RunOptions,
@@ -255,7 +257,8 @@ _NEEDLE_STEPS = 8
 @show_defaults(length=_NEEDLE_LENGTHS[0], depth=_NEEDLE_DEPTHS[0], steps=str(_NEEDLE_STEPS))
 @show_defaults(samples="one of each", policy="by --compare")
 @show_options("depth", "haystack")
-@hide_options("dataset", "data_dir", "step")
+@hide_options("dataset", "data_dir")
+@without_options("step")
 @analysis
 def needle(
     run: RunOptions,

@@ -16,7 +16,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
 from perturbkv.analyses.names import plural, short_names
 from perturbkv.cli import console, option_refusals
-from perturbkv.cli.command_line import with_options
+from perturbkv.cli.command_line import with_options, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import print_failures
@@ -93,6 +93,7 @@ def shorten(text: str) -> str:
 _KIND = FileKind("a file of answers", ConfigError, 2 * 2**30, "move it away, or give --overwrite or another --output")
 
 
+@without_options("steps", "save", "text", "kept", "shard", "shard_by")
 @with_options
 def generate(
     run: RunOptions,

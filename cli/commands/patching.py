@@ -10,7 +10,7 @@ from typer import Option
 from perturbkv.analyses.json_values import run_object
 from perturbkv.cli import console, dry_run, option_refusals
 from perturbkv.cli.choices import DEFAULT_COMPARE, parse_compare
-from perturbkv.cli.command_line import hide_options, with_options
+from perturbkv.cli.command_line import hide_options, with_options, without_options
 from perturbkv.cli.options import LOOK, FigureOptions, RunOptions
 from perturbkv.cli.planned_run import plan, run_folder
 from perturbkv.cli.session import Session
@@ -28,7 +28,20 @@ _COMMAND = "patching"
 _GAME_OPTIONS = ("by", "layers", "outcome", "exact")
 
 
-@hide_options(*option_refusals.UNUSED[_COMMAND], "preset", "alpha", "precision", "max_tokens", "dtype")
+@hide_options("preset", "alpha", "precision", "max_tokens", "dtype")
+@without_options(
+    "save",
+    "text",
+    "kept",
+    "correction",
+    "shard",
+    "shard_by",
+    "engine",
+    "workers",
+    "ray_address",
+    "cpus_per_worker",
+    "timeout_per_sample",
+)
 @with_options
 def patching(
     run: RunOptions,

@@ -16,7 +16,6 @@ from perturbkv.cli.options import RunOptions
 from perturbkv.selection.policies import registry
 from perturbkv.storage.trace.trace_file import read_run
 from tests.support.asked import instead, refused
-from tests.support.commands import command_of
 from tests.support.measured import MEASURED
 
 Run = Callable[..., Any]
@@ -101,9 +100,6 @@ def test_a_question_that_only_adds_is_answered(perturbkv: Run, measured: Path) -
 
 def test_every_name_of_the_table_is_an_option() -> None:
     assert set(option_refusals.NEEDS) <= set(option_fields(RunOptions))
-    for command, names in option_refusals.UNUSED.items():
-        words = [word for word in command.split() if not word.startswith("-")]
-        assert set(names) <= {parameter.name for parameter in command_of(words).params}
 
 
 def test_an_option_whose_help_names_what_it_is_for_needs_that() -> None:
