@@ -7,7 +7,7 @@ layer's drift, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,7 +145,10 @@ _NOT_OF_SETTING = ("policy", "selection", "window", "alpha", "pool", "budget")
 
 
 def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
-    """Draw how far all outputs move, over the cache share: a curve per method, SnapKV's first; a panel per setting."""
+    """Draw how far all outputs move, over the cache share: a curve per method, SnapKV's first; a panel per setting.
+
+    Many curves have more room, and SnapKV's alone a band.
+    """
     with style.use():
         groups: dict[str, list[MethodSetting]] = {}
         for one in sort_by_cache_share(result.settings, lambda one: one.cache_share):
@@ -154,32 +157,37 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
         colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
         columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))
         rows = -(-len(groups) // columns)
-        figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM + 10)
+        few = len(colours) <= _BANDED
+        figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM * (1 if few else 2) + 10)
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, (name, settings) in zip(panels, groups.items(), strict=False):
-            _draw_method_curves(panel, settings, colours)
+            _draw_method_curves(panel, settings, colours, colours if few else (_SNAPKV,))
             panel.set_title(name, loc="left")
         for panel in panels[len(groups) :]:
             panel.set_axis_off()
         handles = [
-            Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, linewidth=_line(name), label=name)
+            Line2D([], [], color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
+                   linewidth=_line(name), label=name)
             for index, (name, colour) in enumerate(colours.items())
-        ]
+        ]  # fmt: skip
         figure.legend(
             handles=handles,
             loc="outside upper left",
             ncols=legend_columns(colours, width_mm, 2 if width_mm < style.WIDE_MM else 4),
         )
-        style.draw_foot(figure, result.identity, style.interval_legend(result.identity.samples))
+        bands = style.interval_legend(result.identity.samples)
+        style.draw_foot(figure, result.identity, bands if few else f"snapkv's band alone is drawn; {bands}")
     return figure
 
 
+_BANDED = 8
+"""Most curves that each have a band."""
 _SNAPKV = "snapkv"
 
 
 def _marker(index: int) -> str:
-    """Return the marker of a curve by its number."""
-    return "os^Dv"[index % 5]
+    """Return the marker of a curve by its number; seven, as ten colours with five would repeat after ten curves."""
+    return "os^DvPX"[index % 7]
 
 
 def _line(name: str) -> float:
@@ -187,8 +195,10 @@ def _line(name: str) -> float:
     return 1.8 if name == _SNAPKV else 1.0
 
 
-def _draw_method_curves(axes: Axes, settings: Sequence[MethodSetting], colours: dict[str, Any]) -> None:
-    """Draw a curve per method through the settings, which differ in budget alone, with its band of intervals."""
+def _draw_method_curves(
+    axes: Axes, settings: Sequence[MethodSetting], colours: dict[str, Any], banded: Collection[str]
+) -> None:
+    """Draw a curve per method through the settings, which differ in budget alone; those `banded` with their band."""
     for index, (name, colour) in enumerate(colours.items()):
         rows = (row for one in settings for row in one.rows if row.name == name)
         points: list[MethodSetting | Row] = list(settings if name == _SNAPKV else rows)
@@ -197,7 +207,7 @@ def _draw_method_curves(axes: Axes, settings: Sequence[MethodSetting], colours: 
         axes.plot(percent, moved, color=colour, marker=_marker(index), markersize=3.5, markerfacecolor="none",
                   linewidth=_line(name), gid=name)  # fmt: skip
         ends = [point.relative_interval for point in points]
-        if len(points) > 1 and all(ends):
+        if name in banded and len(points) > 1 and all(ends):
             low, high = (
                 style.positive(np.array([100 * getattr(end, side) for end in ends])) for side in ("low", "high")
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -77,7 +77,8 @@ def run_sides(run: RunConfig) -> Sides:
     budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
     names = make_distinct([escape_line(name) for name in curve_names([run.configs[group[0]] for group in groups])])
-    pairs, left_out = _pairs_by_budget(side, budget)
+    usual = {side[config] for pair in _usual_pairs(run) for config in pair}
+    pairs, left_out = _pairs_by_budget(side, budget, usual)
     return Sides(names, budgets, side, budget, pairs, left_out)
 
 
@@ -86,15 +87,20 @@ def first_choice(run: RunConfig, sides: Sides) -> Start:
 
     A single side is paired with itself.
     """
-    try:
-        usual = [pair for pair in pairs(run, "attention", "two-stage") if pair[0].budget == pair[1].budget]
-    except TraceError:
-        usual = []
-    configs = [(run.configs.index(first), run.configs.index(second)) for first, second in usual] or list(sides.pairs)
+    configs = _usual_pairs(run) or list(sides.pairs)
     if not configs:
         return Start(sides.side[0], sides.side[0], sides.budget[0])
     first, second = configs[0]
     return Start(sides.side[first], sides.side[second], sides.budget[first])
+
+
+def _usual_pairs(run: RunConfig) -> list[IndexPair]:
+    """Return the index pairs of attention and two-stage at equal budgets; empty where the run lacks one of them."""
+    try:
+        usual = pairs(run, "attention", "two-stage")
+    except TraceError:
+        return []
+    return [(run.configs.index(one), run.configs.index(other)) for one, other in usual if one.budget == other.budget]
 
 
 def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
@@ -106,10 +112,20 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(distinct)
 
 
-def _pairs_by_budget(side: Sequence[int], budget: Sequence[int]) -> tuple[tuple[IndexPair, ...], int]:
-    """Return index pairs of configurations with equal budget, at most `MOST_PAIRS`, and the number of omitted pairs."""
+def _pairs_by_budget(
+    side: Sequence[int], budget: Sequence[int], usual: Collection[int]
+) -> tuple[tuple[IndexPair, ...], int]:
+    """Return index pairs of configurations with equal budget, at most `MOST_PAIRS`, and the number of omitted pairs.
+
+    Pairs of the `usual` sides come first, then those with one of them.
+    """
+
+    def rank(pair: IndexPair) -> tuple[int, int]:
+        sides = (side[pair[0]], side[pair[1]])
+        return sum(one not in usual for one in sides), max(sides)
+
     every = [(first, second) for first, second in combinations(range(len(side)), 2) if budget[first] == budget[second]]
-    shown = sorted(every, key=lambda pair: max(side[pair[0]], side[pair[1]]))[:MOST_PAIRS]
+    shown = sorted(every, key=rank)[:MOST_PAIRS]
     return tuple(sorted(shown)), len(every) - len(shown)
 
 

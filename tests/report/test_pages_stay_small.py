@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.reporting import page_blocks
+from perturbkv.reporting import page_blocks, sides
 from perturbkv.reporting.page_blocks import LIBRARIES, Blocks, Payload, blocks_limit
 from perturbkv.reporting.payload import payload
 from tests.support.decoded import array, bundle, inflated, numbers, trace_of
@@ -105,6 +105,16 @@ def test_many_sides_leave_out_pairs_of_the_last_ones() -> None:
     assert len(told["pairs"]) == 400 and told["pairs_left_out"] == 20 * 28 - 400
     assert {tuple(told["configs"][one]["side"] for one in pair) for pair in told["pairs"]} >= {(0, 1), (0, 2), (1, 2)}
     assert array(page, "pair_sum").shape == (13, 400, 2, 3)
+
+
+def test_the_pair_that_is_shown_first_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = paged(2, configs(8, (0.1,))[::-1], 1, 2, 400).run  # the usual sides come last
+    monkeypatch.setattr(sides, "MOST_PAIRS", 3)
+    found = sides.run_sides(run)
+    start = sides.first_choice(run, found)
+    first, second = (found.config(side, start.budget) for side in (start.baseline, start.treatment))
+    assert {run.configs[one].selection.name for one in (first, second)} == {"attention", "two-stage"}
+    assert (min(first, second), max(first, second)) in found.pairs
 
 
 @pytest.mark.parametrize("values", [0, 51_840, 400_000, 786_432])
