@@ -22,7 +22,7 @@ from tests.attack.outputs import bind_socket
 
 COUNT = 1000
 """More than there are: `make attack` tries all."""
-DEEP, DIGITS, ROOT = 10_000, "9" * 5_000, Path(__file__).resolve().parents[2]
+DEEP, DIGITS = 10_000, "9" * 5_000
 RIGHT: dict[str, Callable[[bytes], bytes]] = {
     "as it should be": lambda right: right, "a byte order mark": lambda right: b"\xef\xbb\xbf" + right,
     "CR alone": lambda right: right.replace(b"\n", b"\r"), "CR LF": lambda right: right.replace(b"\n", b"\r\n"),

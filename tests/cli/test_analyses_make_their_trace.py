@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,6 @@ def unbudgeted(tiny: list[object]) -> list[object]:
     """The tiny run without its budget: prompts of 182 tokens, window 8."""
     place = tiny.index("--budget")
     return tiny[:place] + tiny[place + 2 :]
-
-
-@pytest.mark.slow
-def test_an_ablation_measures_the_whole_chain(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("ablation", *tiny, "-o", "out", "--json", "--format", "pdf")
-    assert ran.code == 0, ran.err
-    settings = ran.json()["settings"]
-    assert [setting["granularity"] for setting in settings] == ["query", "kv"]
-    staged = [(row["name"], row["alpha"]) for row in settings[1]["rows"] if row["alpha"] is not None]
-    assert staged == [
-        (name, alpha) for name in ("two-stage-uniform", "two-stage", "mean-of-products") for alpha in (0.0, 0.25, 0.5)
-    ]
-    assert all(not setting["absent"] for setting in settings)
-    assert len(read_run(Path("out/trace.h5")).configs) == (6 + 6) + (6 + 9)
-    assert Path("out/ablation.pdf").exists()
 
 
 @pytest.mark.slow
@@ -80,21 +64,3 @@ def test_budgets_that_nobody_chose_are_left_out_where_they_do_not_fit(perturbkv:
     ran = perturbkv("layers", *unbudgeted, "--budgets", "-o", "out", "--format", "png")
     assert ran.code == 0, ran.err
     assert {str(config.budget) for config in read_run(Path("out/trace.h5")).configs} == {"0.05", "0.1", "0.2", "0.4"}
-
-
-def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
-    told = perturbkv("ablation", *tiny, "--dry-run", "--json").json()
-    assert len(told["kept"]) == 27
-    assert {(one["config"]["budget"], one["entries"]) for one in told["kept"]} == {(24, 24)}
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["bound-tightness", "assumption", "layers"])
-def test_every_command_leaves_trace_figures_and_summary(perturbkv: Run, unbudgeted: list[object], command: str) -> None:
-    once = instead(unbudgeted, "--samples", 1)
-    ran = perturbkv(command, *once, "-b", 24, "-b", 60, "--steps", 2, "--step", 1, "-o", "out")
-    assert ran.code == 0, ran.err
-    names = {path.name for path in Path("out").iterdir()}
-    assert {"trace.h5", "summary.json", f"{command}.png", f"{command}.svg"} <= names
-    assert '"kind": "interval"' not in json.dumps(json.loads(Path("out/summary.json").read_text())["analyses"])

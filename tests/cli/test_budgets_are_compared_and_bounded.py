@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.storage.trace.trace_file import read_run
 from tests.analyses.test_safe_budgets_by_hand import levels
 from tests.support.asked import refused
-from tests.support.swept import BUDGETS, swept
+from tests.support.swept import swept
 
 Run = Callable[..., Any]
 
@@ -76,14 +75,3 @@ def test_bytes_are_told_where_a_length_is_asked_for(perturbkv: Run, path: Path) 
     assert "1,000,000" in ran.out
     assert "0.715" in ran.out  # GiB of the full cache: 96 bytes an entry
     assert "0.143 /" in ran.out and "0.0715 /" in ran.out
-
-
-@pytest.mark.slow
-def test_it_makes_its_trace(perturbkv: Run, tiny: list[object]) -> None:
-    swept_over = [word for budget in BUDGETS for word in ("--budget", budget)]
-    place = tiny.index("--budget")
-    run = [*tiny[:place], *tiny[place + 2 :], *swept_over]
-    ran = perturbkv("budget", *run, "--max-kl", 1000, "-o", "out", "--format", "png")
-    assert ran.code == 2, ran.err  # fewer than five samples have no bound
-    assert [one.budget.value for one in read_run(Path("out/trace.h5")).configs[:5]] == [0.1, 0.1, 0.2, 0.2, 0.4]
-    assert json.loads(Path("out/summary.json").read_text())["analyses"]["budget"]["exit_code"] == 2

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.storage.trace.trace_file import read_run
 from tests.support.linked import answered, methods
 
 Run = Callable[..., Any]
-NEEDLE = ["--lengths", "300,340", "--depths", "0,1", "--haystack", "noise", "--samples", 4, "--max-new-tokens", 4]
 
 
 @pytest.fixture
@@ -30,22 +28,6 @@ def made(tmp_path: Path) -> Callable[..., Path]:
         return trace.save(tmp_path / f"{dataset}.h5")
 
     return save
-
-
-@pytest.mark.slow
-def test_a_link_makes_the_trace_that_it_needs_and_reads_it_again(perturbkv: Run, model: Path) -> None:
-    asked = ["--model", model, "--budget", 40, "--budget", 60, "--window", 8]
-    compare = ["--compare", "snapkv:attention,snapkv:two-stage,snapkv:random"]
-    ran = perturbkv("correlation", *asked, *NEEDLE, *compare, "-o", "out", "--format", "png")
-    assert ran.code == 0, ran.err
-    assert {path.name for path in Path("out").iterdir()} == {"trace.h5", "correlation.png", "summary.json"}
-    run = read_run(Path("out/trace.h5"))
-    assert (run.generate, run.steps, len(run.configs)) == (4, 1, 6)
-    told = json.loads(Path("out/summary.json").read_text())["analyses"]["correlation"]
-    assert [one["name"] for one in told["settings"]] == ["40", "60"]
-    again = perturbkv("correlation", "out/trace.h5", "-o", "again", "--json")
-    assert again.code == 0, again.err
-    assert again.json()["settings"] == told["settings"]
 
 
 @pytest.mark.slow

@@ -25,26 +25,6 @@ GRID = ["--lengths", "300,340", "--depths", "0,1", "--haystack", "noise", "--ste
 
 
 @pytest.mark.slow
-def test_needle_leaves_trace_figures_and_the_score_beside_the_perturbation(perturbkv: Run, small: list[object]) -> None:
-    ran = perturbkv("needle", *small, *GRID, "-o", "out", "--format", "png")
-    assert ran.code == 0, ran.err
-    assert {path.name for path in Path("out").iterdir()} == {
-        "trace.h5", "needle.png", "needle-digits.png", "needle-depths.png", "needle-correlation.png", "summary.json"
-    }  # fmt: skip
-    trace = read_trace(Path("out/trace.h5"))
-    assert (trace.run.generate, trace.run.steps, len(trace.sample_ids), len(trace.run.configs)) == (5, 2, 4, 6)
-    told = json.loads(Path("out/summary.json").read_text())["analyses"]["needle"]
-    assert [method["config"]["label"] for method in told["methods"]] == trace.run.labels()
-    assert told["full"]["score"] == trace.arrays["score_full"].mean()
-    (link,) = told["correlation"]["budgets"]
-    assert {one["measure"] for one in link["correlations"]} == {"isolated", "theta", "propagated", "lost"}
-    assert set(link["measured"]) > {"kl", "drift", "kl_all", "drift_all", "propagated_all"}
-    again = perturbkv("needle", "out/trace.h5", "-o", "again", "--json")
-    assert again.code == 0, again.err
-    assert again.json()["methods"] == told["methods"]
-
-
-@pytest.mark.slow
 def test_needle_in_context_only_compares_methods_whose_options_have_commas(perturbkv: Run, small: list[object]) -> None:
     methods = "snapkv(pool=average, kernel=5):attention,two-stage(alpha=0.5, score=pooled)"
     ran = perturbkv("needle", *small, *GRID, "--scenario", "context-only", "--compare", methods, "-o", "out", "--json")
@@ -54,16 +34,6 @@ def test_needle_in_context_only_compares_methods_whose_options_have_commas(pertu
     labels = read_run(Path("out/trace.h5")).labels()
     assert len(labels) == 2, labels
     assert ("kernel=5" in labels[0], "alpha=0.5" in labels[1]) == (True, True), labels
-
-
-def test_horizon_follows_its_steps(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("horizon", *tiny, "--steps", 6, "-o", "out", "--format", "png")
-    assert ran.code == 0, ran.err
-    assert {"horizon.png", "horizon-heads.png", "summary.json", "trace.h5"} == {p.name for p in Path("out").iterdir()}
-    told = json.loads(Path("out/summary.json").read_text())["analyses"]["horizon"]
-    assert told["steps"] == 6
-    assert len(told["configs"][0]["curves"][0]["relative"]) == 6
-    assert read_run(Path("out/trace.h5")).steps == 6
 
 
 def test_generate_writes_a_line_per_sample_and_goes_on(perturbkv: Run, tiny: list[object]) -> None:
