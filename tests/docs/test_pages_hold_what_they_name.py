@@ -102,12 +102,6 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 
 
-@pytest.mark.parametrize("word", ["Protection", "Preset", "Needle", "Margin", "Kept set", "Same ends"])
-def test_the_glossary_has_a_word(word: str) -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "reference" / "glossary.md").read_text(), re.MULTILINE)
-    assert word.lower() in ", ".join(headings).lower().split(", ")
-
-
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 TYPED = re.compile(r"[(=]|^(?:perturbkv |pk\.)")
 """What a reader types: a call, an argument, a command or a public name; it need not be in the notebook."""
