@@ -121,6 +121,20 @@ def test_a_budget_of_bytes_is_filled_with_entries(equal_bytes: dict[str, Any], t
     assert (tmp_path / "out" / "equal_bytes.png").exists()
 
 
+@pytest.mark.slow
+def test_rows_in_16_bits_are_plain_eviction(perturbkv: Run, answerable: list[object], tmp_path: Path) -> None:
+    """The configuration is the one that any other command has: what it keeps and loses is the same."""
+    study("equal_bytes", *answerable, "--budget", 0.3, "-o", tmp_path / "out")
+    both = ["--granularity", "kv", "--selection", "attention", "--selection", "two-stage"]
+    perturbkv("trace", *answerable, "--budget", 0.3, *both, "-o", "plain.h5")
+    out, plain = read_trace(tmp_path / "out" / "trace.h5"), read_trace(Path("plain.h5"))
+    places = [out.run.configs.index(config) for config in plain.run.configs]
+    for name in ("kept_count", "held_share", "held_bytes", "theta"):
+        assert np.array_equal(out.arrays[name][:, places], plain.arrays[name]), name
+    found, expected = (one.arrays["perturbation_propagated"] for one in (out, plain))
+    np.testing.assert_allclose(found[:, places], expected, rtol=1e-4, atol=1e-7)
+
+
 def test_precisions_sweep_like_other_choices(perturbkv: Run, answerable: list[object]) -> None:
     Path("sweep.yaml").write_text("selection: attention\nbudget: 64\nprecision: [full, quantise]\nbits: [8, 2]\n")
     told = perturbkv("trace", *answerable, "--config", "sweep.yaml", "--dry-run", "--json").json()
