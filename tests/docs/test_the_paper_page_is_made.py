@@ -123,6 +123,15 @@ def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypa
     assert steps["seconds"](made[0], Path("other"), tmp_path) is None
 
 
+def test_every_step_took_less_than_its_limit_and_all_less_than_two_hours() -> None:
+    text = (DOCS / "results" / "paper.md").read_text()
+    took = [line.rpartition(": ")[2] for line in text.splitlines() if line.startswith("# ") and line.endswith(" min")]
+    minutes = [int(one.removesuffix(" min")) for one in took]
+    assert len(minutes) == len(functions("paper_steps")["STEPS"])
+    assert max(minutes) <= functions("paper_steps")["LIMIT"] / 60
+    assert sum(minutes) < 120
+
+
 def test_commands_stand_in_the_page_as_they_are_run() -> None:
     text = (DOCS / "results" / "paper.md").read_text()
     for step in functions("paper_steps")["STEPS"]:
@@ -154,6 +163,13 @@ def test_verdicts_follow_the_interval() -> None:
     )
 
 
+def test_a_small_model_is_unlike_and_contradicts_nothing() -> None:
+    words = functions("paper_verdicts")["WORDS"]
+    assert not [word for word in words if "contra" in word or "refute" in word]
+    hand = _by_hand()
+    assert not [word for word in ("contradict", "contrary") if word in hand]
+
+
 def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, tmp_path: Path) -> None:
     sections = _page(longbench, tmp_path / "nothing", tmp_path / "paper.md")
     text = (tmp_path / "paper.md").read_text()
@@ -162,6 +178,18 @@ def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, 
         assert f"| {said} |" in text
     used = {row[4].strip("*") for title in SECTIONS for row in sections[title]}
     assert used == {*rules["RULES"]}
+
+
+def _by_hand() -> str:
+    return " ".join(
+        line for line in (DOCS / "results" / "paper.md").read_text().splitlines() if not line.startswith("| ")
+    )
+
+
+def test_the_page_says_what_it_is_of() -> None:
+    hand = _by_hand()
+    assert "Every perturbation, drift and KL, isolated or propagated, is that of the first decoding token alone" in hand
+    assert "The verdict is by the share of a prompt's heads and its interval over prompts." in hand
 
 
 def test_one_better_and_eleven_worse_are_told_apart_by_the_sign_test() -> None:
