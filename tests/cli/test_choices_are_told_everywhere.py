@@ -48,12 +48,19 @@ def test_its_own_choice_is_compared_with_the_criterion_s(perturbkv: Run, tiny: l
         assert (found.arrays["prefill_seconds"] > 0).all() and (found.arrays["prefill_seconds_full"] > 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "command"), [(QUEST, "bound-tightness"), (QUEST, "assumption"), (SLASH, "layers"), (QUEST, "generate")]
-)
+    ("policy", "command"),
+    [
+        (QUEST, "generate"),
+        *(pytest.param(*one, marks=pytest.mark.slow)
+          for one in ((QUEST, "bound-tightness"), (QUEST, "assumption"), (SLASH, "layers"))),
+    ],
+)  # fmt: skip
 def test_every_command_says_it(perturbkv: Run, tiny: list[object], policy: str, command: str) -> None:
-    more = {"assumption": [], "generate": ["--selection", "attention", "--max-new-tokens", 4]}
+    more = {
+        "assumption": [],
+        "generate": ["--selection", "attention", "--selection", "hindsight", "--max-new-tokens", 4],
+    }
     compared = more.get(command, ["--compare", "attention,two-stage"])
     ran = perturbkv(command, *tiny, "--policy", policy, *compared, "-o", "out")
     assert ran.code == 0, ran.err

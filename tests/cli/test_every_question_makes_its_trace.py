@@ -43,8 +43,9 @@ def answer(ran: Any) -> dict[str, Any]:
     return {key: value for key, value in ran.json().items() if key not in ("asked", "figures")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question", [one if one == "horizon" else pytest.param(one, marks=pytest.mark.slow) for one in QUESTIONS]
+)
 def test_a_question_makes_its_trace_and_answers_the_same_from_it(
     perturbkv: Run, model: Path, data: Path, question: str
 ) -> None:
@@ -87,6 +88,13 @@ def test_restrictions_are_measured_beside_single_entries_per_head(perturbkv: Run
         assert held["layer(block=16)"] == held["kv(block=16)"]
         assert held["head"] == held["model"] == held["model(reduce=union)"] == held["layer"]
     assert Path("out/ablation-restrictions.pdf").exists()
+
+
+def test_a_dry_run_of_an_analysis_runs_nothing(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
+    told = perturbkv("ablation", *tiny, "--dry-run", "--json").json()
+    assert len(told["kept"]) == 27
+    assert {(one["config"]["budget"], one["entries"]) for one in told["kept"]} == {(24, 24)}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_budgets_by_head_are_restricted_to_blocks_alone(perturbkv: Run, tiny: list[object]) -> None:
