@@ -12,7 +12,7 @@ from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.verdicts import equal_isolated, equal_propagated
 from perturbkv.trace import Trace
-from tests.analyses.test_pages_tie_by_hand import EVICTING, made
+from tests.analyses.test_ties_by_hand import EVICTING, made
 from tests.support.measured import config
 
 LINED = (config("attention", policy="vertical-slash"), config("two-stage", policy="vertical-slash"))

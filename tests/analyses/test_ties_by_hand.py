@@ -1,4 +1,4 @@
-"""Verdicts of one prompt in two precisions: which agree, which are left out, what both rules say."""
+"""Ties by hand: of heads, and of pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from perturbkv.analyses.heads.half_precision import compare
+from perturbkv.analyses.heads.heads import compare_heads
+from perturbkv.analyses.identity import identity
+from perturbkv.analyses.verdicts import equal_isolated, equal_propagated, equal_whole
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 from tests.support.measured import config, hand_made
@@ -16,7 +19,7 @@ from tests.support.measured import config, hand_made
 CONFIGS = (config("attention"), config("two-stage"))
 
 
-def made(
+def tied(
     baseline: list[list[float]], treatment: list[list[float]], floor: float, token: list[int] | None = None
 ) -> Trace:
     """(sample, head) perturbations of one layer, both kinds alike; no kept set equals another."""
@@ -33,11 +36,11 @@ def made(
     return dataclasses.replace(trace, arrays={**trace.arrays, "token_id": tokens})
 
 
-EXACT = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 6, 5, 4], [4, 6, 5, 4]], 1e-9)
+EXACT = tied([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 6, 5, 4], [4, 6, 5, 4]], 1e-9)
 
 
 def test_decided_heads_agree_oppose_or_are_tied_in_the_exact_trace() -> None:
-    rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4.9], [4, 6, 5, 4]], 0.1)
+    rounded = tied([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4.9], [4, 6, 5, 4]], 0.1)
     isolated, propagated = compare(EXACT, rounded, "attention", "two-stage")
     assert [(one.kind, one.distance) for one in (isolated, propagated)] == [("isolated", "l1"), ("propagated", "l1")]
     found = isolated.by_difference
@@ -48,24 +51,24 @@ def test_decided_heads_agree_oppose_or_are_tied_in_the_exact_trace() -> None:
 
 
 def test_noise_acts_on_the_difference_and_the_old_rule_looks_at_each_value_alone() -> None:
-    rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[5.15, 6, 5, 4], [4, 6, 5, 4]], 0.1)
+    rounded = tied([[5, 5, 5, 5], [5, 5, 5, 5]], [[5.15, 6, 5, 4], [4, 6, 5, 4]], 0.1)
     ties = compare(EXACT, rounded, "attention", "two-stage")[0]
     assert (ties.by_difference.decided, ties.by_difference.opposite) == (5, 0)
     assert (ties.alone.decided, ties.alone.opposite) == (6, 1)
 
 
 def test_a_sample_that_decodes_another_token_is_counted_and_left_out() -> None:
-    rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[6, 4, 4, 6], [4, 6, 5, 4]], 0.1, [8, 7])
+    rounded = tied([[5, 5, 5, 5], [5, 5, 5, 5]], [[6, 4, 4, 6], [4, 6, 5, 4]], 0.1, [8, 7])
     ties = compare(EXACT, rounded, "attention", "two-stage")[0]
     assert (ties.samples, ties.left_out, ties.heads) == (1, 1, 4)
     assert ties.by_difference.share == 1
-    neither = made([[5.0] * 4] * 2, [[4.0] * 4] * 2, 0.1, [8, 8])
+    neither = tied([[5.0] * 4] * 2, [[4.0] * 4] * 2, 0.1, [8, 8])
     with pytest.raises(TraceError, match="got none"):
         compare(EXACT, neither, "attention", "two-stage")
 
 
 def test_equal_kept_sets_tie_whatever_rounding_says() -> None:
-    rounded = made([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4], [4, 4, 4, 4]], 0.1)
+    rounded = tied([[5, 5, 5, 5], [5, 5, 5, 5]], [[4, 4, 4, 4], [4, 4, 4, 4]], 0.1)
     places = np.array(rounded.arrays["kept_offset"])
     places[0, 1, 0, 2:] = places[0, 0, 0, 2:]
     same = dataclasses.replace(rounded, arrays={**rounded.arrays, "kept_offset": places})
@@ -76,3 +79,47 @@ def test_traces_of_other_prompts_are_refused() -> None:
     other = dataclasses.replace(EXACT, sample_ids=("a", "b"))
     with pytest.raises(TraceError, match="expected one run's samples"):
         compare(EXACT, other, "attention", "two-stage")
+
+
+EVICTING = (config("attention"), config("two-stage"))
+READING = (config("attention", policy="quest"), config("two-stage", policy="quest"))
+SAID = "quest: nothing is evicted; the cache share is what each head reads at a step, and all stays in memory."
+
+
+def made(configs: tuple[object, ...], evicted: int = 1) -> Trace:
+    """Six samples of one head: equal kept sets, and the treatment at half of the baseline's perturbation."""
+    both = np.tile(np.array([4.0, 2.0])[:, None, None], (6, 1, 1, 1))
+    floor = np.full((6, 1, 1), 1e-9)
+    arrays = {"perturbation_isolated": both, "perturbation_propagated": both, "noise_floor": floor,
+              "noise_floor_isolated": floor}  # fmt: skip
+    trace = hand_made(configs, arrays)  # type: ignore[arg-type]
+    places = np.array(trace.arrays["kept_offset"])
+    places[:, 1] = places[:, 0]
+    held = {**trace.arrays, "kept_offset": places, "evicted": np.full((6, 2), evicted, dtype=np.uint8)}
+    return dataclasses.replace(trace, arrays=held)
+
+
+@pytest.mark.parametrize("kind", [equal_isolated, equal_propagated])
+def test_equal_sets_tie_where_entries_went_and_not_where_pages_are_read(kind: object) -> None:
+    assert kind(made(EVICTING), 0, 1).all()  # type: ignore[operator]
+    assert not kind(made(READING), 0, 1).any()  # type: ignore[operator]
+    assert not kind(made((EVICTING[0], READING[1])), 0, 1).any()  # type: ignore[operator]
+
+
+def test_what_reads_everything_ties_with_what_keeps_everything() -> None:
+    for configs in (READING, (EVICTING[0], READING[1])):
+        trace = made(configs, evicted=0)
+        assert equal_isolated(trace, 0, 1).all() and equal_whole(trace, 0, 1).all()
+
+
+def test_verdicts_of_pages_are_told_from_what_was_measured() -> None:
+    tied, decided = (compare_heads(made(configs), "attention", "two-stage") for configs in (EVICTING, READING))
+    shares = [[one.isolated.better_share, one.propagated.better_share] for one in (*tied, *decided)]
+    assert shares == [[0.0, 0.0], [1.0, 1.0]]
+    assert SAID in " ".join(repr(decided).split()) and "quest" not in repr(tied)
+
+
+def test_a_run_s_identity_says_what_held_means() -> None:
+    trace = made(READING)
+    assert identity(trace, READING).lines()[-1] == SAID == identity(trace, READING[:1]).no_eviction_note()
+    assert identity(made(EVICTING), EVICTING).no_eviction_note() == ""

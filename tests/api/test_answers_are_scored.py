@@ -1,4 +1,4 @@
-"""Answers that `measure` generates: how long they are, what grades them, and what is measured again."""
+"""Answers that measure generates: what grades them, what is measured again; and templates of prompts of one's own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from perturbkv.errors import DatasetError, InterruptedRunError, TraceError, Unkn
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run import plan as planning
 from perturbkv.pipeline.sample import one_sample
+from tests.support.folders import model_folder
 from tests.support.notebook import CONFIGS, prompt
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
@@ -184,3 +185,40 @@ def test_a_run_that_generates_decodes_more_caches_at_once_where_memory_is_free(
     monkeypatch.setattr(planning.memory, "free_bytes", lambda device: 10**12)
     assert bound(model, data, generate=0) is None
     assert bound(model, data, resources=Resources(max_bytes=10**6)) == 10**6
+
+
+TEMPLATE = "{% for turn in messages %}<{{ turn['role'] }}>{{ turn['content'] }}{% endfor %}<assistant>"
+TWO = pk.grid(24, window=8)
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    found = pk.load_model(str(model_folder(tmp_path_factory.mktemp("api") / "tiny", positions=512)))
+    found.tokenizer.chat_template = TEMPLATE
+    return found
+
+
+@pytest.mark.parametrize(("asked", "told"), [(None, True), (True, True), (False, False)])
+def test_what_was_done_is_what_the_trace_tells(
+    templated: Adapter, asked: bool | None, told: bool, tmp_path: Path
+) -> None:
+    mine = pk.Prompt.from_text(TEXT, templated, "Who?", chat_template=asked)
+    said = templated.tokenizer.decode(mine.token_ids)
+    assert said == (f"<user>{TEXT}\n\nWho?<assistant>" if told else f"{TEXT}\n\nWho?")
+    pk.measure(templated, mine, TWO, path=tmp_path / "t.h5", progress=False)
+    assert pk.read_trace(tmp_path / "t.h5").run.chat_template is told
+
+
+def test_some_prompts_of_a_dataset_keep_its_template(templated: Adapter) -> None:
+    prompts = pk.load_prompts("needle", templated, samples=2, lengths=[200], haystack="noise")
+    assert prompts.chat_template
+    found = pk.measure(templated, [prompts[1]], TWO, progress=False)
+    assert found.run.dataset == "prompts"
+    assert found.run.chat_template
+
+
+def test_a_trace_that_could_tell_only_half_the_truth_is_refused(templated: Adapter) -> None:
+    mine = [pk.Prompt.from_text(TEXT, templated, id=name, chat_template=name == "a") for name in ("b", "a")]
+    with pytest.raises(DatasetError, match="got 'a' with it and 'b' without") as found:
+        pk.measure(templated, mine, TWO, progress=False)
+    assert "\n" not in str(found.value)

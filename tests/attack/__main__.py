@@ -13,7 +13,7 @@ from typing import Any
 from tests.attack.case import attack, sample
 from tests.attack.materials import prepare
 
-PARTS = ("outputs", "traces", "models", "options", "texts", "terminals")
+PARTS = ("outputs", "traces", "models", "options", "texts", "words")
 """Modules with a `COUNT` of cases to try, and `cases(shared, seed)`."""
 
 

@@ -11,10 +11,9 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the server starts, whose children read it
@@ -57,7 +56,6 @@ class Case:
         kind: cases of one kind try the same thing with other values.
         module: has the `main` that gets `argv`.
         before: what the process does first, such as giving up rights.
-        shell: redirections, for a command that a shell starts with `environment`; None for a forked process.
     """
 
     name: str
@@ -67,8 +65,6 @@ class Case:
     kind: str = ""
     module: str = MAIN
     before: Callable[[], None] | None = None
-    shell: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def attack(case: Case, folder: Path) -> Flaw:
@@ -76,10 +72,7 @@ def attack(case: Case, folder: Path) -> Flaw:
     folder.mkdir()
     case.spoil(folder)
     before = _contents(folder)
-    if case.shell is None:
-        outcome = run(case.argv, folder, module=case.module, before=case.before)
-    else:
-        outcome = run_in_shell(case.argv, folder, case.shell, case.environment)
+    outcome = run(case.argv, folder, module=case.module, before=case.before)
     after = _contents(folder)
     changed = tuple(sorted(name for name in before if before[name] != after.get(name)))
     flaw = case.expected(replace(outcome, changed=changed), folder)
@@ -227,20 +220,6 @@ def _command(
     if before is not None:
         before()
     importlib.import_module(module).main()
-
-
-def run_in_shell(argv: tuple[str, ...], folder: Path, redirections: str, environment: Mapping[str, str]) -> Outcome:
-    """Return the command's outcome where a shell starts it; of a pipe, the exit code of the command before it."""
-    command = [sys.executable, "-c", f"from {MAIN} import main; main()", *argv]
-    script = f'"$@" {redirections}\nexit ${{PIPESTATUS[0]}}'
-    env = {**os.environ, "COLUMNS": "80", **environment}
-    encoding = environment.get("PYTHONIOENCODING", "utf-8").partition(":")[0]
-    try:
-        ran = subprocess.run(["bash", "-c", script, "bash", *command], cwd=folder, capture_output=True, check=False,
-                             env=env, timeout=PATIENCE * LIMIT_S)  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Outcome(-9, "", "", hung=True)
-    return Outcome(ran.returncode, ran.stdout.decode(encoding, "replace"), ran.stderr.decode(encoding, "replace"))
 
 
 def _cache(folder: Path) -> Path:

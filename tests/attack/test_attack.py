@@ -17,14 +17,7 @@ from tests.attack.disturbed_run import HERE, DisturbedRun, flaw_of_outcome
 from tests.attack.materials import prepare
 
 SEED, COUNT = 1, 5
-SAMPLED = {
-    "outputs": "trace",
-    "traces": "list",
-    "models": "trace",
-    "options": "trace",
-    "texts": "list",
-    "terminals": "list",
-}
+SAMPLED = {name: "list" if name in ("traces", "texts", "words") else "trace" for name in PARTS}
 """Part -> the command of which some cases are tried here, and all by `make attack`."""
 KILL, CHAOS = "kill -9 of one process", "kill -9 of two shards at once"
 

@@ -21,21 +21,8 @@ from tests.attack.materials import MODEL, PROMPTS
 
 COUNT = 130
 NAME = "t.h5"
-_OPTIONS = (
-    "--model",
-    MODEL,
-    "--budget",
-    "24",
-    "--budget",
-    "30",
-    "--window",
-    "8",
-    "--save",
-    "outputs",
-    "--steps",
-    "3",
-    "--json",
-)
+_OPTIONS = ("--model", MODEL, "--budget", "24", "--budget", "30", "--window", "8", "--save", "outputs", "--steps", "3",
+            "--json")  # fmt: skip
 _TRACE = ("trace", *_OPTIONS, "--dataset", PROMPTS, "--samples", "2", "-o", NAME)
 _NEEDLE = ("needle", *_OPTIONS, "--lengths", "300", "--depths", "0,1", "--haystack", "noise", "--max-new-tokens", "3",
            "--compare", "snapkv:attention,two-stage", "--format", "svg", "-o", "out")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ten small evictions, right and wrong: each gets its verdict, its words, and the first layer where it shows."""
+"""Small evictions that are right, only lossy or wrong: each gets its verdict and its words."""
 
 from __future__ import annotations
 
@@ -22,17 +22,6 @@ MODELS = {
     "float16": {"family": "qwen3", "dtype": torch.float16},
 }
 ALL = {"single", "block", "batch"}
-FAULTS = {
-    "off_by_one": (ALL, 0, "new tokens stand 1 position too early"),
-    "rotated_again": (ALL, 1, "keys rotated again, each by its own position"),
-    "mask_of_evicted_length": ({"block"}, 0, "the mask of a block lets its tokens see those behind them"),
-    "swapped_values": (ALL, 1, "values of head 1"),
-    "values_of_others": (ALL, 1, "values of other entries than their keys"),
-    "with_padding": ({"batch"}, 0, "5 entries of padding attended to"),
-    "quantised": (ALL, 1, "keys quantised to 8 bits per entry"),
-    "repeated": (ALL, 0, "every entry is cached 2 times, once per query head (repeat_kv before caching)"),
-}
-"""Name -> situations that show it, first layer, words."""
 LOSSY = {
     "right": "",
     "without_sinks": "the first entry, a sink, goes in 6 of 6 kept sets",
@@ -49,20 +38,6 @@ def audited(name: str, eviction: Any, **more: Any) -> Audit:
     prompt = pk.Prompt("p", token_ids(60), 0)
     asked = {"steps": 3, "losses": False, "progress": False, **more}
     return pk.audit(model(name), prompt, eviction, **asked)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("planted_fault", FAULTS)
-def test_a_fault_is_named_with_its_first_layer(name: str, planted_fault: str) -> None:
-    situations, layer, words = FAULTS[planted_fault]
-    if planted_fault == "quantised" and name in ("bfloat16", "float16"):
-        return  # 8 bits lie within the rounding of these types: test_eight_bits_are_rounding_in_half_precision
-    result = audited(name, getattr(planted, planted_fault))
-    assert (result.verdict, result.exit_code) == ("differs", 1)
-    assert {fault.situation for fault in result.faults} == situations
-    assert (result.faults[0].layer, result.faults[0].step, result.faults[0].what) == (layer, 0, words)
-    assert words in result.conclusion()
-    assert "\n" not in result.conclusion()
 
 
 @pytest.mark.parametrize("name", MODELS)

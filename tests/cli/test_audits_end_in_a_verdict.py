@@ -1,10 +1,11 @@
-"""`perturbkv audit` ends in a verdict, an exit code, a document and a figure; what is asked wrongly in one line."""
+"""perturbkv audit ends in a verdict, an exit code, a document and a figure; what is asked wrongly in one line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from perturbkv import load_model, write_dump
+from perturbkv.auditing.dumps import vllm_audit
+from perturbkv.models.aliases import EMBEDDED
 from tests.audit import planted
 from tests.support.asked import refused
 
@@ -128,3 +131,55 @@ def test_what_a_dump_does_not_take_is_refused(perturbkv: Run, dump: list[object]
     (Path(str(dump[1])) / "layer-0.safetensors").write_bytes(b"cut")
     refused(perturbkv(*dump, "-o", "out"), "expected a complete safetensors file")
     assert not Path("out/audit.json").exists()
+
+
+VERDICTS = {"plain": ("exact: all", 0), "prefix": ("differs: request b", 1), "chunked": ("exact: all", 0)}
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models and options that an engine is asked for, which answers at once."""
+    engines_asked: list[Any] = []
+
+    def answer(model: str, situations: list[str], **options: Any) -> Iterator[tuple[str, Any]]:
+        engines_asked.append((model, list(situations), options["dtype"]))
+        for name in situations:
+            summary, code = VERDICTS[name]
+            yield name, SimpleNamespace(summary=summary, exit_code=code, to_dict=lambda summary=summary: [summary])
+
+    monkeypatch.setattr(vllm_audit, "audit_vllm", answer)
+    return engines_asked
+
+
+def test_each_situation_has_its_line_and_the_worst_is_the_exit_code(perturbkv: Run, asked_for: list[Any]) -> None:
+    names = ["--situation", "plain", "--situation", "prefix", "--situation", "chunked"]
+    ran = perturbkv("audit", "vllm:my/model", *names, "--dtype", "bfloat16")
+    assert ran.out.splitlines() == ["plain: exact: all", "prefix: differs: request b", "chunked: exact: all"]
+    assert (ran.code, asked_for) == (1, [("my/model", ["plain", "prefix", "chunked"], "bfloat16")])
+    assert perturbkv("audit", "vllm:", *names[:2]).code == 0
+    assert asked_for[-1][0] == EMBEDDED
+    ran = perturbkv("audit", "vllm:my/model", *names, "--json")
+    assert (ran.code, ran.json()["situations"]) == (1, {name: [text] for name, (text, _) in VERDICTS.items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget", "8"], "--budget has no effect on audit of an engine"),
+        (["--junit", "x.xml"], "--junit has no effect on audit of an engine"),
+        (["--situation", "plain", "--situation", "plain"], "got plain twice"),
+        (["--situation", "batch"], "unknown situation 'batch'; known: "),
+        ([], "expected the package vllm, got none installed; type: pip install vllm"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_one_line(perturbkv: Run, options: list[str], words: str) -> None:
+    refused(perturbkv("audit", "vllm:", *options), words)
+
+
+def test_a_slot_of_llamacpp_is_told_by_its_content(perturbkv: Run, tmp_path: Path) -> None:
+    (tmp_path / "anything.json").write_bytes(b"qsgg" + bytes([9, 0, 0, 0, 0, 0, 0, 0]))
+    refused(
+        perturbkv("audit", str(tmp_path / "anything.json"), "--model", "random:smollm2-135m"),
+        "cannot read this slot file of llama.cpp: expected version 4, got 9",
+    )
+    refused(perturbkv("audit", str(tmp_path / "anything.json"), "--budget", "8"), "--budget has no effect on")

@@ -46,15 +46,6 @@ def test_heads_leaves_trace_figure_summary_and_table(perturbkv: Run, tiny: list[
     assert f"{comparison['isolated']['improved']}" in ran.out
 
 
-@pytest.mark.slow
-def test_several_treatments_presets_and_budgets_make_a_comparison_each(perturbkv: Run, tiny: list[object]) -> None:
-    ran = perturbkv("heads", *tiny, "-b", "0.5", "--preset", "paper", "--preset", "paper-v2", "--compare",
-                    "attention,two-stage,random", "-o", "out", "--json")  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert len(ran.json()["comparisons"]) == 2 * 2 * 2
-    assert [path.name for path in Path("out").glob("*.png")] == ["heads-attention-two-stage-random.png"]
-
-
 def side(config: dict[str, Any]) -> str:
     return f"{config['policy']}:{config['selection']}"
 

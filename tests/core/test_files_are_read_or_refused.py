@@ -1,20 +1,30 @@
-"""A file that a user names is a regular one of a size that can be meant, in UTF-8; JSON is JSON. Else one line."""
+"""Files of users, runs and texts from elsewhere are read, or refused in a line."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
+import re
 import socket
 import threading
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import perturbkv as pk
-from perturbkv.errors import ConfigError, PerturbkvError
+from perturbkv.configs.choice import Choice, parse
+from perturbkv.configs.run import RunConfig
+from perturbkv.display import Table, as_html, as_text, print_part
+from perturbkv.errors import MOST_CHARACTERS, ConfigError, MissingPackageError, PerturbkvError, UnknownNameError
+from perturbkv.escaping import escape_control_characters, escape_line
+from perturbkv.selection.grid import configuration
 from perturbkv.user_files import FileKind, parse_json
 
 KIND = FileKind("a list", ConfigError, max_bytes=2**20, hint="choose another")
@@ -125,3 +135,160 @@ def test_what_is_no_json_is_told_in_a_few_words(text: str, said: str) -> None:
 def test_what_is_json_is_read_as_python_reads_it() -> None:
     text = '{"a": [1, -2.5e-3, true, null, "\\ud83d\\ude00"], "b": 123456789012345678901234567890, "c": 0.1}'
     assert parse_json(text) == json.loads(text)
+
+
+RUN = RunConfig("m", "d", (configuration(64, selection="two-stage(alpha=0.5)"),), save=("outputs",), max_tokens=900)
+
+
+def nested(depth: int) -> Any:
+    deep: Any = {"choice": "a", "options": {}}
+    for _ in range(depth):
+        deep = {"choice": "a", "options": {"b": deep}}
+    return deep
+
+
+def test_a_run_reads_what_it_wrote() -> None:
+    assert RunConfig.from_json(RUN.to_json()) == RUN
+
+
+OTHERS: dict[type, list[Any]] = {
+    str: [None, 7, [], {}, True],
+    bool: [None, 1, "true"],
+    int: [None, 1.5, "8", [], True],
+    dict: [None, 7, "x", [1]],
+    list: [None, 7, "x", [1], [[None]]],
+}
+"""A JSON value's kind -> what stands in its place."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name, held in json.loads(RUN.to_json()).items()
+        for value in OTHERS[type(held)]
+        if (name, value) != ("max_tokens", None)
+    ],
+    ids=str,
+)
+def test_an_entry_of_another_kind_is_refused(name: str, value: Any) -> None:
+    document = {**json.loads(RUN.to_json()), name: value}
+    with pytest.raises(PerturbkvError) as told:
+        RunConfig.from_json(json.dumps(document))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", json.loads(RUN.to_json())["configs"][0])
+@pytest.mark.parametrize("value", [None, [], "x y(", float("nan"), True, [[1]], {"alpha": [1]}], ids=str)
+def test_an_entry_of_a_configuration_of_another_kind_is_refused(name: str, value: Any) -> None:
+    document = json.loads(RUN.to_json())
+    document["configs"][0][name] = value
+    with pytest.raises(PerturbkvError) as told:
+        RunConfig.from_json(json.dumps(document))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "3", '"run"', "{}", "NaN", "[" * 100_000, '{"configs": [3]}', '{"configs": {"a": 1}}'],
+    ids=lambda text: text[:20],
+)
+def test_what_is_no_run_is_refused(text: str) -> None:
+    with pytest.raises(PerturbkvError, match="expected a run configuration as JSON") as told:
+        RunConfig.from_json(text)
+    assert not re.search("NoneType|object is not|argument", str(told.value))  # Python's own words
+
+
+@pytest.mark.parametrize("depth", [16, 300])
+def test_choices_inside_each_other_without_end_are_refused(depth: int) -> None:
+    document = json.loads(RUN.to_json())
+    document["configs"][0]["policy_options"] = {"pool": nested(depth)}
+    with pytest.raises(PerturbkvError, match="at most 16 choices inside each other"):
+        RunConfig.from_json(json.dumps(document))
+
+
+def test_a_known_option_out_of_its_range_is_refused() -> None:
+    document = json.loads(RUN.to_json())
+    document["configs"][0]["selection_options"]["alpha"] = 1.5
+    with pytest.raises(PerturbkvError, match=r"alpha of selection 'two-stage' must lie in \[0, 1\], got 1.5"):
+        RunConfig.from_json(json.dumps(document))
+
+
+def test_a_run_of_before_the_option_looked_at_l1_norms() -> None:
+    for selection in ("two-stage(alpha=0.5)", "value", "hindsight", "attention"):
+        run = RunConfig("m", "d", (configuration(64, selection=selection),))
+        document = json.loads(run.to_json())
+        known = document["configs"][0]["selection_options"].pop("norm", None)
+        assert (known == "l1") is (selection != "attention")
+        found = RunConfig.from_json(json.dumps(document))
+        assert found == run
+        assert (found.labels(), found.configs[0].flat()) == (run.labels(), run.configs[0].flat())
+
+
+def test_a_configuration_whose_options_are_nobodys_is_refused() -> None:
+    document = json.loads(RunConfig("m", "d", (configuration(64),)).to_json())
+    flat: dict[str, Any] = {"budget": 64, "policy": "snapkv", "selection": "two-stage", "window": 8, "alpha": 0.25,
+                            "pool": "max", "kernel": 7, "granularity": "query"}  # fmt: skip
+    with pytest.raises(ConfigError, match="expected a run configuration as JSON, got one without 'policy_options'"):
+        RunConfig.from_json(json.dumps({**document, "configs": [flat]}))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("good\rbad", r"good\rbad"),
+        ("a\b\0\x7f\x9b", r"a\x08\x00\x7f\x9b"),
+        ("\u202egnp.exe\u2066", r"\u202egnp.exe\u2066"),
+        ("a\u2028b\ufeff", r"a\u2028b\ufeff"),
+        ("\ud800", r"\ud800"),
+        ("\U000e0041", r"\U000e0041"),
+    ],
+)
+def test_what_would_be_obeyed_or_unseen_is_written_out(text: str, shown: str) -> None:
+    assert escape_control_characters(text) == escape_line(text) == shown
+    assert str(PerturbkvError(text)) == str(UnknownNameError(text, "model", ()))[15 : 15 + len(shown)] == shown
+
+
+def test_an_error_is_one_line_of_bounded_length() -> None:
+    assert str(PerturbkvError("two\nlines")) == "two lines"
+    assert str(MissingPackageError("psutil\x1b[2J")).startswith(r"expected the package psutil\x1b[2J, got none")
+    text = str(UnknownNameError("x" * 5000, "model", ["snapkv"]))
+    assert (len(text), text[:20], text[-13:]) == (MOST_CHARACTERS + 3, "unknown model 'xxxxx", "known: snapkv")
+    assert pickle.loads(pickle.dumps(PerturbkvError("a\x1b"))).args == ("a\x1b",)
+
+
+def test_letters_of_all_scripts_stay_as_they_are() -> None:
+    text = "é 漢字 עברית می\u200cخواهم 👩\u200d🔬 ‘θ̂’ \u00a0 [/INST] :smile: $x$ \\n"
+    assert escape_control_characters(text) == escape_line(text) == text
+
+
+def test_a_name_is_one_line_and_a_text_keeps_its_own() -> None:
+    assert escape_control_characters("a\n\tb") == "a\n\tb"
+    assert escape_line("a\n\tb") == r"a\n\tb"
+
+
+def test_tables_and_lines_show_foreign_words_as_they_are_written() -> None:
+    word = "[/INST] [bold]x[/bold] :smile: \x1b[2J"
+    drawn = as_text([Table(word, (word, "#n", "m"), [(word, word, word)]), word], width=300)
+    assert drawn.count(r"[/INST] [bold]x[/bold] :smile: \x1b[2J") == 6
+    assert "\x1b" not in drawn + as_html([Table(word, (word,), [(word,)]), word])
+
+
+def test_colours_are_ours_alone() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    print_part(console, "\x1b[31mred")
+    assert console.file.getvalue() == "\\x1b[31mred\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2J", "a(b=\u202e)", "a(b='x\x07')", "a(b\u2066=1)"])
+def test_a_name_with_unseen_characters_is_no_choice(text: str) -> None:
+    with pytest.raises(ConfigError, match="of visible characters, got"):
+        parse(text)
+    with pytest.raises(ConfigError, match="of visible characters, got"):
+        Choice("a", {"b": "line\nbreak"})
+
+
+def test_an_unknown_name_is_told_where_nothing_is_known() -> None:
+    assert str(UnknownNameError("x", "name", [])) == "unknown name 'x'; known: "

@@ -1,24 +1,30 @@
-"""Names with a colon: how they are written, stored and matched, and what is said where kvpress cannot run."""
+"""Policies of others: loaded, checked, and refused in a line."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 
+import perturbkv as pk
 from perturbkv.analyses import sides
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.auditing import loss
 from perturbkv.configs.choice import Choice, parse, split_policy_and_selection
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
-from perturbkv.errors import ConfigError, TraceError, UnknownNameError
+from perturbkv.errors import ConfigError, PluginError, TraceError, UnknownNameError
 from perturbkv.selection import compatibility
 from perturbkv.selection.grid import configuration
+from perturbkv.selection.policies import checked, registry
 from perturbkv.selection.policies import kvpress as presses
-from perturbkv.selection.policies import registry
+from perturbkv.selection.policies.base import Policy
+from tests.support.models import tiny_adapter, token_ids
 from tests.support.traces import sample_trace, trace
 
 INNER = Choice("SnapKVPress", {"window_size": 32, "kernel_size": 5}, frozenset({"kernel_size"}))
@@ -148,3 +154,65 @@ def test_given_kept_sets_have_a_name_and_nothing_else() -> None:
         compatibility.check(configuration(128, selection="given"))
     with pytest.raises(UnknownNameError, match="unknown policy 'other:mine'"):
         registry.info("other:mine")
+
+
+@dataclass(frozen=True)
+class Odd(Policy):
+    """A policy whose parts are replaced."""
+
+    name = "odd"
+    summary = "odd"
+
+
+def exits(*_: Any) -> Any:
+    raise SystemExit(0)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, part: str, value: Any) -> None:
+    """Measure a prompt with the policy after one of its parts was replaced by a method that gives `value`."""
+    found = value if callable(value) or isinstance(value, property) else lambda self, *_: value
+    monkeypatch.setattr(Odd, part, found)
+    monkeypatch.setitem(registry._POLICIES.registered, "odd", Odd)
+    config = pk.EvictionConfig(16, "odd", "attention", window=4)
+    pk.measure(tiny_adapter(), [pk.Prompt("p", token_ids(40), 0)], [config], progress=False)
+
+
+@pytest.mark.parametrize("part", ["recent_entries", "first_entries", "least_stage1"])
+@pytest.mark.parametrize("value", [None, 2.5, -1, True, float("nan"), "5", exits])
+def test_numbers_of_entries_are_whole(monkeypatch: pytest.MonkeyPatch, part: str, value: Any) -> None:
+    expected = (
+        f"policy 'odd': {part} raised SystemExit" if value is exits else f"expected {part} to give a whole number"
+    )
+    with pytest.raises(PluginError) as raised:
+        measure(monkeypatch, part, value)
+        checked.count(Odd(), part, pk.EvictionConfig(16, "odd"), 16, *([4] if part == "least_stage1" else []))
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 5, torch.tensor(5), torch.tensor([5]), torch.full((4,), 10**6), torch.full((4,), -1), torch.full((4,), 5.0),
+     [5] * 4, exits],
+)  # fmt: skip
+def test_budgets_are_numbers_of_entries_that_exist(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    with pytest.raises(PluginError, match=r"policy 'odd': (expected allocate to give a tensor of|allocate raised)"):
+        measure(monkeypatch, "allocate", value)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("score", property(lambda self: None)),
+        ("score", property(exits)),
+        ("mixes", lambda self: False),
+        ("mixes", property(lambda self: 1)),
+    ],
+)
+def test_properties_have_their_types(monkeypatch: pytest.MonkeyPatch, part: str, value: Any) -> None:
+    with pytest.raises(PluginError, match=f"policy 'odd': (expected {part} to give|{part} raised)"):
+        measure(monkeypatch, part, value)
+
+
+def test_a_policy_that_gives_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, "recent_entries", 6)

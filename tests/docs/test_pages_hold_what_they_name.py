@@ -1,7 +1,8 @@
-"""README is short, and every link, path and dotted name of the pages is there."""
+"""README is short, every link, path and dotted name of the pages is there, and tables are those of the code."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.rows import REPORT
+from perturbkv.analyses.audit.dump_verdict import DUMP_FAULTS
 from perturbkv.cli.commands import COMMANDS
 from perturbkv.selection.policies import registry
+from tests.support.scripts import functions
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = ROOT / "tests" / "cli" / "snapshots"
@@ -96,12 +100,6 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
-
-
-@pytest.mark.parametrize("word", ["Protection", "Preset", "Needle", "Margin", "Kept set", "Same ends"])
-def test_the_glossary_has_a_word(word: str) -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "reference" / "glossary.md").read_text(), re.MULTILINE)
-    assert word.lower() in ", ".join(headings).lower().split(", ")
 
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -226,3 +224,53 @@ def test_the_citation_names_this_version() -> None:
     assert cited["version"] == perturbkv.__version__
     assert cited["license"] == "MIT"
     assert cited["references"][0]["url"] == "https://arxiv.org/abs/2502.03805"
+
+
+ENGINES = Path(__file__).parents[2] / "docs" / "how-to" / "engines.md"
+
+
+def test_every_kind_has_its_row() -> None:
+    rows = [line for line in ENGINES.read_text().splitlines() if line.startswith("| `")]
+    kinds = [row for row in rows if row.split("`")[1] in DUMP_FAULTS]
+    assert kinds == [f"| `{kind}` | {meaning} |" for kind, meaning in DUMP_FAULTS.items()]
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def told_row(row: dict[str, Any]) -> str:
+    """A row of the page's table: sizes with one digit, seconds with two."""
+    value = f"{row['value']:.1f}" if row["bound"] >= 5 else f"{row['value']:.2f}"
+    return f"| {row['what']} | {value} | {row['bound']:g} |"
+
+
+def test_the_table_is_what_was_measured() -> None:
+    measured = json.loads((DOCS / "bench" / "report.json").read_text())["rows"]
+    assert [row["name"] for row in measured] == [target.name for target in REPORT]
+    lines = (DOCS / "how-to" / "report.md").read_text().splitlines()
+    begin = lines.index("| | measured | bound |") + 2
+    assert lines[begin : begin + len(measured)] == [told_row(row) for row in measured]
+    assert not lines[begin + len(measured)]
+
+
+code_sizes = functions("code_sizes")
+
+
+def total(text: str) -> int:
+    (found,) = re.findall(r"Studies and benchmarks apart: ([\d,]+) statements", text)
+    return int(found.replace(",", ""))
+
+
+def test_every_file_counts_for_a_feature() -> None:
+    paths = list(code_sizes["files"]())
+    assert {path.partition("/")[0] for path in paths} >= {"perturbkv", "analyses", "figures", "cli", "studies", "tests"}
+    assert {code_sizes["feature_of"](path) for path in paths} == set(code_sizes["FEATURES"])
+
+
+def test_imports_and_docstrings_are_no_statements() -> None:
+    tree = ast.parse('"""A."""\nimport os\n\ndef f():\n    """B."""\n    if os:\n        return 1\n    return 2\n')
+    assert code_sizes["statements"](tree) == 4
+
+
+def test_the_pages_total_is_at_most_five_per_cent_off() -> None:
+    assert abs(total(code_sizes["PAGE"].read_text()) / total(code_sizes["table"]()) - 1) <= 0.05

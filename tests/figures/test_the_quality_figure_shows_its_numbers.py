@@ -1,4 +1,4 @@
-"""Scores against what caches hold: every point, bar and line is a number of the result."""
+"""Scores against what caches hold, and answers that part: every point, bar and line is a number of the result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from perturbkv.analyses.quality.divergence import divergence
 from perturbkv.analyses.quality.quality import Quality, quality
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.figures.quality import drawn_columns
-from tests.support.artists import overlapping, render, words
+from perturbkv.selection.grid import configuration
+from tests.analyses.test_answers_part_by_hand import ROWS
+from tests.support.answers import row, written
+from tests.support.artists import artist, artists, overlapping, render, words
 from tests.support.graded import graded
 from tests.support.measured import config
 
@@ -130,3 +134,42 @@ def test_few_sizes_of_caches_are_marked_on_the_axis() -> None:
 @pytest.mark.parametrize("names", [("needle",), ("qasper", "multi_news", "lcc"), MANY], ids=len)
 def test_nothing_that_is_written_lies_on_anything_else(names: tuple[str, ...], width: int) -> None:
     assert overlapping(made(*names).plot(width)) == []
+
+
+WIDTHS = pytest.mark.parametrize("width", [84, 174])
+TWELVE = tuple(
+    configuration(budget, policy=policy, selection=selection)
+    for budget in (64, 128, 256) for policy in ("snapkv", "adakv") for selection in ("attention", "two-stage")
+)  # fmt: skip
+
+
+@WIDTHS
+def test_both_panels_hold_their_curves_and_bands(width: int) -> None:
+    result = divergence(written(*ROWS))
+    figure = result.plot(width)
+    for one in result.configs:
+        assert one.forced is not None
+        alike, kl = (
+            artist(figure, panel, f"{kind} {one.config.label()}") for panel, kind in enumerate(("alike", "kl"))
+        )
+        np.testing.assert_allclose(alike.get_ydata(), one.alike_after(6)[0])
+        np.testing.assert_allclose(kl.get_ydata(), one.forced.curve)
+        np.testing.assert_allclose(kl.get_xdata(), range(6))
+    assert len(artists(figure, 0, "alike band")) == len(artists(figure, 1, "kl band")) == 2
+    assert "everything kept: 1.0e-09" in words(figure)
+    assert overlapping(figure) == []
+    assert len(render(figure)) > 1000
+
+
+@pytest.mark.slow
+@WIDTHS
+def test_many_configurations_have_room_and_one_sample_without_kl_a_panel(width: int) -> None:
+    rows = [row(f"s{place}", range(80), [[1]] * 12, [[0.1] * 80] * 12, TWELVE) for place in range(6)]
+    figure = divergence(written(*rows, configs=TWELVE)).plot(width)
+    assert artists(figure, 0, "alike band") == []
+    assert overlapping(figure) == []
+    alone = divergence(written(row("a", [1], [[2], [1]]))).plot(width)
+    assert len(alone.axes) == 1
+    assert overlapping(alone) == []
+    empty = divergence(written(row("a", [], [[], []], [[], []]))).plot(width)
+    assert len(render(empty)) > 1000

@@ -69,12 +69,6 @@ SWEPT = tuple(
     configuration(budget, selection=selection)
     for selection in ("attention", "two-stage") for budget in (0.1, 0.2, 0.4, 0.6, 0.8)
 )  # fmt: skip
-STORED = tuple(
-    configuration(budget, selection=selection, granularity="kv", precision=precision)
-    for selection in ("attention", "two-stage") for budget in (0.1, 0.4)
-    for precision in ("full", "quantise(bits=4, fill=64)", "quantise(bits=2, fill=64)")
-)  # fmt: skip
-STORED += (configuration(1.0, granularity="kv", precision="quantise(bits=8)"), configuration(0.3, precision="quantise"))
 OWN = {
     "ablation --restrictions": RESTRICTED,
     "ablation --methods": RANKED,
@@ -121,9 +115,6 @@ def made(configs: Sequence[EvictionConfig] = CONFIGS) -> Trace:
         arrays |= {"digits": draw.uniform(0, 1, len(configs)), "digits_full": np.asarray(1.0)}
         arrays["held_share"] = draw.uniform(0.1, 0.5, len(configs))
         arrays |= {"cache_bytes": np.asarray(90_000), "cache_padding_bytes": np.asarray(500)}
-        if not all(config.only_evicts for config in configs):
-            arrays |= {"held_bytes": draw.uniform(100, 600, len(configs)), "full_bytes": np.asarray(1000.0)}
-            arrays["evicted"] = np.array([config.budget.value != 1 for config in configs], dtype=np.uint8)
         samples.append(SampleTrace(f"s{place}", arrays))
     options = {"lengths": [100, 200], "depths": [0.0, 1.0], "haystack": "noise"}
     return trace(*samples, dataset="needle", dataset_options=options, generate=8, configs=tuple(configs))

@@ -1,4 +1,4 @@
-"""Workflows, forms and the policy on security: what GitHub reads is well-formed and names what is there."""
+"""Workflows and forms: what GitHub reads is well-formed and names what is there."""
 
 from __future__ import annotations
 
@@ -72,19 +72,6 @@ def test_a_form_asks_for_named_things(path: Path) -> None:
     assert {field["type"] for field in fields} <= KINDS
     assert all(field["attributes"]["label"] for field in fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
-
-
-def test_the_policy_on_security_is_short() -> None:
-    text = (ROOT / "SECURITY.md").read_text()
-    assert len(text.splitlines()) <= 10
-    assert [
-        word for word in ("sweep", "entry points", "lm-eval", "chat templates", "pickles") if word not in text
-    ] == []
-
-
-def test_a_paper_is_cited_by_its_doi() -> None:
-    (paper,) = read(ROOT / "CITATION.cff")["references"]
-    assert [(one["type"], one["value"]) for one in paper["identifiers"]] == [("doi", "10.48550/arXiv.2502.03805")]
 
 
 def test_the_package_can_be_searched_for_by_the_pythons_that_are_tested() -> None:

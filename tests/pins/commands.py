@@ -10,53 +10,43 @@ from __future__ import annotations
 import base64
 import json
 import re
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import perturbkv as pk
-from tests.pins.running import POLICIES, below, digest, gone, leaves, left, plain, prompts, run, table, tiny_model
+from tests.pins.running import POLICIES, below, digest, leaves, left, plain, prompts, run, table, tiny_model
 
 SAFE = "--max-kl 200 --max-drop 99 --min-top1 0.01"
 ANALYSES = (
     "heads --compare attention,two-stage,random", "heads --distance cosine --step 1", "layers --per-sample --budgets",
     "layers --distance l2 --compare attention,random", "assumption", "bound-tightness", "ablation",
-    "ablation --methods all", "ablation --restrictions", "needle", "horizon", "question measures",
-    "question alpha --no-kl", "question split", "question stability", "budget --cliff", "budget --savings",
-    "budget --savings --by kl --by propagated", "budget --bytes", f"budget {SAFE} --for-length 2000 --for-batch 3",
-    "budget --max-kl 200", "quality", "correlation", "list", "tokens --all", "tokens --layer 1 --head 2",
+    "ablation --methods all", "ablation --restrictions", "needle", "horizon", "budget --cliff",
+    f"budget {SAFE} --for-length 2000 --for-batch 3", "budget --max-kl 200",
+    "quality", "correlation", "list", "tokens --all", "tokens --layer 1 --head 2",
 )  # fmt: skip
 """Every question about a finished trace, once or more."""
-CHOSEN = {
-    ("needle", "question stability"): "--budget 0.2",
-    ("stored", "question stability"): "--budget 0.3",
-    ("distances", "question stability"): "--budget 0.3",
-    ("stored", "layers --per-sample --budgets"): "--compare attention,random",
-}
+CHOSEN = {("stored", "layers --per-sample --budgets"): "--compare attention,random"}
 """Trace and question -> what else it has to be asked there."""
 LOOKS = ("list", "tokens")
 """Commands without figures."""
 ALONE = (
     "heads", "layers", "assumption", "bound-tightness", "ablation", "ablation --restrictions", "horizon",
-    "question measures", "question alpha", "question split", "budget --cliff", "quality", "correlation",
-    "budget --savings", "budget --bytes", f"budget {SAFE}", "needle",
+    "budget --cliff", "quality", "correlation", f"budget {SAFE}", "needle",
 )  # fmt: skip
 """Questions that make a trace where none is given."""
 COMMANDS = (
     "heads", "layers", "assumption", "bound-tightness", "ablation", "horizon", "tokens", "needle", "patching",
-    "quality", "correlation", "budget", "trace", "generate", "merge", "export", "report", "audit", "question alpha",
-    "question measures", "question regret", "question split", "question stability", "list", "list models",
-    "list datasets", "list policies", "doctor", "doctor selfcheck", "doctor bench", "doctor bench scale",
-    "doctor bench report", "doctor bench compare",
+    "quality", "correlation", "budget", "trace", "generate", "merge", "export", "report", "audit", "list",
+    "list models", "list datasets", "list policies", "doctor", "doctor selfcheck",
 )  # fmt: skip
 REFUSED = (
     "heads nothing.h5", "heads --polcy snapkv", "trace --policy snapvk", "list policies nothing",
     "trace --selection two-stge", "trace --policy snapkv(kernl=3)", "trace --budget -3", "trace --policy streaming-llm",
     "trace --model nothing", "trace --dataset nothing", "trace --steps 0", "trace --granularity kv(block=0)",
     "trace --shard 3/2", "trace --policy vertical-slash --steps 2", "budget nothing.h5", "merge nothing",
-    "trace --budget 8 --window 32", "quality --judge cat nothing.jsonl", "patching trace.h5", "heds", "xyzzy",
+    "trace --budget 8 --window 32", "patching trace.h5", "heds", "xyzzy",
     "trace --config bad.yaml", "trace --precision quantise(bits=3)", "audit nothing.py:f",
 )  # fmt: skip
 
@@ -69,8 +59,6 @@ def record(folder: Path, part: str) -> dict[str, Any]:
     trace = folder / "trace.h5"
     found: dict[str, Any] = {}
     for name in ANALYSES:
-        if gone(name):
-            continue
         words = [*name.split(), *CHOSEN.get((part, name), "").split()]
         drawn = [] if words[0] in LOOKS else ["--format", "svg", "-o", folder / name]
         ran = run(*words, trace, "--json", *drawn)
@@ -181,8 +169,6 @@ def _alone(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def ask(name: str, *arguments: Any, out: str = "", skipped: Sequence[str] = (".svg", ".parquet")) -> None:
-        if gone(name):
-            return
         ran = run(*arguments, "--json", *(["-o", folder / out] if out else []))
         found.update(_told(name, ran, folder))
         found.update(below(f"{name}/figure", ran.figures))
@@ -193,33 +179,25 @@ def _alone(folder: Path) -> dict[str, Any]:
 
     drawn = ["--format", "svg"]
     for command in COMMANDS:
-        if not gone(command):
-            options = re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", run(*command.split(), "--help").out)
-            found[f"help/{command}"] = [f"{command} {option}" for option in sorted(set(options))]
+        options = re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", run(*command.split(), "--help").out)
+        found[f"help/{command}"] = [f"{command} {option}" for option in sorted(set(options))]
     for command in ALONE:
         own = ["--model", model, "--lengths", "300"] if command == "needle" else tiny
         own = [*own, "--budget", 0.1, "--budget", 0.2, "--budget", 0.4] if command == "budget --cliff" else own
         ask(f"dry run/{command}", *command.split(), *own, "--dry-run", out=f"dry run {command}")
     ask("heads", "heads", *evicted, "--samples", 2, *drawn, out="heads")
     ask("layers", "layers", *evicted, "--samples", 2, "--budgets", "--per-sample", *drawn, out="layers")
-    alpha = ["question", "alpha"]
-    ask("question alpha", *alpha, *evicted, "--alpha", 0, "--alpha", 0.5, "--folds", 2, *drawn, out="alpha")
-    made = next((folder / "alpha").glob("*.h5"), folder / "alpha")
-    ask("question alpha of a trace", *alpha, made, "--no-kl", "--folds", 3, *drawn, out="alpha-again")
     ask("patching", "patching", *evicted, "--samples", 3, "--treatment-in", 0, "--baseline-in", "1-2", *drawn,
         out="patching")  # fmt: skip
     ask("patching of heads", "patching", *evicted, "--samples", 2, "--by", "heads", "--layers", 1, "--outcome", "kl",
         "--permutations", 8, "--greedy", 2, *drawn, out="patching of heads")  # fmt: skip
     ask("patching of answers", "patching", *evicted, "--samples", 2, "--outcome", "score", "--answers",
         "--max-new-tokens", 4, *drawn, out="patching of answers")  # fmt: skip
-    ask("question regret", "question", "regret", *evicted, "--samples", 2, "--heads", 3, "--proven", 2,
-        "--seconds", 600, *drawn, out="regret")  # fmt: skip
     two = ["--selection", "attention", "--selection", "two-stage"]
     ask("trace", "trace", *evicted, "--samples", 3, "--steps", 2, "--save", "outputs", *two, out="trace")
     ask("trace of a seed", "trace", *evicted, "--samples", 3, "--steps", 2, "--seed", 5, *two, "--selection", "random",
         out="trace of a seed")  # fmt: skip
     traces = [next((folder / name).glob("*.h5"), folder / name) for name in ("trace", "trace of a seed")]
-    ask("question stability of two", "question", "stability", *traces, *drawn, out="stability")
     ask("report of two", "report", *traces, "-o", folder / "two.html")
     if (folder / "two.html").exists():
         found.update(below("report of two", page(folder / "two.html", folder)))
@@ -228,11 +206,6 @@ def _alone(folder: Path) -> dict[str, Any]:
         "--granularity", "kv", out="compressed")  # fmt: skip
     answers = folder / "generate" / "generation.jsonl"
     ask("quality --divergence", "quality", "--divergence", answers, *drawn, out="divergence")
-    judge = folder / "judge.py"
-    judge.write_text(_JUDGE)
-    judged = ["quality", answers, "--judge", f"{sys.executable} {judge}", *drawn]
-    ask("quality --judge", *judged, out="judge")
-    ask("quality --judge --pairwise", *judged, "--pairwise", out="pairwise")
     embedded = ["--model", "smollm2-135m-q4_1", "--samples"]
     ask("trace --head-scores", "trace", *embedded, 2, "--length", 200, "--head-scores", folder / "heads.json")
     found.update(leaves(json.loads((folder / "heads.json").read_text()), "trace --head-scores/file", folder))
@@ -253,14 +226,3 @@ def _alone(folder: Path) -> dict[str, Any]:
 def _owners(found: dict[str, Any]) -> list[str]:
     """Policies, selections and the rest whose options `list policies` tells."""
     return sorted({str(value) for name, value in found.items() if re.fullmatch(r"list policies/.*/name", name)})
-
-
-_JUDGE = """
-import json, sys
-for line in sys.stdin:
-    asked = json.loads(line)
-    texts = sorted(key for key, value in asked.items() if isinstance(value, str))
-    size = sum(len(asked[key]) for key in texts if key != "id")
-    winner = ("a", "b", "tie")[size % 3]
-    print(json.dumps({"id": asked["id"], "score": size % 7, "winner": winner}), flush=True)
-"""

@@ -94,9 +94,7 @@ def _read(path: Path, folder: Path) -> dict[str, Any]:
     found["samples"] = list(trace.sample_ids)
     found["labels"] = [one.label() for one in trace.run.configs]
     found["run"] = plain(folder)(repr(trace.run))
-    for name in ("compare_heads", "layer_drift", "horizon", "split", "assumption"):
-        if not hasattr(pk, name):
-            continue
+    for name in ("compare_heads", "layer_drift", "horizon", "assumption"):
         try:
             told = getattr(pk, name)(trace)
         except pk.PerturbkvError as error:

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from perturbkv.cli.main import main
-from tests.pins.comparing import GOES, RENAMED, is_of
+from tests.pins.comparing import RENAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSING = re.compile(
@@ -77,12 +77,6 @@ def known(command: str) -> bool:
     ran = _run([*(one for one in words if one not in options), "--help"])
     listed = re.findall(r"^ +(-.*?)(?:  |$)", ran.out, re.MULTILINE)  # what a text above them names is no option
     return ran.code == 0 and {*options} <= {*re.findall(r"--[\w-]+", " ".join(listed))}
-
-
-def gone(name: str) -> bool:
-    """Whether a pin of this name is of a command, or of an option, that goes on purpose and is not here any more."""
-    key = is_of(GOES, name)
-    return bool(key) and not known(key)
 
 
 def _run(words: Sequence[str]) -> Ran:

@@ -104,12 +104,5 @@ def test_a_command_is_asked_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -
     assert running.known("heads --compare")
     assert not running.known("heads --nothing")
     assert not running.known("nothing")
-    monkeypatch.setattr(running, "GOES", {"heads --compare": "gone", "heads --nothing": "gone", "nothing": "gone"})
-    assert [
-        name for name in ("heads", "heads --compare a", "heads --nothing", "help/nothing") if running.gone(name)
-    ] == [
-        "heads --nothing",
-        "help/nothing",
-    ]
     monkeypatch.setattr(running, "RENAMED", {"list": "lists", "heads": "list policies"})
     assert running.run("lists", "policies", "--json").document() == running.run("list", "policies", "--json").document()

@@ -1,7 +1,8 @@
-"""What scores are shown of rotary positions is what the model turns its queries by, at every position."""
+"""Rotations and products are those of the model, in full precision."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +11,18 @@ from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partly
 
+import perturbkv as pk
 from perturbkv.auditing import eviction_audit
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.errors import ModelError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.sample import replay
+from perturbkv.pipeline.sample import measure, replay
 from perturbkv.pipeline.sample.capture import Observer, capture
 from perturbkv.pipeline.sample.prefill import Rotations
 from perturbkv.selection.grid import configuration
 from tests.support.models import FAMILIES, tiny_adapter, token_ids
-from tests.support.resolved import prefill
+from tests.support.resolved import answer, prefill, resolved_run, trace_sample
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -110,3 +112,41 @@ def test_replays_and_audits_stay_on_one_side_of_a_change_of_rotations() -> None:
     audited = Prompt("s", token_ids(32), 0)
     with pytest.raises(ModelError, match=r"sample 's' is read to 32 tokens and goes on to 34, .*LongRoPE"):
         eviction_audit._check_length(adapter, audited, 2)
+
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(params=["tf32", "none"])
+def allowed(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = MATMUL.fp32_precision
+    MATMUL.fp32_precision = request.param
+    yield request.param
+    MATMUL.fp32_precision = before
+
+
+def test_a_sample_and_an_answer_are_measured_without_tf32(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, plain = set(), measure.layer_reference
+
+    def watched(*asked: Any) -> Any:
+        seen.add((MATMUL.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+        return plain(*asked)
+
+    monkeypatch.setattr(measure, "layer_reference", watched)
+    adapter, prompt, configs = tiny_adapter(), pk.Prompt("p", token_ids(40), 0), pk.grid(16, window=4)
+    trace_sample(adapter, prompt, resolved_run(configs))
+    assert seen == {("ieee", "ieee")}
+    assert MATMUL.fp32_precision == allowed
+    adapter.model.register_forward_hook(lambda *asked: seen.add(MATMUL.fp32_precision))
+    answer(adapter, prompt, configs, 2)
+    assert seen == {("ieee", "ieee"), "ieee"}
+    assert MATMUL.fp32_precision == allowed
+
+
+def test_the_older_setting_of_torch_stays_readable() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        trace_sample(tiny_adapter(), pk.Prompt("p", token_ids(40), 0), resolved_run(pk.grid(16, window=4)))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")

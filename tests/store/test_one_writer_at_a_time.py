@@ -1,3 +1,5 @@
+"""An output has one writer: who else comes is told, locks of the dead do not stay, a file in use is not damaged."""
+
 from __future__ import annotations
 
 import errno
@@ -14,8 +16,15 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from perturbkv.errors import LockedOutputError, OutputError
-from perturbkv.storage.output import Lock, lock_path, wait_until_free
+from perturbkv.configs.run import Shard
+from perturbkv.errors import ConfigError, LockedOutputError, OutputError, TraceUnavailableError
+from perturbkv.storage.output import Lock, OutputFile, OutputFolder, lock_path, resumable, wait_until_free
+from perturbkv.storage.run.shard_merging import merge_shards, resumable_shards
+from perturbkv.storage.run.shards import ShardJournal, remove_stale_files
+from perturbkv.storage.run.writer import TraceWriter
+from perturbkv.storage.trace.trace_file import read_trace
+from tests.support.growing import CONFIGS, fill, opened
+from tests.support.traces import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDING = """
@@ -154,3 +163,111 @@ def test_a_place_that_takes_no_lock_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="expected a place for .*; choose another place"), Lock(tmp_path / "file/t"):
         pass
+
+
+def ours(path: Path) -> OutputFile:
+    return OutputFile(path, "notes of ours", lambda path: path.read_bytes().startswith(b"ours"))
+
+
+def test_nothing_is_left_of_a_claim(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "out"
+    OutputFolder(folder).claim(OutputFile(folder / "a"), resumable(folder / "b"), writer=folder / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_others_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for content, kind in ((b"mine", ours(path)), (b"ours too", OutputFile(path))):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"at {path}, got .*; --overwrite replaces it"):
+            OutputFolder(tmp_path).claim(kind)
+        OutputFolder(tmp_path, overwrite=True).claim(kind)
+        assert path.read_bytes() == content
+    OutputFolder(tmp_path).claim(ours(path), resumable(path))
+
+
+def test_a_place_that_no_file_can_have_is_refused_whatever_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "a", tmp_path / "file" / "b"):
+        with pytest.raises(OutputError, match=str(tmp_path)):
+            OutputFolder(tmp_path, overwrite=True).claim(OutputFile(path))
+
+
+@pytest.mark.parametrize(("wait", "advice"), [(None, "wait until it is done"), (False, "wait with --wait")])
+def test_another_writer_is_known_before_and_while_the_claim_is_held(
+    tmp_path: Path, wait: bool | None, advice: str
+) -> None:
+    path, folder = tmp_path / "a", OutputFolder(tmp_path, wait=wait)
+    claim = folder.claim(OutputFile(path), writer=path)
+    with Lock(path), pytest.raises(LockedOutputError, match=advice):
+        folder.claim(OutputFile(path), writer=path)
+    with claim:
+        assert lock_path(path).exists()
+        with pytest.raises(LockedOutputError):
+            folder.claim(writer=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_came_between_check_and_lock_is_refused_and_the_lock_goes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    claim = OutputFolder(tmp_path).claim(OutputFile(path), writer=path)
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="got one"), claim:
+        pytest.fail("entered")
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A finished trace, beside it what two shards left that were killed at their very beginning."""
+    path = fill(opened(tmp_path / "t.h5", CONFIGS))
+    lock_path(ShardJournal(path, Shard(1, 3)).path).touch()
+    (tmp_path / ".t.h5.shard-2-of-3.tmp-0000000007").touch()
+    return path
+
+
+def test_a_merge_killed_at_its_end_leaves_nothing_to_the_next(trace: Path) -> None:
+    lock_path(trace).touch()
+    assert merge_shards(trace) == 0
+    assert list(trace.parent.iterdir()) == [trace]
+
+
+def test_a_run_without_shards_removes_the_locks_of_killed_ones(trace: Path) -> None:
+    assert resumable_shards(trace, run_config(3, configs=CONFIGS), overwrite=False, wait=False) == []
+    assert list(trace.parent.iterdir()) == [trace]
+
+
+def test_the_lock_of_a_living_shard_stays(trace: Path) -> None:
+    with Lock(ShardJournal(trace, Shard(2, 3)).path) as held:
+        remove_stale_files(trace)
+        assert set(trace.parent.iterdir()) == {trace, lock_path(held.path)}
+
+
+def test_a_run_removes_what_a_killed_one_tried_its_place_with(tmp_path: Path) -> None:
+    (tmp_path / ".t.h5.tmp-0000000007").touch()
+    path = fill(opened(tmp_path / "t.h5", CONFIGS))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_being_written_is_not_called_damaged(path: Path) -> None:
+    holds = "import h5py, sys; f = h5py.File(sys.argv[1], 'r+'); print(1, flush=True); input()"
+    held = subprocess.Popen(
+        [sys.executable, "-c", holds, path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with held:
+        assert held.stdout is not None
+        held.stdout.readline()
+        for read in (read_trace, lambda path: TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)):
+            with pytest.raises(TraceUnavailableError, match="another program has open for writing; close it there"):
+                read(path)
+        held.communicate("\n")
+
+
+def test_a_file_whose_writer_was_killed_is_not_called_damaged(path: Path) -> None:
+    killed = "import h5py, os, sys; held = h5py.File(sys.argv[1], 'r+'); os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed, path], check=False)
+    for read in (read_trace, lambda path: TraceWriter(path, run_config(1), ["s0"], {}, overwrite=True)):
+        with pytest.raises(TraceUnavailableError, match=f"marked as open for writing; .* 'h5clear -s {path}'"):
+            read(path)

@@ -1,4 +1,4 @@
-"""Odd words in every file, on every screen and in every file that is written; and screens of every kind."""
+"""Odd words in every file that is read, on every screen and in every file that is written."""
 
 from __future__ import annotations
 
@@ -224,49 +224,13 @@ ENTRIES = {
     "a path": Entry(_nothing, ("list", "x WORD"), _refused, lambda word: "//" not in word),
     "an error in JSON": Entry(_nothing, ("list", "--json", "xWORD"), _error_in_json),
 }  # fmt: skip
-SCREENS: dict[str, tuple[str, dict[str, str], int | None]] = {
-    **{f"COLUMNS={width}": ("", {"COLUMNS": width}, 0) for width in ("0", "1", "7", "1000000", "-5", "x", "")},
-    "ASCII": ("", {"PYTHONIOENCODING": "ascii"}, 0), "latin-1": ("", {"PYTHONIOENCODING": "latin-1:strict"}, 0),
-    "C": ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, 0), "POSIX": ("", {"LC_ALL": "POSIX"}, 0),
-    "a dumb terminal": ("", {"TERM": "dumb"}, 0), "an unknown terminal": ("", {"TERM": "\x1b[2J"}, 0),
-    "NO_COLOR": ("", {"NO_COLOR": "1"}, 0), "TTY_COMPATIBLE": ("", {"TTY_COMPATIBLE": "x"}, 0),
-    "closed early": ("| head -c 20", {}, None), "closed at once": ("| true", {}, None),
-    "a full disk": (">/dev/full", {}, 2), "a full disk for both": (">/dev/full 2>/dev/full", {}, 2),
-    "stdout closed": (">&-", {}, None), "stderr closed": ("2>&-", {}, 0), "stdin closed": ("<&-", {}, 0),
-    "all closed": ("<&- >&- 2>&-", {}, None),
-}  # fmt: skip
-"""Screen -> redirections, environment, and the exit code that is right; None: any of a reader that went away."""
-SHOWN = (("list", "policies"), ("list", TRACE, "--json"), ("heads", TRACE, *_SVG), ("list", "none.h5"))
-"""Commands for every screen; the last one fails."""
 
 
 def cases(shared: Path, seed: int) -> Iterator[Case]:
-    """Yield entries × words and screens × commands."""
+    """Yield entries × words."""
     for name, entry in ENTRIES.items():
         for what, word in WORDS.items():
             if entry.takes(word):
                 argv = tuple(text.replace("WORD", word) for text in entry.argv)
-                yield Case(
-                    f"{name}: {what}",
-                    argv,
-                    partial(entry.expected, word),
-                    partial(entry.spoil, word),
-                    f"words in {name}",
-                )
-    for name, (redirections, environment, code) in SCREENS.items():
-        for argv in SHOWN:
-            wanted = 2 if argv == SHOWN[-1] else code
-            expected = partial(_on_a_screen, wanted, "|" in redirections)
-            yield Case(f"{name}: {' '.join(argv[:2])}", argv, expected, kind=f"screens for {argv[0]} {argv[-1]}",
-                       shell=redirections, environment=environment)  # fmt: skip
-
-
-def _on_a_screen(wanted: int | None, piped: bool, outcome: Outcome, folder: Path) -> Flaw:
-    """Expect the exit code, text in the screen's encoding, and silence where the reader of a pipe went away."""
-    if flaw := crashed(outcome):
-        return flaw
-    if outcome.code not in ((0, 141, 2) if wanted is None else (wanted,)):
-        return f"exit code {outcome.code}, not {wanted}: {outcome.err[-200:]!r}"
-    if "\ufffd" in outcome.out + outcome.err:
-        return "another encoding"
-    return f"talks to nobody: {outcome.err!r}" if wanted is None and outcome.err and piped else None
+                expected, spoil = partial(entry.expected, word), partial(entry.spoil, word)
+                yield Case(f"{name}: {what}", argv, expected, spoil, f"words in {name}")

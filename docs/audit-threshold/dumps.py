@@ -1,5 +1,6 @@
-"""How far the entries of right engines lie from the plain model's: python -m tests.audit.clean_dumps vllm float32 80.
+"""How far the entries of right engines lie from the plain model's.
 
+`python docs/audit-threshold/dumps.py vllm float32 80` measures so many dumps of an engine.
 Prompts begin at random places of a text, in one to three requests that begin and end at different times; every other
 time they share a prefix. Rows go to docs/audit-threshold/engines.csv: the largest distance of a key, of a value and of
 a log-probability, in noise floors. Even seeds choose the threshold of a type, odd ones judge it. The rule: the smallest
@@ -33,7 +34,7 @@ from perturbkv.datasets.needle import sentences
 from perturbkv.models.aliases import EMBEDDED
 from perturbkv.models.loading import load_model, open_model
 
-FILE = Path(__file__).parents[2] / "docs" / "audit-threshold" / "engines.csv"
+FILE = Path(__file__).resolve().parent / "engines.csv"
 FIELDS = ("engine", "dtype", "seed", "requests", "entries", "keys", "values", "logprobs")
 
 

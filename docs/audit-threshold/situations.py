@@ -1,4 +1,7 @@
-"""How the audit's threshold was chosen and judged: `python -m tests.audit.threshold`, `… faults`, `… report`.
+"""How the audit's threshold was chosen and judged, on clean situations and on planted faults.
+
+`PYTHONPATH=. python docs/audit-threshold/situations.py` measures the situations, with `faults` the planted faults, and
+with `report` it prints the table and draws the figure of docs/results/audit.md.
 
 A clean situation is a right eviction, written here without the audit's code: another way to read the prompt, another
 policy, another order of what stays. Its largest distance from the reference, in noise floors, is a row of the table.
@@ -50,7 +53,7 @@ REAL = {
 REAL_MODELS = [name for name, *_ in REAL.values()]
 FAMILIES = {"chosen": ("llama", "qwen3", "phi3"), "judged": ("llama", "qwen3", "phi3", "mistral", "granite")}
 SEEDS = {"chosen": range(10), "judged": range(100, 120)}
-FOLDER = Path(__file__).parents[2] / "docs" / "audit-threshold"
+FOLDER = Path(__file__).resolve().parent
 COUNTED = ("hidden", "repeated", "padding", "duplicate", "uneven", "raised", "empty")
 """Kinds of faults that are found by counting, whatever the distance."""
 DISTANCES = ["keys", "values", "heads", "hidden", "logits"]
