@@ -1,10 +1,11 @@
-"""How often an interval of n samples holds the truth: `python docs/scripts/coverage.py TRACE.h5`.
+"""How often an interval of n samples holds the truth, on the samples of a trace.
 
-The trace's samples are the population, its numbers over all of them the truth. n of them are drawn with replacement,
-many times, and each way of making an interval is asked whether it holds the truth: a finite population, so n may be as
-large as it is, and no draw holds a prompt that the truth has not seen. Forty samples or more, please: METHOD wants at
-least 92 % of draws. A row is one statistic over all configurations: for each n the worst and the median coverage, and
-the median width over the truth. `--bootstrap` adds the percentile bootstrap, which takes an hour.
+`python studies/coverage.py TRACE.h5` takes a trace's samples as the population, its numbers over all of them as the
+truth. n of them are drawn with replacement, many times, and each way of making an interval is asked whether it holds
+the truth: a finite population, so n may be as large as it is, and no draw holds a prompt that the truth has not seen.
+Forty samples or more, please: METHOD wants at least 92 % of draws. A row is one statistic over all configurations: for
+each n the worst and the median coverage, and the median width over the truth. `--bootstrap` adds the percentile
+bootstrap, which takes an hour. Without a trace it measures one, of the configurations of docs/results/one_model.md.
 """
 
 from __future__ import annotations
@@ -12,39 +13,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import EVIDENCE, Floats, Table, signs_beyond_noise, variable
+from numpy.typing import NDArray
 
-from perturbkv.analyses.bounds import rank_agreement
-from perturbkv.analyses.bounds.ratios import read_bounds
-from perturbkv.analyses.horizon.growth import LEAST_STEPS
-from perturbkv.analyses.measurements import EVIDENCE, Measurements
-from perturbkv.analyses.sides import group_by_selection
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.arithmetic import quantiles, ratio
-from perturbkv.analyses.stats.intervals import (
-    CORRELATION,
-    DIFFERENCE,
-    POSITIVE,
-    RATIO,
-    StatisticKind,
-    mean_where_known,
-    rare_share_kind,
-    share_kind,
-)
-from perturbkv.analyses.stats.rank_correlation import spearman
-from perturbkv.analyses.verdicts import verdicts
-from perturbkv.configs.selections import STAGED
-from perturbkv.storage.trace.trace_file import read_trace
-from perturbkv.trace import Trace
+import perturbkv as pk
 
+Indices = NDArray[np.int64]
+intervals, arithmetic = pk.stats.intervals, pk.stats.arithmetic
+CONTENDERS = ("attention", "two-stage", "two-stage-uniform", "attention-unpooled")
+PRESETS = ("paper", "paper-v2", "released-v2")
+STAGED = ("two-stage", "two-stage-uniform")
+"""Selections that have the same stage 1."""
+LEAST_SELECTIONS, LEAST_STEPS = 3, 3
+"""Fewest selections that are ranked, and fewest steps of which there is growth, last third over first."""
 SAMPLES, DRAWS = (8, 16, 36, 40), 4000
 """The n of the pages' tables."""
 RESAMPLES, RESAMPLED, CHUNK = 400, 400, 100
 """The bootstrap is of the first 400 draws, each resampled 400 times: of every draw it would take a night."""
-Floats = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -52,92 +41,139 @@ class Statistic:
     """A number of one configuration, or of two: `of` takes weights (row, sample); None for the samples' median."""
 
     name: str
-    kind: StatisticKind
+    kind: Any
     of: Callable[[Floats], Floats] | None
     each: Floats
 
 
-def mean(name: str, kind: StatisticKind, each: Floats) -> Statistic:
+def mean(name: str, kind: Any, each: Floats) -> Statistic:
     """Return the mean of (sample,) values."""
     return Statistic(name, kind, lambda weights: weights @ each, each)
 
 
 def over(name: str, top: Floats, bottom: Floats) -> Statistic:
     """Return a ratio of sums."""
-    return Statistic(name, RATIO, lambda weights: ratio(weights @ top, weights @ bottom), ratio(top, bottom))
+    ratio = arithmetic.ratio
+    return Statistic(name, intervals.RATIO, lambda weights: ratio(weights @ top, weights @ bottom), ratio(top, bottom))
 
 
 def middle(name: str, top: Floats, bottom: Floats) -> Statistic:
     """Return the median of heads' ratios; (sample, head)."""
-    return Statistic(name, RATIO, lambda weights: quantiles(ratio(weights @ top, weights @ bottom), (0.5,), 1)[0], top)
+
+    def of(weights: Floats) -> Floats:
+        ratios = arithmetic.ratio(weights @ top, weights @ bottom)
+        return np.asarray(arithmetic.quantiles(ratios, (0.5,), 1)[0])
+
+    return Statistic(name, intervals.RATIO, of, top)
 
 
-def statistics(trace: Trace) -> Iterator[Statistic]:
+def statistics(trace: pk.Trace) -> Iterator[Statistic]:
     """Return everything to which the analyses give an interval, at the first step."""
-    for group in group_by_selection(trace.run):
+    for group in by_selection(trace):
         if "attention" in group:
             for treatment in group.values():
                 if treatment != group["attention"]:
                     yield from compared(trace, group["attention"], treatment)
-        yield from ranked(trace, group)
+        yield from ranked(trace, list(group.values()))
+        if set(STAGED) <= set(group):
+            yield from picks(trace, [group[name] for name in STAGED])
     for config in range(len(trace.run.configs)):
         yield from single(trace, config)
 
 
-def compared(trace: Trace, first: int, second: int) -> Iterator[Statistic]:
+def by_selection(trace: pk.Trace) -> list[dict[str, int]]:
+    """Return selection -> index for each group of configurations that differ in selection alone, by α and budget."""
+    groups: list[list[pk.EvictionConfig]] = []
+    for place, config in enumerate(trace.run.configs):
+        fitting = [group for group in groups if _fits(config, group)]
+        for group in fitting:
+            group.append(config)
+        if not fitting:
+            groups.append([config])
+            for earlier in trace.run.configs[:place]:  # without an option that sets the others apart
+                if _fits(earlier, groups[-1]):
+                    groups[-1].insert(-1, earlier)
+    groups.sort(key=lambda group: min(map(_order, group)))
+    return [{config.selection.name: trace.run.configs.index(config) for config in group} for group in groups]
+
+
+def _fits(config: pk.EvictionConfig, group: Sequence[pk.EvictionConfig]) -> bool:
+    """Return whether a configuration shares with each one of a group all choices that both have, but the selection."""
+    own = config.flat()
+    names = [(own.keys() & other.flat().keys()) - {"selection"} for other in group]
+    return all(own[name] == other.flat()[name] for other, shared in zip(group, names, strict=True) for name in shared)
+
+
+def _order(config: pk.EvictionConfig) -> tuple[float, bool, float]:
+    return config.mean_alpha, isinstance(config.budget.value, int), float(config.budget.value)
+
+
+def compared(trace: pk.Trace, first: int, second: int) -> Iterator[Statistic]:
     """Return the statistics of two configurations: heads, and drift after the middle and the last layer."""
-    measured = Measurements(trace, "coverage")
     for kind, name in (("isolated", "noise_floor_isolated"), ("propagated", "noise_floor")):
-        both, floor = measured[f"perturbation_{kind}"], measured[name]
-        better = (verdicts(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
+        both, floor = variable(trace, f"perturbation_{kind}"), variable(trace, name)
+        better = (signs_beyond_noise(both[:, first], both[:, second], floor) == 1).reshape(len(both), -1)
         flat = both.reshape(*both.shape[:2], -1)
-        yield mean(f"share of heads better, {kind}", share_kind(better.shape[1]), better.mean(axis=1))
+        share = intervals.share_kind(better.shape[1])
+        yield mean(f"share of heads better, {kind}", share, better.mean(axis=1))
         yield over(f"ratio of ΣL, {kind}", flat[:, second].sum(axis=1), flat[:, first].sum(axis=1))
         yield middle(f"median head's ratio, {kind}", flat[:, second], flat[:, first])
-    drift = measured["hidden_drift_l1"]
+    drift = variable(trace, "hidden_drift_l1")
     for layer in (drift.shape[2] // 2, -1):
         yield over("ratio of drift", drift[:, second, layer], drift[:, first, layer])
 
 
-def single(trace: Trace, config: int) -> Iterator[Statistic]:
+def single(trace: pk.Trace, config: int) -> Iterator[Statistic]:
     """Return the statistics of one configuration: σ, drift, KL, and growth over the steps."""
-    measured, all_steps = Measurements(trace, "coverage"), Measurements(trace, "coverage", None)
     for name, words in (("sigma_stage1", "σ"), ("retained_mass", "S")):
-        above = measured[name][:, config] > EVIDENCE
-        yield mean(f"share of heads with {words} > 0.5", rare_share_kind(above[0].size), above.mean(axis=(1, 2)))
+        above = variable(trace, name)[:, config] > EVIDENCE
+        share = intervals.rare_share_kind(above[0].size)
+        yield mean(f"share of heads with {words} > 0.5", share, above.mean(axis=(1, 2)))
     levels = {
-        "last layer's drift": measured["hidden_drift_l1"][:, config, -1],
-        "KL": measured["logit_kl"][:, config],
+        "last layer's drift": variable(trace, "hidden_drift_l1")[:, config, -1],
+        "KL": variable(trace, "logit_kl")[:, config],
     }
     for name, each in levels.items():
-        yield mean(f"mean of {name}", POSITIVE, each)
-        yield Statistic(f"median of {name}", POSITIVE, None, each)
+        yield mean(f"mean of {name}", intervals.POSITIVE, each)
+        yield Statistic(f"median of {name}", intervals.POSITIVE, None, each)
     third = trace.run.steps // LEAST_STEPS
     if third and trace.measured[trace.ok].all():
-        moved = all_steps["perturbation_propagated"][:, config].sum(axis=(2, 3))
-        relative = moved / all_steps["output_norm"].sum(axis=(2, 3))
+        moved, norms = (
+            np.asarray(trace.get(name, "coverage"), dtype=np.float64)
+            for name in ("perturbation_propagated", "output_norm")
+        )
+        relative = moved[:, config].sum(axis=(2, 3)) / norms.sum(axis=(2, 3))
         yield over("growth over the steps", relative[:, -third:].mean(axis=1), relative[:, :third].mean(axis=1))
 
 
-def ranked(trace: Trace, group: dict[str, int]) -> Iterator[Statistic]:
-    """Return rank correlations of θ and 1 − S with L, and how much more often a bound is right than 1 − S."""
-    held, places = read_bounds(Measurements(trace, "coverage")), list(group.values())
-    if len(places) >= rank_agreement.LEAST_SELECTIONS:
-        for bound in (held.theta, 1 - held.mass):
-            found = spearman(np.moveaxis(bound[:, places], 1, 0), np.moveaxis(held.perturbation[:, places], 1, 0))
-            yield mean("rank correlation of a bound", CORRELATION, np.nanmean(found, axis=(1, 2)))
-    if set(STAGED) <= set(group):
-        bounds = (held.theta, held.theta_hat, 1 - held.mass)
-        pair = [group[name] for name in STAGED]
-        *arrays, moved = (np.moveaxis(array[:, pair], 1, 0) for array in (*bounds, held.perturbation))
-        right = rank_agreement.concordant(arrays, moved, (held.sigma[:, pair] > EVIDENCE).all(axis=1))
-        *shares, mass = (mean_where_known(each, (1, 2)) for each in right)
-        for share in shares:
-            if not np.isnan(share).any():
-                yield mean("right picks of a bound less those of 1 − S", DIFFERENCE, share - mass)
+def ranked(trace: pk.Trace, places: Sequence[int]) -> Iterator[Statistic]:
+    """Return rank correlations of θ and 1 − S with L over selections."""
+    if len(places) >= LEAST_SELECTIONS:
+        moved = variable(trace, "perturbation_isolated")[:, places]
+        for bound in (variable(trace, "theta"), 1 - variable(trace, "retained_mass")):
+            sides = (np.moveaxis(side, 1, 0) for side in (bound[:, places], moved))
+            found = pk.stats.rank_correlation.spearman(*sides)
+            yield mean("rank correlation of a bound", intervals.CORRELATION, np.nanmean(found, axis=(1, 2)))
 
 
-def coverage(one: Statistic, drawn: Floats, bootstrap: bool = False) -> dict[str, tuple[float, float]]:
+def picks(trace: pk.Trace, pair: Sequence[int]) -> Iterator[Statistic]:
+    """Return how much more often θ and θ̂ tell which of two selections perturbs less than 1 − S does.
+
+    Heads count where σ > ½ on both sides, and neither L nor any bound is equal.
+    """
+    bounds = variable(trace, "theta"), variable(trace, "theta_hat"), 1 - variable(trace, "retained_mass")
+    values = [array[:, pair] for array in (variable(trace, "perturbation_isolated"), *bounds)]
+    counted = (variable(trace, "sigma_stage1")[:, pair] > EVIDENCE).all(axis=1)
+    counted &= np.all([one[:, 0] != one[:, 1] for one in values], axis=0)
+    lower, *others = (one[:, 1] < one[:, 0] for one in values)
+    right = [np.where(counted, other == lower, np.nan) for other in others]
+    *shares, mass = (intervals.mean_where_known(each, (1, 2)) for each in right)
+    for share in shares:
+        if not np.isnan(share).any():
+            yield mean("right picks of a bound less those of 1 − S", intervals.DIFFERENCE, share - mass)
+
+
+def coverage(one: Statistic, drawn: Indices, bootstrap: bool = False) -> dict[str, tuple[float, float]]:
     """Return method -> share of draws that hold the truth, and median width over it; `drawn` is (draw, sample)."""
     if one.of is None:
         found = intervals.of_medians(one.each[drawn].T)
@@ -149,10 +185,10 @@ def coverage(one: Statistic, drawn: Floats, bootstrap: bool = False) -> dict[str
     value = one.of(counts / samples)
     single = np.eye(population)
     left_out = np.stack([one.of((counts - single[drawn[:, place]]) / (samples - 1)) for place in range(samples)])
-    student = StatisticKind(samples, limits=one.kind.limits)
+    student = intervals.StatisticKind(samples, limits=one.kind.limits)
     kinds = {
         "Student's t": student,
-        "t, log": StatisticKind(samples, log=True, limits=one.kind.limits),
+        "t, log": intervals.StatisticKind(samples, log=True, limits=one.kind.limits),
         "ours": one.kind,
     }
     told = {name: _told(truth, *intervals.jackknife(value, left_out, kind)) for name, kind in kinds.items()}
@@ -161,7 +197,7 @@ def coverage(one: Statistic, drawn: Floats, bootstrap: bool = False) -> dict[str
     return told
 
 
-def _percentile(of: Callable[[Floats], Floats], drawn: Floats, population: int) -> tuple[Floats, Floats]:
+def _percentile(of: Callable[[Floats], Floats], drawn: Indices, population: int) -> tuple[Floats, Floats]:
     draw, ends = np.random.default_rng(1), []
     for start in range(0, len(drawn), CHUNK):
         part = drawn[start : start + CHUNK]
@@ -180,8 +216,8 @@ def _told(truth: float, low: Floats, high: Floats) -> tuple[float, float]:
     return float(held.mean()), float(np.median(high - low) / (abs(truth) or 1.0))
 
 
-def table(trace: Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: bool = False) -> list[str]:
-    """Return the lines of the Markdown table: per n 'worst, median; width'."""
+def table(trace: pk.Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: bool = False) -> Table:
+    """Return the table: per n 'worst, median; width'."""
     drawn = [np.random.default_rng(0).integers(0, int(trace.ok.sum()), size=(draws, size)) for size in sizes]
     rows: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
     for one in statistics(trace):
@@ -189,11 +225,9 @@ def table(trace: Trace, draws: int, sizes: Sequence[int] = SAMPLES, bootstrap: b
             for place, each in enumerate(drawn):
                 for method, told in coverage(one, each, bootstrap).items():
                     rows.setdefault((one.name, method), [[] for _ in sizes])[place].append(told)
-    heads = " | ".join(f"n = {size}: worst, median; width" for size in sizes)
-    lines = [f"| statistic | method | configurations | {heads} |", "|---" * (3 + len(sizes)) + "|"]
-    for (name, method), by_size in rows.items():
-        lines.append(f"| {name} | {method} | {len(by_size[0])} | {' | '.join(map(_cell, by_size))} |")
-    return lines
+    heads = ["statistic", "method", "configurations", *(f"n = {size}: worst, median; width" for size in sizes)]
+    cells = [[*key, str(len(by_size[0])), *map(_cell, by_size)] for key, by_size in rows.items()]
+    return f"coverage of {draws} draws from {int(trace.ok.sum())} samples", heads, cells
 
 
 def _cell(told: list[tuple[float, float]]) -> str:
@@ -201,12 +235,17 @@ def _cell(told: list[tuple[float, float]]) -> str:
     return f"{100 * held.min():.1f} %, {100 * np.median(held):.1f} %; {np.median(width):.2g}"
 
 
+def study(asked: argparse.Namespace) -> None:
+    """Read or measure the population, draw from it, and write the table."""
+    configs = [config for preset in PRESETS for config in pk.grid(128, preset=preset, selection=CONTENDERS)]
+    trace = common.read_or_measure(asked, configs)
+    draws, sizes = (50, (4,)) if asked.short else (asked.draws, asked.drawn)
+    common.write_tables(asked, [table(trace, draws, sizes, asked.bootstrap)])
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
-    parser.add_argument("--bootstrap", action="store_true")
-    given = parser.parse_args()
-    shown = table(read_trace(given.trace), given.draws, given.samples, given.bootstrap)
-    print("\n".join(shown))
+    parser = common.options(__doc__ or "", samples=40)
+    parser.add_argument("--draws", type=int, default=DRAWS, help="of each n [%(default)s]")
+    parser.add_argument("--drawn", type=int, nargs="+", default=SAMPLES, help="samples of a draw, n %(default)s")
+    parser.add_argument("--bootstrap", action="store_true", help="add the percentile bootstrap, an hour")
+    common.main(study, parser)

@@ -1,25 +1,31 @@
-"""Retrieval as docs/results/one_model.md tables it, from `make needle`: `python docs/scripts/needle.py runs/needle`."""
+"""Whether a hidden number is still found, and what perturbation tells of it, from the runs that `make needle` leaves.
+
+`python studies/needle.py runs/needle` prints the tables of docs/results/one_model.md of the run in that folder, and of
+those in `context`, `pooled` and `kernel` inside it where they are there: what each method finds, the rank correlation
+of perturbation with what is found, the means behind it, and how much of the number its heads keep.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import Table, configuration, short_names
 from tables import number, percent
 
-from perturbkv.analyses.json_values import parse_config_object
-from perturbkv.analyses.measurements import FIRST_STEP_MEASURES
-from perturbkv.analyses.names import short_names
-from perturbkv.analyses.needle.retrieval import CIRCULAR
-from perturbkv.datasets.dataset_registry import DatasetOptions, load
-from perturbkv.datasets.encode import Prompt, encode
-from perturbkv.models.loading import open_model
-from perturbkv.storage.trace.trace_file import read_trace
-from perturbkv.trace import Trace
+import perturbkv as pk
+
+MEASURES = {
+    "isolated": "isolated L1", "theta": "θ", "propagated": "propagated L1", "lost": "1 − S", "kl": "KL, nat",
+    "drift": "last layer's drift", "kl_all": "KL, nat, all steps", "drift_all": "drift, all steps",
+    "propagated_all": "propagated L1, all steps",
+}  # fmt: skip
+"""Measures of the summary -> their names in the tables."""
 
 
 def needle_of(folder: Path) -> dict[str, Any]:
@@ -28,44 +34,43 @@ def needle_of(folder: Path) -> dict[str, Any]:
     return told
 
 
-def methods(folder: Path) -> None:
-    """Print a row per method: found, leading digits, and found by prompt length."""
+def methods(folder: Path) -> Iterator[Table]:
+    """Yield a row per method, found, leading digits, and found by prompt length; then the digits by depth."""
     told = needle_of(folder)
-    print(f"\n{folder}: {told['scenario']}\n\n| | cache share | found | digits | by length: {told['lengths']} |")
-    print("|---|---|---|---|---|")
-    labels = short_names([parse_config_object(method["config"]) for method in told["methods"]])
+    labels = short_names([configuration(method["config"]) for method in told["methods"]])
+    rows = []
     for name, method in zip(["full cache", *labels], [told["full"], *told["methods"]], strict=True):
         by_length = " / ".join(f"{100 * np.mean(column):.0f}" for column in np.transpose(method["digits_grid"]))
-        shares = [percent(method[name], method[f"{name}_interval"]) for name in ("score", "digits")]
-        held = "–" if method["held"] is None else f"{method['held']:.2f}"
-        print(f"| {name} | {held} | {' | '.join(shares)} | {by_length} |")
-    print("by depth, digits: " + ", ".join(f"{depth:g}" for depth in told["depths"]))
-    for name, method in zip(labels, told["methods"], strict=True):
-        print(f"  {name}: " + ", ".join(f"{100 * np.mean(row):.0f}" for row in method["digits_grid"]))
+        shares = [percent(method[one], method[f"{one}_interval"]) for one in ("score", "digits")]
+        rows.append([name, "–" if method["held"] is None else f"{method['held']:.2f}", *shares, by_length])
+    heads = ["", "cache share", "found", "digits", f"by length: {told['lengths']}"]
+    yield f"{folder.name}: {told['scenario']}", heads, rows
+    depths = [[name, *(f"{100 * np.mean(row):.0f}" for row in method["digits_grid"])]
+              for name, method in zip(labels, told["methods"], strict=True)]  # fmt: skip
+    yield f"{folder.name}: digits by depth", ["", *(f"{depth:g}" for depth in told["depths"])], depths
 
 
-def link(folder: Path) -> None:
-    """Print a row per budget and measure: rank correlation between the methods of one prompt, with both outcomes."""
+def link(folder: Path) -> Iterator[Table]:
+    """Yield, per budget, the rank correlation of each measure between the methods of one prompt with both outcomes."""
     told = needle_of(folder)["correlation"]
     for budget in told["budgets"]:
         for kind in ("correlations", "circular"):
-            print(f"\n{kind}, b={budget['name']}, {told['samples']} prompts\n\n| | whole number | n | digits | n |")
-            print("|---|---|---|---|---|")
             found = {(one["measure"], one["outcome"]): one for one in budget[kind]}
-            for measure in dict.fromkeys(measure for measure, _ in found):
-                cells = [cell for outcome in ("score", "digits") for cell in _rho(found[measure, outcome])]
-                print(f"| {({**FIRST_STEP_MEASURES, **CIRCULAR})[measure]} | {' | '.join(cells)} |")
+            rows = [[MEASURES[measure], *(cell for outcome in ("score", "digits")
+                                          for cell in _rho(found[measure, outcome]))]
+                    for measure in dict.fromkeys(measure for measure, _ in found)]  # fmt: skip
+            title = f"{folder.name}: {kind}, b={budget['name']}, {told['samples']} prompts"
+            yield title, ["", "whole number", "n", "digits", "n"], rows
 
 
-def levels(folder: Path) -> None:
-    """Print the mean of every measure per configuration, over prompts."""
+def levels(folder: Path) -> Iterator[Table]:
+    """Yield the means of every measure per configuration, over the prompts that the full cache answers."""
     told = needle_of(folder)["correlation"]
-    print(f"\n{folder}: means over {told['samples']} prompts that the full cache answers")
     for budget in told["budgets"] if told["samples"] else []:
-        names = short_names(list(map(parse_config_object, budget["configs"])))
-        for measure, rows in budget["measured"].items():
-            means = ", ".join(f"{name} {value:.3f}" for name, value in zip(names, np.mean(rows, axis=0), strict=True))
-            print(f"  b={budget['name']}, {({**FIRST_STEP_MEASURES, **CIRCULAR})[measure]}: {means}")
+        names = short_names(list(map(configuration, budget["configs"])))
+        rows = [[MEASURES[measure], *(f"{value:.3f}" for value in np.mean(values, axis=0))]
+                for measure, values in budget["measured"].items()]  # fmt: skip
+        yield f"{folder.name}: means over {told['samples']} answered prompts, b={budget['name']}", ["", *names], rows
 
 
 def _rho(one: dict[str, Any]) -> list[str]:
@@ -73,17 +78,18 @@ def _rho(one: dict[str, Any]) -> list[str]:
     return [number(one["rho"], one["interval"]), str(one["deciding"])]
 
 
-def digits_kept(folder: Path) -> None:
-    """Print how many of the number's tokens a head keeps, and how many of them in a row from the first."""
-    trace = read_trace(folder / "trace.h5")
+def digits_kept(folder: Path) -> Iterator[Table]:
+    """Yield how many of the number's tokens a head keeps, and how many of them in a row from the first."""
+    trace = pk.read_trace(folder / "trace.h5")
     places = dict(enumerate(answer_places(trace)))
-    print(f"\n{folder}: tokens of the number that a head keeps")
+    rows = []
     for config, name in enumerate(short_names(trace.run.configs)):
         kept, run = digits_held(trace, config, places)
-        print(f"  {name}: {kept:.2f} of {len(places[0])}; from the first on {run:.2f}")
+        rows.append([name, f"{kept:.2f} of {len(places[0])}", f"{run:.2f}"])
+    yield f"{folder.name}: tokens of the number that a head keeps", ["", "kept", "from the first on"], rows
 
 
-def digits_held(trace: Trace, config: int, places: Mapping[int, range]) -> tuple[float, float]:
+def digits_held(trace: pk.Trace, config: int, places: Mapping[int, range]) -> tuple[float, float]:
     """Return how many tokens of the number a head keeps, and how many in a row where it keeps the first one.
 
     `places` maps each sample that counts to the positions of its number; means over heads, then over samples.
@@ -97,24 +103,24 @@ def digits_held(trace: Trace, config: int, places: Mapping[int, range]) -> tuple
     return float(np.mean(kept)), float(np.nanmean(run))
 
 
-def _held(trace: Trace, sample: int, config: int, place: range) -> Any:
+def _held(trace: pk.Trace, sample: int, config: int, place: range) -> Any:
     """Return (layer, head, token), True where the head keeps that token of the number."""
     return trace.kept_masks(sample, config)[..., place.start : place.stop]
 
 
-def answer_places(trace: Trace) -> list[range]:
+def answer_places(trace: pk.Trace) -> list[range]:
     """Return the positions of each prompt's number, in prompts made once more or of the measured file."""
-    run, tokenizer = trace.run, open_model(trace.run.model).tokenizer
+    run, model = trace.run, pk.load_model(trace.run.model)
     made = {
         name: run.dataset_options[name] for name in ("lengths", "depths", "haystack") if name in run.dataset_options
     }
-    options = DatasetOptions(run.samples, seed=run.seed, **made)
-    samples = load(run.dataset, options, tokenizer).samples
-    prompts = [encode(one, tokenizer, chat_template=run.chat_template, max_tokens=None) for one in samples]
-    return [_answer_place(prompt, tokenizer) for prompt in prompts]
+    prompts = pk.load_prompts(
+        run.dataset, model, samples=run.samples, seed=run.seed, chat_template=run.chat_template, **made
+    )
+    return [_answer_place(prompt, model.tokenizer) for prompt in prompts]
 
 
-def _answer_place(prompt: Prompt, tokenizer: Any) -> range:
+def _answer_place(prompt: pk.Prompt, tokenizer: Any) -> range:
     """Return the positions of the number's digits in the prompt, a token each."""
     digits = [*tokenizer(prompt.answers[0], add_special_tokens=False)["input_ids"]]
     starts = range(len(prompt.token_ids) - len(digits) + 1)
@@ -122,11 +128,19 @@ def _answer_place(prompt: Prompt, tokenizer: Any) -> range:
     return range(start, start + len(digits))
 
 
+def tables(root: Path) -> Iterator[Table]:
+    """Yield the tables of the folder's run and of those inside it."""
+    inside = {name: root / name for name in ("context", "pooled", "kernel") if (root / name).is_dir()}
+    for part in (root, *inside.values()):
+        yield from methods(part)
+        yield from link(part)
+    for part in (root, *(folder for name, folder in inside.items() if name != "context")):
+        yield from levels(part)
+        yield from digits_kept(part)
+
+
 if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    for part in (root, root / "context", root / "pooled", root / "kernel"):
-        methods(part)
-        link(part)
-    for part in (root, root / "pooled", root / "kernel"):
-        levels(part)
-        digits_kept(part)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the runs that `make needle` leaves")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    common.main(lambda asked: common.write_tables(asked, tables(asked.folder)), parser)
