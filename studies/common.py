@@ -328,7 +328,7 @@ def plain_log(axes: Axes, name: str) -> None:
     low, high = axis.get_view_interval()
     decades = np.log10(high / low)
     axis.set_major_locator(MaxNLocator(5) if decades < 0.7 else LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
-    axis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
     axis.set_minor_locator(NullLocator())
 
 
