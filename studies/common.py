@@ -7,11 +7,10 @@ JSON document and a picture; a killed one goes on where it was. `python studies/
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -314,11 +313,9 @@ def configuration(document: Mapping[str, Any]) -> pk.EvictionConfig:
     return pk.EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
 
 
-@contextlib.contextmanager
-def printed_figure(width_mm: float, height_mm: float) -> Iterator[Figure]:
-    """Give an empty figure of a printed size, and draw in the style of the package's figures within the block."""
-    with matplotlib.style.context(STYLE):
-        yield Figure(figsize=(width_mm / 25.4, height_mm / 25.4), layout="constrained")
+def page_figure(height_mm: float, width_mm: float = 174) -> Figure:
+    """Return an empty figure of a printed size, by default as wide as a page's text."""
+    return Figure(figsize=(width_mm / 25.4, height_mm / 25.4), layout="constrained")
 
 
 def plain_log(axes: Axes, name: str) -> None:
@@ -410,13 +407,14 @@ def to_json(value: Any) -> Any:
 
 
 def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a study. What a user gets wrong is one line and exit code 2."""
+    """Run a study, in the style of the package's figures. What a user gets wrong is one line and exit code 2."""
     asked = parser.parse_args()
     asked.written = []  # the files that the study wrote before its document
     asked.output = asked.output or Path("runs") / "studies" / Path(sys.argv[0]).stem
     try:
         _make_folder(asked.output)
-        study(asked)
+        with matplotlib.style.context(STYLE):
+            study(asked)
     except pk.PerturbkvError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -260,21 +260,21 @@ TABLES = verdicts_table, levels_table, reversed_settings, settings_table
 
 def draw(found: Sequence[dict[str, str]], path: Path) -> None:
     """Draw every setting's numbers over those of `kv`: a row per kind of kept sets, a panel per number."""
-    with common.printed_figure(174, 92) as figure:
-        axes = figure.subplots(1, len(NUMBERS), sharey=True)
-        for panel, number in zip(axes, NUMBERS, strict=True):
-            _draw_panel(panel, found, number)
-        axes[0].set_yticks(range(len(PICTURED)), list(PICTURED.values()))
-        axes[0].set_ylim(len(PICTURED) - 0.5, -0.5)
-        handles = [
-            axes[0].plot([], [], linestyle="none", marker="o", markersize=2.5, color=colour, label=word)[0]
-            for word, colour in (("more lost than kv", COLOURS["reversed"]), ("less", COLOURS["holds"]),
-                                 ("undecided", COLOURS["undecided"]))
-        ]  # fmt: skip
-        handles += axes[0].plot([], [], linestyle="none", marker="|", color="black", label="median of the settings")
-        figure.legend(handles=handles, loc="outside upper left", ncols=4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+    figure = common.page_figure(92)
+    axes = figure.subplots(1, len(NUMBERS), sharey=True)
+    for panel, number in zip(axes, NUMBERS, strict=True):
+        _draw_panel(panel, found, number)
+    axes[0].set_yticks(range(len(PICTURED)), list(PICTURED.values()))
+    axes[0].set_ylim(len(PICTURED) - 0.5, -0.5)
+    handles = [
+        axes[0].plot([], [], linestyle="none", marker="o", markersize=2.5, color=colour, label=word)[0]
+        for word, colour in (("more lost than kv", COLOURS["reversed"]), ("less", COLOURS["holds"]),
+                             ("undecided", COLOURS["undecided"]))
+    ]  # fmt: skip
+    handles += axes[0].plot([], [], linestyle="none", marker="|", color="black", label="median of the settings")
+    figure.legend(handles=handles, loc="outside upper left", ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
 
 
 def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> None:

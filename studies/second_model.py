@@ -290,14 +290,14 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
 
 def draw(names: Sequence[str], rows: Sequence[Sequence[dict[str, Any]]], foot: str) -> Figure:
     """Return the figure of isolated and propagated sums over attention's; `rows` are each model's ablation."""
-    with common.printed_figure(174, 92) as figure:
-        panels = figure.subplots(1, 2, sharey=True)
-        for panel, kind in zip(panels, KINDS, strict=True):
-            for place, (name, own) in enumerate(zip(names, rows, strict=True)):
-                _points(panel, name, [row[kind] for row in own], place)
-            _axes(panel, kind, [_title(row) for row in rows[0]])
-        panels[0].legend(loc="lower right")
-        figure.supxlabel(foot, x=0.008, ha="left", fontsize=5, color="0.35")
+    figure = common.page_figure(92)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, kind in zip(panels, KINDS, strict=True):
+        for place, (name, own) in enumerate(zip(names, rows, strict=True)):
+            _points(panel, name, [row[kind] for row in own], place)
+        _axes(panel, kind, [_title(row) for row in rows[0]])
+    panels[0].legend(loc="lower right")
+    figure.supxlabel(foot, x=0.008, ha="left", fontsize=5, color="0.35")
     return figure
 
 

@@ -336,29 +336,29 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
     levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
     titles = _titles(kind)
-    with common.printed_figure(174, 27 * len(titles) + 64) as figure:
-        axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
-        for axis, title in zip(axes, titles, strict=False):
-            _panel(axis, counted(found, title), COMPARISONS[title], order)
-            comparison = COMPARISONS[title]
-            better = "above" if comparison.sign > 0 else "below"
-            words = title.removesuffix(f", {kind}")
-            axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
-        for row in counted(found, f"heads by means, {kind}"):
-            axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
-                         markeredgewidth=0.4)  # fmt: skip
-        for place, (name, level) in enumerate(levels):
-            on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
-            axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
-        for verdict, colour in COLOURS.items():
-            label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
-            axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
-        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
-        figure.legend(loc="outside upper center", ncols=4)
-        axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
-        axes[-1].invert_yaxis()
-        axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
-        figure.savefig(path, dpi=200)
+    figure = common.page_figure(27 * len(titles) + 64)
+    axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
+    for axis, title in zip(axes, titles, strict=False):
+        _panel(axis, counted(found, title), COMPARISONS[title], order)
+        comparison = COMPARISONS[title]
+        better = "above" if comparison.sign > 0 else "below"
+        words = title.removesuffix(f", {kind}")
+        axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
+    for row in counted(found, f"heads by means, {kind}"):
+        axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
+                     markeredgewidth=0.4)  # fmt: skip
+    for place, (name, level) in enumerate(levels):
+        on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
+        axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
+    for verdict, colour in COLOURS.items():
+        label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
+        axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
+    axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
+    figure.legend(loc="outside upper center", ncols=4)
+    axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
+    axes[-1].invert_yaxis()
+    axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
+    figure.savefig(path, dpi=200)
 
 
 def _level(name: str, level: str) -> str:

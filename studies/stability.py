@@ -35,7 +35,6 @@ from math import ceil, comb
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import Floats, interval_text, percent_text, variable
 from matplotlib.figure import Figure
@@ -340,7 +339,8 @@ def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budge
 
 def draw(document: Mapping[str, Any]) -> Figure:
     """Draw ρ between traces with reliability on the diagonal, and relative L1 over depth, propagated and isolated."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    figure = common.page_figure(140)
+    panels = figure.subplots(2, 2)
     members = document["members"]
     for (above, below), kind in zip(panels.T, KINDS, strict=True):
         values = np.full((len(members), len(members)), np.nan)
@@ -355,7 +355,8 @@ def draw(document: Mapping[str, Any]) -> Figure:
         above.locator_params(integer=True)
         figure.colorbar(image, ax=above)
         for one in members:
-            below.semilogy(GRID, one["depth"][kind]["profile"], label=f"{one['number']}: {one['dataset']}")
+            below.plot(GRID, one["depth"][kind]["profile"], label=f"{one['number']}: {one['dataset']}")
+        common.plain_log(below, "y")
         below.set(xlabel="relative depth", ylabel="L / ‖o_h‖₁ over the mean head's")
         below.legend(fontsize=6)
     return figure

@@ -41,7 +41,7 @@ def rows(rounded: pk.Trace) -> list[list[str]]:
 
 
 def test_decided_heads_agree_oppose_or_are_tied_in_float32() -> None:
-    """Decided: heads 1, 2 and 3 of the first prompt, of which one is float32's; 1, 2 and 4 of the second, which all are."""
+    """Decided: heads 1, 2 and 3 of the first prompt, of which one is float32's; 1, 2 and 4 of the second, all its."""
     isolated, propagated = rows(made([[4, 4, 4, 4.9], [4, 6, 5, 4]], 0.1))
     samples, decided, share, opposite, tied = isolated
     assert isolated == propagated
