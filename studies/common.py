@@ -325,8 +325,19 @@ def plain_log(axes: Axes, name: str) -> None:
     low, high = axis.get_view_interval()
     decades = np.log10(high / low)
     axis.set_major_locator(MaxNLocator(5) if decades < 0.7 else LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+    axis.set_major_formatter(lambda value, _: tick_text(value))
     axis.set_minor_locator(NullLocator())
+
+
+def tick_text(value: float) -> str:
+    """Return a tick's number: 4,000, 0.05, or 2×10⁻⁵ where a number would have many zeros."""
+    if value >= 1e-4:
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    times, _, power = f"{value:.0e}".partition("e")
+    return f"{times}×10{str(int(power)).translate(_RAISED)}".removeprefix("1×")
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def log_ticks(axes: Axes, values: Iterable[float]) -> None:
