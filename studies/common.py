@@ -318,13 +318,16 @@ def page_figure(height_mm: float, width_mm: float = 174) -> Figure:
     return Figure(figsize=(width_mm / 25.4, height_mm / 25.4), layout="constrained")
 
 
-def plain_log(axes: Axes, name: str) -> None:
-    """Make the axis `x` or `y` logarithmic with a few plain numbers, after its values were drawn."""
+def plain_log(axes: Axes, name: str, steps: Sequence[float] = (1, 2, 5)) -> None:
+    """Make the axis `x` or `y` logarithmic with a few plain numbers, after its values were drawn.
+
+    `steps` are the ticks of a power of ten where there are few powers; `(1,)` of a narrow panel.
+    """
     axis = axes.xaxis if name == "x" else axes.yaxis
     axes.set(**{f"{name}scale": "log"})
     low, high = axis.get_view_interval()
     decades = np.log10(high / low)
-    axis.set_major_locator(MaxNLocator(5) if decades < 0.7 else LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
+    axis.set_major_locator(MaxNLocator(5) if decades < 0.7 else LogLocator(subs=steps if decades < 2.5 else (1,)))
     axis.set_major_formatter(lambda value, _: tick_text(value))
     axis.set_minor_locator(NullLocator())
 

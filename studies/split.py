@@ -22,6 +22,7 @@ How it is decided:
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -267,18 +268,18 @@ def draw(document: Mapping[str, Any]) -> Figure:
     """Draw 1 − S and D of every head, a panel per configuration, with lines of equal L; and what corrections leave."""
     spreads = document["spreads"]
     corrected = [row for setting in document["corrections"] for row in setting["rows"]]
-    lines = -(-len(spreads) // 4)
+    lines = -(-len(spreads) // 3)
     heights = [44 * lines + 5, *([6 * len(corrected) + 18] if corrected else [])]
     figure = common.page_figure(sum(heights))
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for index, one in enumerate(spreads, 1):
-        axes = parts[0].add_subplot(lines, 4, index)
+        axes = parts[0].add_subplot(lines, 3, index)
         known = [(head["mass"], head["difference"]) for head in one["heads_of_layers"] if head["samples"]]
         axes.plot(*np.array(known).reshape(-1, 2).T, ".", markersize=2)
         for name in ("x", "y"):
-            common.plain_log(axes, name)
+            common.plain_log(axes, name, steps=(1,))
         _draw_equal_loss(axes)
-        axes.set_title(one["config"], fontsize=6)
+        axes.set_title(textwrap.fill(one["config"], 32), fontsize=7)
     parts[0].supxlabel("1 − S: attention that goes", fontsize=8)
     parts[0].supylabel("D = ‖μ_gone − μ_kept‖₁", fontsize=8)
     if corrected:

@@ -339,18 +339,17 @@ def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budge
 
 def draw(document: Mapping[str, Any]) -> Figure:
     """Draw ρ between traces with reliability on the diagonal, and relative L1 over depth, propagated and isolated."""
-    figure = common.page_figure(140)
-    panels = figure.subplots(2, 2)
-    members = document["members"]
-    for (above, below), kind in zip(panels.T, KINDS, strict=True):
+    figure, members = common.page_figure(140), document["members"]
+    for (above, below), kind in zip(figure.subplots(2, 2).T, KINDS, strict=True):
         values = np.full((len(members), len(members)), np.nan)
         np.fill_diagonal(values, [one["perturbation"][kind]["split_half"]["value"] for one in members])
         for one in (one for one in document["pairs"] if one["perturbation"]):
             ends = one["first"] - 1, one["second"] - 1
             values[ends] = values[ends[::-1]] = one["perturbation"][kind]["rho"]["value"]
         image = above.imshow(values, vmin=0, vmax=1, extent=(0.5, len(values) + 0.5, len(values) + 0.5, 0.5))
-        for (row, column), value in np.ndenumerate(values):
-            above.text(column + 1, row + 1, "" if np.isnan(value) else f"{value:.2f}", ha="center", fontsize=6)
+        for (row, column), value in ((place, value) for place, value in np.ndenumerate(values) if not np.isnan(value)):
+            colour = "black" if value > 0.5 else "white"
+            above.text(column + 1, row + 1, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
         above.set(title=f"{kind} L1: ρ of heads' ranks", xlabel="trace", ylabel="trace")
         above.locator_params(integer=True)
         figure.colorbar(image, ax=above)
