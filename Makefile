@@ -301,7 +301,7 @@ bytes: longbench develop
 
 # docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop
-	$(PY) studies/second_model.py prompts $(LONGBENCH) $(SECOND) --output $(SECOND)
+	$(PY) studies/second_model.py prompts $(LONGBENCH) $(SECOND) --output $(SECOND)/prompts
 	$(foreach model,$(BESIDE),$(call measured,$(model)))
 	$(PY) studies/second_model.py tables $(foreach model,$(BESIDE),$(SECOND)/$(model)) --output $(SECOND)
 	cp $(SECOND)/second_model.png docs/figures/second-model.png

@@ -207,9 +207,10 @@ def draw(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Fig
         figure.legend(loc="outside upper left", ncols=3)
     else:
         axes.axvline(rows[0]["mean"], color="0.35")
-        axes.set_xlabel(f"mean score of {samples} samples (line: full cache); bars: 95 % intervals")
+        bars = "95 % intervals" if samples >= pk.stats.intervals.MIN_SAMPLES else "ranges of single samples"
+        axes.set_xlabel(f"mean score of {samples} samples (line: full cache); bars: {bars}")
     axes.set_yticks(range(len(shown)), [f"{row['config']} (share {row['cache_share']:.2f})" for row in shown])
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     return figure
 
 
