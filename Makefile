@@ -336,7 +336,7 @@ studies: install
 	$(BIN) heads $(FEW) --output $(SHORT)/heads --overwrite
 	$(PY) studies/tables.py $(SHORT)/heads/summary.json -o $(SHORT)/tables
 	$(PY) studies/readings.py $(SHORT)/heads/trace.h5 -o $(SHORT)/readings
-	$(BIN) needle --lengths 300 --samples 4 --budget 64 --output $(SHORT)/retrieval --overwrite
+	$(BIN) needle --lengths 300 --depths 0.2,0.8 --samples 4 --budget 64 --output $(SHORT)/retrieval --overwrite
 	$(PY) studies/needle.py $(SHORT)/retrieval -o $(SHORT)/needle
 	$(PY) studies/model_sanity.py -o $(SHORT)/model_sanity
 	$(PY) studies/specification_claims.py gain -o $(SHORT)/specification_claims
