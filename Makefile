@@ -215,7 +215,7 @@ figures: demo
 	$(BIN) layers runs/tour/trace.h5 --per-sample --budgets
 	$(BIN) ablation --dataset needle --samples 8 --length 2000 --output runs/tour/ablation --overwrite
 	$(BIN) export runs/demo/trace.h5 --overwrite
-	$(PY) docs/scripts/readings.py runs/tour/trace.h5
+	$(PY) studies/readings.py runs/tour/trace.h5 --output runs/tour
 	cp runs/demo/heads.png runs/tour/*.png runs/tour/ablation/*.png docs/figures/
 
 # The pictures of docs/how-to/report.md: the page of a trace of nine prompts, taken by Chromium.
@@ -244,10 +244,10 @@ tables: longbench develop
 	$(BIN) horizon $(NEWS) --output runs/news/horizon --overwrite
 	cp runs/news/horizon/horizon.png docs/figures/
 	cp runs/news/methods/ablation-methods.png docs/figures/methods.png
-	$(PY) docs/scripts/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json)
-	$(PY) docs/scripts/readings.py runs/news/heads/trace.h5 $(LONGBENCH)
-	$(PY) docs/scripts/readings.py runs/news/trace.h5
-	$(PY) docs/scripts/coverage.py runs/news/heads/trace.h5 --samples 8 --bootstrap
+	$(PY) studies/tables.py $(foreach run,heads . window32 budgets ablation methods horizon,runs/news/$(run)/summary.json) --output runs/news
+	$(PY) studies/readings.py runs/news/heads/trace.h5 $(LONGBENCH) --output runs/news/heads
+	$(PY) studies/readings.py runs/news/trace.h5 --output runs/news
+	$(PY) studies/coverage.py runs/news/heads/trace.h5 --drawn 8 --bootstrap --output runs/news/coverage
 
 # Half an hour on two cores: the table of retrieval, its heat map, and what explains it.
 needle: install
@@ -255,7 +255,7 @@ needle: install
 	$(BIN) needle --lengths 500,1000,2000 --budget 64 --budget 128 --samples 36 --scenario context-only --output runs/needle/context --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --budget 512 --preset paper --preset paper-v2 --output runs/needle/pooled --overwrite
 	$(BIN) needle $(INSIDE) --budget 128 --budget 256 --policy 'snapkv(kernel=21)' --output runs/needle/kernel --overwrite
-	$(PY) docs/scripts/needle.py runs/needle
+	$(PY) studies/needle.py runs/needle --output runs/needle
 	cp runs/needle/needle.png runs/needle/needle-digits.png runs/needle/needle-depths.png docs/figures/
 	cp runs/needle/needle-correlation.png docs/figures/
 	cp runs/needle/context/needle-digits.png docs/figures/needle-context.png
@@ -290,7 +290,7 @@ questions: longbench develop
 # docs/results/paper.md: every claim of the paper, in steps of at most 20 minutes of one core, under two hours; killed, it goes on.
 paper: export OMP_NUM_THREADS := 1
 paper: longbench develop
-	$(PY) docs/scripts/paper.py $(LONGBENCH)
+	$(PY) studies/paper.py $(LONGBENCH)
 
 # Two hours on two cores: docs/results/bytes.md.
 bytes: longbench develop
@@ -301,10 +301,11 @@ bytes: longbench develop
 
 # docs/results/second_model.md: an hour and a half on one core; killed, it goes on where it was.
 second-model: longbench develop
-	$(PY) docs/scripts/second_prompts.py $(LONGBENCH) $(SECOND)
+	$(PY) studies/second_model.py prompts $(LONGBENCH) $(SECOND) --output $(SECOND)/prompts
 	$(foreach model,$(BESIDE),$(call measured,$(model)))
-	$(PY) docs/scripts/second_model.py $(foreach model,$(BESIDE),$(SECOND)/$(model)) --figures docs/figures
-	$(PY) docs/scripts/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23
+	$(PY) studies/second_model.py tables $(foreach model,$(BESIDE),$(SECOND)/$(model)) --output $(SECOND)
+	cp $(SECOND)/second_model.png docs/figures/second-model.png
+	$(PY) studies/readings.py $(SECOND)/$(GEMMA)/heads/trace.h5 --token 5 1 23 --output $(SECOND)
 
 define measured
 	$(BIN) heads $(TEXTS) --model $(1) --preset paper --preset paper-v2 --preset released-v2 --compare $(CHAIN) --output $(SECOND)/$(1)/heads --overwrite
@@ -322,13 +323,23 @@ endef
 models: install
 	$(foreach model,$(LADDER),$(BIN) heads --model $(model) --dataset needle --dry-run &&) true
 
-# Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say.
-SHORT = runs/studies/short
+# Every study on four short prompts, to see it work; `python studies/NAME.py` measures as the results' pages say. Those of
+# finished runs read what commands leave here; the paper's and the second model's have LongBench's prompts alone.
+SHORT   = runs/studies/short
+OF_RUNS = judge model_sanity needle readings second_model specification_claims tables
+FEW     = --dataset needle --length 300 --samples 4 --budget 64
 studies: install
-	for study in $(filter-out common judge,$(basename $(notdir $(wildcard studies/*.py)))); do \
+	for study in $(filter-out common paper% $(OF_RUNS),$(basename $(notdir $(wildcard studies/*.py)))); do \
 		$(PY) studies/$$study.py --short -o $(SHORT)/$$study || exit 1; done
-	$(BIN) generate --dataset needle --length 300 --samples 4 --budget 64 --max-new-tokens 8 --output $(SHORT)/judge
+	$(BIN) generate $(FEW) --max-new-tokens 8 --output $(SHORT)/judge
 	$(PY) studies/judge.py $(SHORT)/judge/generation.jsonl --command "$(PY) examples/my_judge.py" --scale 0 10 -o $(SHORT)/judge
+	$(BIN) heads $(FEW) --output $(SHORT)/heads --overwrite
+	$(PY) studies/tables.py $(SHORT)/heads/summary.json -o $(SHORT)/tables
+	$(PY) studies/readings.py $(SHORT)/heads/trace.h5 -o $(SHORT)/readings
+	$(BIN) needle --lengths 300 --depths 0.2,0.8 --samples 4 --budget 64 --output $(SHORT)/retrieval --overwrite
+	$(PY) studies/needle.py $(SHORT)/retrieval -o $(SHORT)/needle
+	$(PY) studies/model_sanity.py -o $(SHORT)/model_sanity
+	$(PY) studies/specification_claims.py gain -o $(SHORT)/specification_claims
 
 bench: install
 	$(PY) -m benchmarks --output docs/bench/cpu.json --overwrite

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import Floats, choices_except, compare, estimate, number_text, percent_text, ratio_of_sums, variable
 from matplotlib.figure import Figure
@@ -322,7 +321,8 @@ _OUTCOMES = ("logit_kl", "hidden_drift_l1", "perturbation_propagated")
 
 def draw(sweep: Sweep, document: Mapping[str, Any], whole: Chosen) -> Figure:
     """Draw Σ over α with the level of each choice, and the map of the α that heads choose on all samples."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure = common.page_figure(72)
+    left, right = figure.subplots(1, 2)
     bands = [point["ratio_interval"] for point in document["curve"]]
     left.plot(sweep.alphas, [point["ratio"] for point in document["curve"]], "o-", label="one α for all heads")
     if all(bands):
@@ -331,7 +331,7 @@ def draw(sweep: Sweep, document: Mapping[str, Any], whole: Chosen) -> Figure:
         for row in (row for row in document["rows"] if level in whole and _is_row(row, name, OTHERS)):
             left.axhline(row["over_paper"]["sum_ratio"], color="0.3", linestyle=dash, label=f"chosen {name}")
     left.set(xlabel="α, the share of stage 1", ylabel=f"Σ isolated L1 over that of α = {PAPER}")
-    left.legend(fontsize=7)
+    left.legend()
     level = sweep.levels[-1]
     image = right.imshow(sweep.alphas[whole[level]], vmin=0, vmax=1, aspect="auto")
     right.set(xlabel="head", ylabel="measured layer", title=f"α chosen {LEVELS[level]}, on all samples")

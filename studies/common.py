@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.style
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 import perturbkv as pk
@@ -26,17 +28,27 @@ Floats = NDArray[np.float64]
 Estimated = tuple[float, Any]
 """A number and its interval over samples: None of a single sample, a range of fewer than five."""
 
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A table of a page as text: its title, its heads, its rows."""
+EVIDENCE = 0.5
+"""Theorem 3 speaks only of heads whose σ exceeds this."""
+STYLE = "perturbkv.figures.perturbkv"
+"""The style sheet of the package's figures, as matplotlib finds it."""
+
 SHORT = {"dataset": "needle", "samples": 4, "length": [300], "max_tokens": None}
 """Options of `--short`, which `make studies` gives: enough to see a study work, too little to conclude from."""
 
 
-def options(text: str, **defaults: Any) -> argparse.ArgumentParser:
+def options(
+    text: str, names: str = "trace", about: str = "finished traces, instead of measuring one", **defaults: Any
+) -> argparse.ArgumentParser:
     """Return a parser of the options that studies share; `defaults` are those of this study.
 
-    Budgets are tokens (128) or shares of the prompt (0.1), as in `pk.grid`.
+    `names` are what a study is called with, and `about` says what these are. Budgets are tokens (128) or shares of the
+    prompt (0.1), as in `pk.grid`.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", nargs="*", help="finished traces, instead of measuring one")
+    parser.add_argument(names, nargs="*", help=about)
     parser.add_argument("--model", default="smollm2-135m-q4_1", help="[%(default)s]")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 [%(default)s]")
     parser.add_argument("--dataset", default="needle", help="as `perturbkv list datasets` names them [%(default)s]")
@@ -164,7 +176,32 @@ def choices_except(config: pk.EvictionConfig, prefix: str) -> dict[str, Any]:
 
 def below_theorem_3(trace: pk.Trace, step: int = 0) -> NDArray[np.bool_]:
     """Return (config, layer, head) True where σ, mean over samples, is at most ½: Theorem 3 says nothing there."""
-    return np.asarray(variable(trace, "sigma_stage1", step).mean(axis=0) <= 0.5)
+    return np.asarray(variable(trace, "sigma_stage1", step).mean(axis=0) <= EVIDENCE)
+
+
+def cache_shares(trace: pk.Trace) -> Floats:
+    """Return each configuration's entries over those of the full cache, (config,): mean over samples."""
+    return np.asarray(np.asarray(trace.get("held_share", "a study"), dtype=np.float64).mean(axis=0))
+
+
+def perturbation_of(
+    trace: pk.Trace, kind: str, baseline: int, treatment: int, suffix: str = ""
+) -> tuple[Floats, Floats]:
+    """Return two configurations' perturbation at step 0, (sample, layer, head) each, equal where the kept sets are.
+
+    Args:
+        trace: of configurations that evict alone.
+        kind: isolated, or propagated, where the sets of all earlier layers have to be equal, too.
+        baseline: index of a configuration.
+        treatment: index of another one.
+        suffix: end of the variable's name: empty, `_l2` or `_cosine`.
+    """
+    values, same = variable(trace, f"perturbation_{kind}{suffix}"), trace.same_kept(baseline, treatment)
+    if kind == "propagated":
+        earlier = np.logical_and.accumulate(same.all(axis=2), axis=1)[:, :-1]
+        same = same & np.concatenate([np.ones((len(same), 1), dtype=bool), earlier], axis=1)[:, :, None]
+    first = values[:, baseline]
+    return first, np.where(same, first, values[:, treatment])
 
 
 def signs_beyond_noise(baseline: Floats, treatment: Floats, floor: Floats) -> NDArray[np.int8]:
@@ -233,6 +270,77 @@ def save(asked: argparse.Namespace, document: Mapping[str, Any], figure: Figure 
         paths.append(asked.output / f"{name}.png")
         figure.savefig(paths[-1], dpi=200)
     print("wrote", ", ".join(map(str, paths)))
+
+
+def write_tables(asked: argparse.Namespace, tables: Iterable[Table], figure: Figure | None = None) -> None:
+    """Print tables as Markdown, each when it is made; write them as a document, with the picture where there is one."""
+    made = []
+    for title, heads, rows in tables:
+        print(f"\n{title}\n\n{markdown(heads, rows)}", flush=True)
+        made.append({"title": title, "heads": heads, "rows": rows})
+    save(asked, {"tables": made}, figure)
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def simulate(text: str, tables: Callable[[int], Iterable[Table]], draws: int, few: int) -> None:
+    """Run a simulation on invented numbers: its tables from so many draws, or a few with `--short`."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draws", type=int, nargs="?", default=draws, help="number of draws [%(default)s]")
+    parser.add_argument("--short", action="store_true", help=f"{few} draws, to see it work")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    main(lambda asked: write_tables(asked, tables(few if asked.short else asked.draws)), parser)
+
+
+def short_names(configs: Sequence[pk.EvictionConfig]) -> list[str]:
+    """Return each configuration's choices that not all share, as a label has them: 'two-stage b=64'."""
+    parts = [config.label_parts() for config in configs]
+    shared = {one for one in parts[0].items() if all(one in each.items() for each in parts)}
+    return [" ".join(word for one, word in each.items() if (one, word) not in shared) or "evicted" for each in parts]
+
+
+def setting_name(config: pk.EvictionConfig, *without: str) -> str:
+    """Return a configuration's choices as a label has them, but for policy, selection and those in `without`."""
+    left_out = {"policy", "selection", *without}
+    return " ".join(word for choice, word in config.label_parts().items() if choice not in left_out)
+
+
+def configuration(document: Mapping[str, Any]) -> pk.EvictionConfig:
+    """Return the configuration that an object of a document describes: its label and choices."""
+    return pk.EvictionConfig.from_document({name: value for name, value in document.items() if name != "label"})
+
+
+def page_figure(height_mm: float, width_mm: float = 174) -> Figure:
+    """Return an empty figure of a printed size, by default as wide as a page's text."""
+    return Figure(figsize=(width_mm / 25.4, height_mm / 25.4), layout="constrained")
+
+
+def plain_log(axes: Axes, name: str, steps: Sequence[float] = (1, 2, 5)) -> None:
+    """Make the axis `x` or `y` logarithmic with a few plain numbers, after its values were drawn.
+
+    `steps` are the ticks of a power of ten where there are few powers; `(1,)` of a narrow panel.
+    """
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axes.set(**{f"{name}scale": "log"})
+    low, high = axis.get_view_interval()
+    decades = np.log10(high / low)
+    axis.set_major_locator(MaxNLocator(5) if decades < 0.7 else LogLocator(subs=steps if decades < 2.5 else (1,)))
+    axis.set_major_formatter(lambda value, _: tick_text(value))
+    axis.set_minor_locator(NullLocator())
+
+
+def tick_text(value: float) -> str:
+    """Return a tick's number: 4,000, 0.05, or 2×10⁻⁵ where a number would have many zeros."""
+    if value >= 1e-4:
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    times, _, power = f"{value:.0e}".partition("e")
+    return f"{times}×10{str(int(power)).translate(_RAISED)}".removeprefix("1×")
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def log_ticks(axes: Axes, values: Iterable[float]) -> None:
@@ -313,13 +421,14 @@ def to_json(value: Any) -> Any:
 
 
 def main(study: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a study. What a user gets wrong is one line and exit code 2."""
+    """Run a study, in the style of the package's figures. What a user gets wrong is one line and exit code 2."""
     asked = parser.parse_args()
     asked.written = []  # the files that the study wrote before its document
     asked.output = asked.output or Path("runs") / "studies" / Path(sys.argv[0]).stem
     try:
         _make_folder(asked.output)
-        study(asked)
+        with matplotlib.style.context(STYLE):
+            study(asked)
     except pk.PerturbkvError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

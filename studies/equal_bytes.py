@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import estimate, interval_text, number_text, side_of, variable
 from matplotlib.figure import Figure
@@ -165,8 +164,8 @@ def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[st
         config = rows[0]["config"]
         methods.setdefault(f"{config.policy}:{config.selection}", []).extend(rows)
     readings = [("moved", "last layer's L1 / ‖o‖₁", 1), *([("score", "score × 100", 100)] if full is not None else [])]
-    figure, panels = plt.subplots(len(readings), len(methods), figsize=(6.9, 2.6 * len(readings)), squeeze=False,
-                                  sharey="row", sharex=True, layout="constrained")  # fmt: skip
+    figure = common.page_figure(62 * len(readings) + 8)
+    panels = figure.subplots(len(readings), len(methods), squeeze=False, sharey="row", sharex=True)
     for line, (name, label, factor) in zip(panels, readings, strict=True):
         for axes, (method, rows) in zip(line, methods.items(), strict=True):
             for bits in (16, *BITS):
@@ -183,8 +182,8 @@ def draw(shown: Sequence[Sequence[Mapping[str, Any]]], kept: Sequence[Mapping[st
             if name == "score":
                 axes.axhline(100 * float(full or 0), color="0.35", linestyle="--", linewidth=0.9)
             else:
-                axes.set_yscale("log")
-                axes.set_title(method, size=8)
+                common.plain_log(axes, "y")
+                axes.set_title(method)
             common.log_ticks(axes, (round(100 * row["bytes"], 1) for row in rows if row["bits"] == 16))
         line[0].set_ylabel(label)
     for axes in panels[-1]:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -192,7 +191,8 @@ def cache_share(answers: Any, label: str | None) -> float:
 def draw(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Figure:
     """Draw mean scores with the full cache's as a line, or stacked shares of wins, ties and losses."""
     shown = [row for row in rows if row["config"] is not None]
-    figure, axes = plt.subplots(figsize=(6.9, 0.9 + 0.35 * len(shown)), layout="constrained")
+    figure = common.page_figure(22 + 8 * len(shown))
+    axes = figure.subplots()
     for place, row in enumerate(shown):
         left = 0.0
         for outcome, colour in zip(OUTCOMES, ("#0173b2", "0.75", "#de8f05"), strict=True) if pairwise else ():
@@ -207,9 +207,10 @@ def draw(rows: Sequence[Mapping[str, Any]], pairwise: bool, samples: int) -> Fig
         figure.legend(loc="outside upper left", ncols=3)
     else:
         axes.axvline(rows[0]["mean"], color="0.35")
-        axes.set_xlabel(f"mean score of {samples} samples (line: full cache); bars: 95 % intervals")
-    axes.set_yticks(range(len(shown)), [f"{row['config']} (share {row['cache_share']:.2f})" for row in shown], size=7)
-    axes.invert_yaxis()
+        bars = "95 % intervals" if samples >= pk.stats.intervals.MIN_SAMPLES else "ranges of single samples"
+        axes.set_xlabel(f"mean score of {samples} samples (line: full cache); bars: {bars}")
+    axes.set_yticks(range(len(shown)), [f"{row['config']} (share {row['cache_share']:.2f})" for row in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     return figure
 
 

@@ -27,7 +27,19 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from common import error_bars, interval_text, main, number_text, options, read_or_measure, save, show, side_of
+from common import (
+    error_bars,
+    interval_text,
+    main,
+    number_text,
+    options,
+    page_figure,
+    plain_log,
+    read_or_measure,
+    save,
+    show,
+    side_of,
+)
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -411,8 +423,7 @@ def draw(found: Mapping[str, Any]) -> Figure:
     """Draw a panel per setting and kind: a row per treatment, a mark per distance; left of 1 it perturbs less."""
     settings = found["settings"]
     rows = [[*one["comparisons"], *one["norms"]] for one in settings]
-    height = sum(0.3 * len(one) + 0.9 for one in rows)
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = page_figure(sum(7 * len(one) + 24 for one in rows))
     axes = figure.subplots(len(settings), 2, squeeze=False, sharex=True, sharey="row")
     for setting, own, panels in zip(settings, rows, axes, strict=True):
         for kind, panel in zip(KINDS, panels, strict=True):
@@ -427,9 +438,10 @@ def draw(found: Mapping[str, Any]) -> Figure:
             names = [name_of(row["treatment"]) for row in setting["comparisons"]]
             names += [f"{row['baseline'].selection.name}: L2/L1 norms" for row in setting["norms"]]
             panel.set_yticks(range(len(own)), names)
-            panel.set(xscale="log", title=f"{setting['name']}, {kind}", xlabel="Σ of all heads over the baseline's")
+            panel.set(title=f"{setting['name']}, {kind}", xlabel="Σ of all heads over the baseline's")
             panel.grid(visible=True, axis="x")
         panels[0].invert_yaxis()
+    plain_log(axes[0, 0], "x")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
     return figure
 

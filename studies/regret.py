@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import interval_text, load_model, main, number_text, options, prompts, save, show
+from common import interval_text, load_model, main, number_text, options, page_figure, plain_log, prompts, save, show
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -287,7 +287,7 @@ def line(one: Mapping[str, Any]) -> dict[str, str]:
 
 def draw(searches: Searches, parts: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw a panel per part, the share of heads within a factor of the best known set; dashed: the query is known."""
-    figure = Figure(figsize=(4.5 * max(1, len(parts)), 4), layout="constrained")
+    figure = page_figure(80)
     panels = figure.subplots(1, max(1, len(parts)), squeeze=False, sharey=True)[0]
     configs = by_budget(searches.configs)[0]
     for panel, part in zip(panels, parts, strict=False):
@@ -300,8 +300,9 @@ def draw(searches: Searches, parts: Sequence[Mapping[str, Any]]) -> Figure:
             known = config.selection.name in QUERY_KNOWN
             panel.plot(np.r_[1, factors], np.r_[0, share], drawstyle="steps-post", label=str(config.selection),
                        linestyle="--" if known else "-", linewidth=next(widths) if known else 1.2)  # fmt: skip
-        panel.set(xscale="log", ylim=(0, 1.02), xlabel="L over that of the best set known",
-                  title=f"{part_name(part)}: n = {len(best)} heads")  # fmt: skip
+        plain_log(panel, "x")
+        title = f"{part_name(part)}: n = {len(best)} heads"
+        panel.set(ylim=(0, 1.02), xlabel="L over that of the best set known", title=title)
         panel.grid(visible=True)
     panels[0].set_ylabel("share of heads within")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)

@@ -30,7 +30,6 @@ from itertools import pairwise
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import Floats, estimate, interval_text, side_of, variable
 from matplotlib.figure import Figure
@@ -325,8 +324,8 @@ def table_row(found: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
 def draw(members: Sequence[dict[str, Any]]) -> Figure:
     """Draw a row per pair of curves, a column per measure: both sides over budgets, an arrow per known saving."""
     columns = len(members[0]["measures"])
-    figure, panels = plt.subplots(len(members), columns, figsize=(2.6 * columns, 2.5 * len(members)), squeeze=False,
-                                  layout="constrained")  # fmt: skip
+    figure = common.page_figure(60 * len(members), min(174, 66 * columns))
+    panels = figure.subplots(len(members), columns, squeeze=False)
     for line, member in zip(panels, members, strict=True):
         for axes, found in zip(line, member["measures"], strict=True):
             factor = 100 if found["measure"] == "score" else 1
@@ -342,7 +341,8 @@ def draw(members: Sequence[dict[str, Any]]) -> Figure:
             if factor == 100:
                 axes.axhline(100 * found["full"], color="0.7", linewidth=0.8)
             common.log_ticks(axes, (point["at"] for point in found["points"]))
-            axes.set_yscale("linear" if factor == 100 else "log")
+            if factor != 100:
+                common.plain_log(axes, "y")
             axes.set(xlabel="cache share" if member["along"] == "held" else "budget", ylabel=MEASURES[found["measure"]])
         line[0].legend(fontsize=6)
     return figure

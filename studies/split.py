@@ -22,12 +22,12 @@ How it is decided:
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import (
     Estimated,
@@ -268,15 +268,18 @@ def draw(document: Mapping[str, Any]) -> Figure:
     """Draw 1 − S and D of every head, a panel per configuration, with lines of equal L; and what corrections leave."""
     spreads = document["spreads"]
     corrected = [row for setting in document["corrections"] for row in setting["rows"]]
-    heights = [2.4 * -(-len(spreads) // 4), *([0.3 * len(corrected) + 0.8] if corrected else [])]
-    figure = plt.figure(figsize=(11, sum(heights)), layout="constrained")
+    lines = -(-len(spreads) // 3)
+    heights = [44 * lines + 5, *([6 * len(corrected) + 18] if corrected else [])]
+    figure = common.page_figure(sum(heights))
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for index, one in enumerate(spreads, 1):
-        axes = parts[0].add_subplot(-(-len(spreads) // 4), 4, index)
+        axes = parts[0].add_subplot(lines, 3, index)
         known = [(head["mass"], head["difference"]) for head in one["heads_of_layers"] if head["samples"]]
-        axes.loglog(*np.array(known).reshape(-1, 2).T, ".", markersize=2)
+        axes.plot(*np.array(known).reshape(-1, 2).T, ".", markersize=2)
+        for name in ("x", "y"):
+            common.plain_log(axes, name, steps=(1,))
         _draw_equal_loss(axes)
-        axes.set_title(one["config"], fontsize=6)
+        axes.set_title(textwrap.fill(one["config"], 32), fontsize=7)
     parts[0].supxlabel("1 − S: attention that goes", fontsize=8)
     parts[0].supylabel("D = ‖μ_gone − μ_kept‖₁", fontsize=8)
     if corrected:
@@ -287,8 +290,9 @@ def draw(document: Mapping[str, Any]) -> Figure:
             axes.errorbar(values, places + shift, xerr=ends, fmt="o", color=colour, label=kind, markersize=3)
         axes.axvline(1, color="0.6", linewidth=0.8)
         axes.set_yticks(places, [row["treatment"] for row in corrected], fontsize=6)
-        axes.set(xscale="log", xlabel="Σ L over uncorrected")
-        axes.legend(fontsize=7)
+        common.plain_log(axes, "x")
+        axes.set_xlabel("Σ L over uncorrected")
+        axes.legend()
     return figure
 
 

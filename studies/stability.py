@@ -35,7 +35,6 @@ from math import ceil, comb
 from typing import Any
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 from common import Floats, interval_text, percent_text, variable
 from matplotlib.figure import Figure
@@ -340,22 +339,23 @@ def rank_traces(traces: Sequence[pk.Trace], selection: str, baseline: str, budge
 
 def draw(document: Mapping[str, Any]) -> Figure:
     """Draw ρ between traces with reliability on the diagonal, and relative L1 over depth, propagated and isolated."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
-    members = document["members"]
-    for (above, below), kind in zip(panels.T, KINDS, strict=True):
+    figure, members = common.page_figure(140), document["members"]
+    for (above, below), kind in zip(figure.subplots(2, 2).T, KINDS, strict=True):
         values = np.full((len(members), len(members)), np.nan)
         np.fill_diagonal(values, [one["perturbation"][kind]["split_half"]["value"] for one in members])
         for one in (one for one in document["pairs"] if one["perturbation"]):
             ends = one["first"] - 1, one["second"] - 1
             values[ends] = values[ends[::-1]] = one["perturbation"][kind]["rho"]["value"]
         image = above.imshow(values, vmin=0, vmax=1, extent=(0.5, len(values) + 0.5, len(values) + 0.5, 0.5))
-        for (row, column), value in np.ndenumerate(values):
-            above.text(column + 1, row + 1, "" if np.isnan(value) else f"{value:.2f}", ha="center", fontsize=6)
+        for (row, column), value in ((place, value) for place, value in np.ndenumerate(values) if not np.isnan(value)):
+            colour = "black" if value > 0.5 else "white"
+            above.text(column + 1, row + 1, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
         above.set(title=f"{kind} L1: ρ of heads' ranks", xlabel="trace", ylabel="trace")
         above.locator_params(integer=True)
         figure.colorbar(image, ax=above)
         for one in members:
-            below.semilogy(GRID, one["depth"][kind]["profile"], label=f"{one['number']}: {one['dataset']}")
+            below.plot(GRID, one["depth"][kind]["profile"], label=f"{one['number']}: {one['dataset']}")
+        common.plain_log(below, "y")
         below.set(xlabel="relative depth", ylabel="L / ‖o_h‖₁ over the mean head's")
         below.legend(fontsize=6)
     return figure

@@ -5,7 +5,7 @@ A share of samples, such as the mean of scores that are all 0 or 1, has the exac
 standard error (the jackknife: Efron, 1982), and Student's t widens it. Results of real prompts are skewed, and a few
 prompts weigh more than all others together; with n − 1 degrees of freedom eight samples cover a ratio of sums in 82 to
 90 % of draws, not in 95 %. So the degrees of freedom are those of `StatisticKind`, taken from a simulation on real
-samples (`docs/scripts/coverage.py`) to cover at least 92 %. Nothing is drawn at random: the same trace always gives the
+samples (`studies/coverage.py`) to cover at least 92 %. Nothing is drawn at random: the same trace always gives the
 same interval.
 
 A standard error needs samples that differ. Where all n samples of a mean with limits are alike, or all but one lie at a

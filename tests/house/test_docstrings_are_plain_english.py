@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("perturbkv", "analyses", "figures", "cli", "docs/scripts")
+FOLDERS = ("perturbkv", "analyses", "figures", "cli", "studies", "docs/scripts")
 NO_VERB = frozenset(
     "A An The This These That One Two Three Every Each Any All Both No Not Some Where What Which Whether Who Whose How "
     "When Why If Of For From In On At By To With Without Between As It Its Means Mean Median Ratio".split()

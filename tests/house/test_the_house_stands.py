@@ -164,6 +164,35 @@ def test_a_planted_import_behind_a_door_is_found(module: str, line: str, inside:
     assert behind_doors("perturbkv.auditing.positions", line) == set()
 
 
+STUDIES = ROOT / "studies"
+LAYERS = {"perturbkv.pipeline.sample.prefill", "perturbkv.selection.resolved_config", "perturbkv.scoring.layer_view"}
+"""A prefill's layers, which no trace holds."""
+NOT_PUBLIC = {
+    "model_sanity": {"perturbkv.datasets.needle"},  # the prose of needle's prompts, of which a model's loss is
+    "readings": LAYERS - {"perturbkv.scoring.layer_view"},
+    "template_window": LAYERS,
+}
+"""Study -> modules of the package that it imports beside the public names."""
+
+
+def not_public(source: str) -> set[str]:
+    """Modules of ours that a source imports, but for the package's public names."""
+    return {name for name in imports(source) if name in modules() and name != "perturbkv"}
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_study_imports_public_names_alone_and_is_one_script(path: Path) -> None:
+    source = path.read_text()
+    assert not_public(source) == NOT_PUBLIC.get(path.stem, set())
+    assert source.count("\n") <= 450
+
+
+def test_a_planted_private_import_of_a_study_is_found() -> None:
+    line = "def f():\n    from perturbkv.analyses.measurements import Measurements"
+    assert not_public(f"import perturbkv as pk\n{line}") == {"perturbkv.analyses.measurements"}
+    assert not_public("import perturbkv as pk") == set()
+
+
 def circle(sources: dict[str, str]) -> list[str]:
     """Modules in a ring of imports, or above one, lazy ones and a type checker's too; empty where there is none.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -50,6 +51,16 @@ def study(name: str, *arguments: object, code: int = 0) -> str:
     """What a study says, `studies/NAME.py`; with code 2 the line of a refusal."""
     path = str(STUDIES / f"{name}.py")
     return quietly(lambda: _run(path, "__main__"), path, *arguments, code=code)
+
+
+def tables(said: str) -> dict[str, list[list[str]]]:
+    """Title of each Markdown table that a study prints -> its rows of cells, heads first."""
+    found: dict[str, list[list[str]]] = {}
+    for title, rows in re.findall(r"^(.+)\n\n((?:\|.*\n)+)", said, re.MULTILINE):
+        found[title] = [[cell.strip() for cell in row.strip().split("|")[1:-1]] for row in rows.splitlines()]
+        assert set(found[title].pop(1)) == {"---"}
+        assert {len(row) for row in found[title]} == {len(found[title][0])}, title
+    return found
 
 
 def functions(name: str, folder: Path = SCRIPTS) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Claims of docs/results/four_models.md, read from the rows and traces that `specification.py` left.
 
-`python docs/scripts/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds`
-how near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
-`--confirm` they are about the confirming runs. `sentences` judges by the
-confirming runs what was read off the others. The rules stand in docs/results/rules.md, which was written first.
+`python studies/specification_claims.py next` tells the sums of preset paper by the token that comes next, `bounds` how
+near the bounds are to the change, `gain` what part of preset paper's gain stages and un-pooling bring on news; with
+`--confirm` they are about the confirming runs. `sentences` judges by the confirming runs what was read off the others.
+The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read, runs
+from common import Table, main, to_json, write_tables
+from specification import COMPARISONS, RUNS, SEED, Run, by_preset, counted, counts, read_rows, runs
 from tables import percent, points
 
 import perturbkv as pk
-from perturbkv.analyses.bounds.rank_agreement import Concordance
-from perturbkv.analyses.json_values import json_value
-from perturbkv.trace import Trace
 
 ELSEWHERE, LEAST, PERMUTATIONS = 0.25, 3, 10_000
 """A specific token stands in at most this share of other prompts; fewest prompts of a kind; draws of a permutation."""
 SMALL, QWEN = "smollm2-135m-q4_1", ("qwen2.5-coder-0.5b-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m")
 POOLED = ("paper-v2", "released-v2")
 GAIN_SETTING = ("model", "template", "window", "granularity")
+NEXT_HEADS = ["model", "template", "window", "granularity", "common tokens: n", "specific: n", "common: ×",
+              "specific: ×", "p"]  # fmt: skip
+BOUND_HEADS = ["model", "template", "n", "θ violated, heads", "θ/L", "θ̂/L", "by θ", "by 1 − S", "θ gains", "θ̂ gains"]
 BOTH, MANY, FEW = ("isolated", "propagated"), 0.8, 0.05
 """Both kinds; of a confirmed sentence's settings, at least so many are on its side, and at most so few against it."""
 
@@ -48,10 +51,10 @@ class Sentence:
     wanted: str
     levels: Mapping[str, tuple[str, ...]]
 
-    def judged(self, found: Sequence[dict[str, str]]) -> str:
-        """Return a line with a cell for isolated and one for propagated."""
+    def judged(self, found: Sequence[dict[str, str]]) -> list[str]:
+        """Return a row with a cell for isolated and one for propagated."""
         cells = {kind: self._cell(found, f"{self.comparison}, {kind}") for kind in self.kinds or ("propagated",)}
-        return f"| {self.text} | {cells.get('isolated', '')} | {cells['propagated']} |"
+        return [self.text, cells.get("isolated", ""), cells["propagated"]]
 
     def _cell(self, found: Sequence[dict[str, str]], title: str) -> str:
         """Return how many settings are on its side, agree, and are against it, and the verdict."""
@@ -83,7 +86,7 @@ def judged(count: int, claimed: int, holds: int, against: int) -> str:
     return f"{claimed} / {holds} / {against} of {count}: {verdict}"
 
 
-def specific(trace: Trace) -> np.ndarray:
+def specific(trace: pk.Trace) -> np.ndarray:
     """Return (prompt,) whether the token after each prompt is one that this prompt brought.
 
     It stands in its own prompt, and in at most `ELSEWHERE` of the others.
@@ -119,12 +122,14 @@ class NextToken:
     ratios: tuple[float, float]
     p: float
 
-    def line(self) -> str:
-        """Return the line of its table."""
-        template = "with" if self.run.template else "without"
-        common, own = self.ratios
-        cells = self.run.model, template, self.window, self.granularity, *self.prompts
-        return f"| {' | '.join(map(str, cells))} | {common:.2f} | {own:.2f} | {self.p:.4f} |"
+    def row(self) -> list[str]:
+        """Return the row of its table."""
+        cells = self.run.model, _template(self.run), self.window, self.granularity, *self.prompts
+        return [*map(str, cells), *(f"{ratio:.2f}" for ratio in self.ratios), f"{self.p:.4f}"]
+
+
+def _template(run: Run) -> str:
+    return "with" if run.template else "without"
 
 
 def by_next_token(run: Run) -> Iterator[NextToken]:
@@ -148,10 +153,10 @@ def by_next_token(run: Run) -> Iterator[NextToken]:
         yield NextToken(run, config.window, config.granularity.name, prompts, (common, own), permuted(logs, kinds))
 
 
-def bounds(run: Run) -> tuple[str, dict[str, list[Concordance]]]:
-    """Return a run's line of the table of bounds, and of each bound what it gains on 1 − S in every setting.
+def bounds(run: Run) -> tuple[list[str], dict[str, list[Any]]]:
+    """Return a run's row of the table of bounds, and of each bound what it gains on 1 − S in every setting.
 
-    The line is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
+    The row is of preset paper, window 32, a set per query head: medians of θ/L and θ̂/L over prompts and heads with
     σ > ½; and of two-stage and the same with ν = 1, in how many of the heads the lower bound has the lower L, and what
     θ and θ̂ gain on 1 − S, in points.
     """
@@ -160,42 +165,48 @@ def bounds(run: Run) -> tuple[str, dict[str, list[Concordance]]]:
     (shown,) = (one for one in found.agreements if chosen.issuperset(one.configs))
     (two_stage,) = (one for one in found.configs if one.config in chosen and one.config.selection.name == "two-stage")
     told = {one.bound: one for one in shown.pairs if one.same_stage1}
-    gains = (points(told[name].gain, json_value(told[name].gain_interval)) for name in ("θ", "θ̂"))
+    gains = (points(told[name].gain, to_json(told[name].gain_interval)) for name in ("θ", "θ̂"))
     times = (f"{1 / two_stage.spreads[name].evidence[2]:.1f}" for name in ("L/θ", "L/θ̂"))
-    template = "with" if run.template else "without"
     checked = f"{found.violations} of {found.inequalities_checked['L ≤ θ']:,}"
-    cells = run.model, template, run.prompts, checked, *times, *(percent(told[name].share) for name in ("θ", "1 − S"))
+    cells = (
+        run.model,
+        _template(run),
+        run.prompts,
+        checked,
+        *times,
+        *(percent(told[name].share) for name in ("θ", "1 − S")),
+    )
     every = {
         name: [one for each in found.agreements for one in each.pairs if one.same_stage1 and one.bound == name]
         for name in ("θ", "θ̂")
     }
-    return f"| {' | '.join(map(str, (*cells, *gains)))} |", every
+    return [*map(str, (*cells, *gains))], every
 
 
-def gains_counted(name: str, found: Sequence[Concordance]) -> str:
+def gains_counted(name: str, found: Sequence[Any]) -> list[str]:
     """Return in how many settings a bound gains on 1 − S, decidedly, and loses decidedly."""
     lows, highs = ([getattr(one.gain_interval, end) for one in found] for end in ("low", "high"))
     gains, losses = sum(low > 0 for low in lows), sum(high < 0 for high in highs)
-    return f"{name}: {sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"
+    return [name, f"{sum(one.gain > 0 for one in found)} / {gains} / {losses} of {len(found)}"]
 
 
-def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[str]:
+def gain_parts(found: Sequence[dict[str, str]]) -> Iterator[list[str]]:
     """Yield, per setting of preset paper on news, what part of the propagated sum's gain each of two alone brings."""
     rows = [row for row in found if row["preset"] == "paper" and row["dataset"] == "multi_news"]
     sums = {(tuple(row[name] for name in GAIN_SETTING), row["comparison"]): float(row["value"]) for row in rows}
     for setting in dict.fromkeys(setting for setting, _ in sums):
         gain = 1 - sums[setting, "sum, propagated"]
         stages, pooling = (1 - sums[setting, f"{name}, propagated"] for name in ("stages", "un-pooling"))
-        yield f"| {' | '.join(setting)} | {1 - gain:.3f} | {percent(stages / gain)} | {percent(pooling / gain)} |"
+        yield [*setting, f"{1 - gain:.3f}", percent(stages / gain), percent(pooling / gain)]
 
 
-def seventh(found: Sequence[NextToken]) -> str:
-    """Return the line of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
+def seventh(found: Sequence[NextToken]) -> list[str]:
+    """Return the row of the seventh sentence of docs/results/rules.md, that the gain is lost at specific tokens."""
     larger = [one.ratios[1] > one.ratios[0] for one in found]
     decided = [one.p < FEW for one in found]
     holds, against = (sum(clear and side == wanted for clear, side in zip(decided, larger, strict=True))
                       for wanted in (True, False))  # fmt: skip
-    return f"| 7: less gain at specific tokens |  | {judged(len(found), sum(larger), holds, against)} |"
+    return ["7: less gain at specific tokens", "", judged(len(found), sum(larger), holds, against)]
 
 
 def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
@@ -207,32 +218,46 @@ def permuted(values: np.ndarray, kinds: np.ndarray) -> float:
     return float((1 + (np.abs(means[0] - means[1]) >= seen * (1 - 1e-9)).sum()) / (1 + PERMUTATIONS))
 
 
-def main() -> None:
-    """Print what the finished runs say."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("claim", choices=("next", "sentences", "bounds", "gain"))
-    parser.add_argument("--only", default="", help="a word in the names of the runs")
-    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
-    asked = parser.parse_args()
-    confirm = asked.confirm or asked.claim == "sentences"
-    measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
-    if asked.claim == "bounds":
-        every: dict[str, list[Concordance]] = {}
-        for run in measured:
-            line, gained = bounds(run)
-            print(line, flush=True)
-            every = {name: every.get(name, []) + gained[name] for name in gained}
-        print("\n".join(gains_counted(name, found) for name, found in every.items()), flush=True)
+def tables_of_bounds(measured: Sequence[Run]) -> Iterator[Table]:
+    """Yield the table of bounds, and that of the settings in which they gain on 1 − S."""
+    every: dict[str, list[Any]] = {}
+    rows = []
+    for run in measured:
+        row, gained = bounds(run)
+        rows.append(row)
+        every = {name: every.get(name, []) + gained[name] for name in gained}
+    yield "bounds", BOUND_HEADS, rows
+    yield "gains on 1 − S", ["", "gains / decided / lost of settings"], [gains_counted(*one) for one in every.items()]
+
+
+def tables(claim: str, measured: Sequence[Run]) -> Iterator[Table]:
+    """Yield the tables of a claim, from the runs that were measured."""
+    if claim == "bounds":
+        yield from tables_of_bounds(measured)
         return
-    if asked.claim == "gain":
-        print("\n".join(gain_parts(read(confirm))), flush=True)
+    found = read_rows(run.rows for run in measured)
+    if claim == "gain":
+        yield "parts of the gain", [*GAIN_SETTING, "sum, ×", "stages", "un-pooling"], list(gain_parts(found))
         return
     tokens = [one for run in measured for one in by_next_token(run)]
-    if asked.claim == "next":
-        print("\n".join(one.line() for one in tokens), flush=True)
-        return
-    print("\n".join((*(sentence.judged(read(confirm)) for sentence in SENTENCES), seventh(tokens))), flush=True)
+    if claim == "next":
+        yield "by the next token", NEXT_HEADS, [one.row() for one in tokens]
+    else:
+        judged = [*(sentence.judged(found) for sentence in SENTENCES), seventh(tokens)]
+        yield "sentences", ["sentence", "isolated", "propagated"], judged
+
+
+def study(asked: argparse.Namespace) -> None:
+    """Write what the finished runs say of a claim."""
+    confirm = asked.confirm or asked.claim == "sentences"
+    measured = [run for run in runs(confirm) if run.rows.exists() and asked.only in run.name]
+    write_tables(asked, tables(asked.claim, measured))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("claim", choices=("next", "sentences", "bounds", "gain"))
+    parser.add_argument("--only", default="", help="a word in the names of the runs")
+    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    main(study, parser)

@@ -1,16 +1,20 @@
-"""The tables of docs/results/one_model.md as Markdown: `python docs/scripts/tables.py SUMMARY.json …`."""
+"""The tables of docs/results/one_model.md, from what the commands of `make tables` left.
+
+`python studies/tables.py SUMMARY.json …` prints those of every analysis in each summary. Other studies of such runs
+take their tables and the text of their numbers from here.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from perturbkv.analyses import names
-from perturbkv.analyses.json_values import parse_config_object
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.configs.choice import parse
+import common
+from common import configuration, setting_name
+
+import perturbkv as pk
 
 BOUNDS = ("θ", "θ̂", "1 − S")
 CONTENDERS = 4
@@ -20,13 +24,6 @@ Made = tuple[str, list[str], Cells]
 """A table: its title, its heads, its rows."""
 Ends = dict[str, Any] | None
 """An interval as summary.json has it: low, high, and whether it is an `interval` or a `range`."""
-
-
-def table(title: str, heads: list[str], rows: Cells) -> None:
-    """Print a Markdown table."""
-    print(f"\n{title}\n")
-    for cells in (heads, ["---"] * len(heads), *rows):
-        print(f"| {' | '.join(cells)} |")
 
 
 def number(value: float | None, ends: Ends = None, digits: int = 2) -> str:
@@ -62,7 +59,7 @@ def at(band: dict[str, Any] | None, place: int) -> Ends:
 
 def selection(config: dict[str, Any]) -> str:
     """Return a configuration's selection, without its options."""
-    return parse(config["selection"]).name
+    return str(config["selection"]).partition("(")[0]
 
 
 def bound_tightness(found: dict[str, Any]) -> list[Made]:
@@ -109,7 +106,7 @@ def _agreement(found: dict[str, Any]) -> Made:
 
 def _picks(picked: dict[str, dict[str, Any]]) -> list[str]:
     """Return how often each bound tells which of two perturbs less, and θ̂ less 1 − S; dashes under five samples."""
-    told = {bound: one for bound, one in picked.items() if one["samples"] >= MIN_SAMPLES}
+    told = {bound: one for bound, one in picked.items() if one["samples"] >= pk.stats.intervals.MIN_SAMPLES}
     cells = [percent(told[bound]["share"], told[bound]["interval"]) if bound in told else "–" for bound in BOUNDS]
     return [*cells, points(told["θ̂"]["gain"], told["θ̂"]["gain_interval"]) if "θ̂" in told else "–"]
 
@@ -180,7 +177,7 @@ def ablation(found: dict[str, Any]) -> list[Made]:
     """Return L1 over the baseline's for every row and α, isolated and propagated."""
     made = []
     for setting in found["settings"]:
-        shared = names.setting_name(parse_config_object(setting["baseline"]), "alpha", "product")
+        shared = setting_name(configuration(setting["baseline"]), "alpha", "product")
         for part in ("rows", "brings"):
             rows = []
             for row in setting[part]:
@@ -207,7 +204,7 @@ def heads(found: dict[str, Any]) -> list[Made]:
     """Return every treatment against its baseline, isolated and propagated."""
     rows, before = [], ""
     for one in found["comparisons"]:
-        setting = names.setting_name(parse_config_object(one["baseline"]))
+        setting = setting_name(configuration(one["baseline"]))
         cells = [setting if setting != before else "", selection(one["treatment"]),
                  number(one["held_over_full_treatment"])]  # fmt: skip
         for kind in (one["isolated"], one["propagated"]):
@@ -249,7 +246,7 @@ def methods(found: dict[str, Any]) -> list[Made]:
         rows = [_method("snapkv (= 1)", one["controls"], {}, one)]
         rows += [_method(row["name"], row["controls"], row, row) for row in one["rows"]]
         heads = ["", "propagated Σ", "over random, same ends", "isolated Σ", "last layer's drift", "KL, nat"]
-        made.append((f"methods, {names.setting_name(parse_config_object(one['baseline']))}", heads, rows))
+        made.append((f"methods, {setting_name(configuration(one['baseline']))}", heads, rows))
     return made
 
 
@@ -277,8 +274,18 @@ def analyses(summary: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def tables(summary: Path) -> list[Made]:
+    """Return the tables of everything that a summary.json holds."""
+    return [made for name, numbers in analyses(summary).items() for made in TABLES[name](numbers)]
+
+
+def study(asked: argparse.Namespace) -> None:
+    """Write the tables of all summaries."""
+    common.write_tables(asked, [made for summary in asked.summaries for made in tables(summary)])
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for analysis, numbers in analyses(Path(name)).items():
-            for made in TABLES[analysis](numbers):
-                table(*made)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("summaries", type=Path, nargs="+", help="the summary.json of runs")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    common.main(study, parser)

@@ -1,4 +1,4 @@
-"""docs/scripts/specification.py: a row for every setting, the estimators that it names, and verdicts by the rules."""
+"""studies/specification.py: a row for every setting, the estimators that it names, and verdicts by the rules."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 
 import perturbkv as pk
 from tests.support.folders import model_folder
-from tests.support.scripts import functions
+from tests.support.scripts import STUDIES, functions
 
 MODELS, DATA_SETS = 4, 3
 
 
 @pytest.fixture(scope="module")
 def spec() -> dict[str, Any]:
-    return functions("specification")
+    return functions("specification", STUDIES)
 
 
 @pytest.fixture(scope="module")
 def claims() -> dict[str, Any]:
-    return functions("specification_claims")
+    return functions("specification_claims", STUDIES)
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +119,24 @@ def test_an_interval_on_one_side_of_even_decides(spec: dict[str, Any]) -> None:
 def test_rows_are_kept_counted_and_drawn(
     spec: dict[str, Any], trace: pk.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = spec["read"].__globals__
+    own = spec["runs"].__globals__
     monkeypatch.setitem(own, "ROWS", tmp_path / "rows")
     first = spec["runs"]()[0]
     for run in spec["runs"]()[:2]:
         spec["write_rows"](run.rows, spec["COLUMNS"], list(spec["rows"](trace, run)))
-    read = spec["read"]()
+    read = spec["read_rows"](run.rows for run in spec["runs"]())
     assert len(read) == 2 * 10 * len(spec["COMPARISONS"])
     assert read[0]["model"] == first.model
     assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".csv"] * 2
     counted = {"un-pooling": 12, "stages": 8, "stages beyond un-pooling": 8}
-    lines = [line.strip("| ").split(" | ") for line in spec["tally"](read)]
+    _, heads, lines = spec["tally"](read)
+    assert {len(line) for line in lines} == {len(heads)}
     assert len(lines) == len(spec["COMPARISONS"])
     for title, _, count, _, *verdicts in lines:
         assert int(count) == sum(map(int, verdicts)) == counted.get(title.split(",")[0], 20)
-    levels = dict(line.strip("| ").split(" | ", 1) for line in spec["by_level"](read))
-    assert [cell.split(" of ")[1] for cell in levels["window 8"].split(" | ")] == ["10", "10", "4", "10", "6", "10"]
-    assert levels["preset paper-v2"].split(" | ")[2] == "–"
+    levels = {level: cells for level, *cells in spec["by_level"](read)[2]}
+    assert [cell.split(" of ")[1] for cell in levels["window 8"]] == ["10", "10", "4", "10", "6", "10"]
+    assert levels["preset paper-v2"][2] == "–"
     for kind in spec["PANELS"]:
         spec["draw"](read, kind, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").stat().st_size > 10_000
@@ -182,7 +183,7 @@ def test_sums_by_the_next_token_are_by_hand(
     monkeypatch.setitem(own, "specific", lambda _: np.array([True, True, False, False, False]))
     trace.save(tmp_path / f"{run.name}.h5")
     found = list(claims["by_next_token"](run))
-    lines = [one.line().strip("| ").split(" | ") for one in found]
+    lines = [one.row() for one in found]
     assert len(lines) == 4
     lost = trace.arrays["perturbation_propagated"][:, :, 0].astype(float)
     of_paper = spec["by_preset"]()["paper"]
@@ -220,11 +221,11 @@ def test_a_sentence_that_wants_the_opposite_counts_turned_settings(claims: dict[
         row | {"value": "0.5", "low": "0.4", "high": "0.6", "model": "another"},
     ]
     (fifth,) = (one for one in claims["SENTENCES"] if one.text.startswith("5"))
-    assert fifth.judged(found).endswith("|  | 2 / 1 / 1 of 3: refuted |")
+    assert fifth.judged(found)[1:] == ["", "2 / 1 / 1 of 3: refuted"]
     (fourth,) = (one for one in claims["SENTENCES"] if one.text.startswith("4"))
     of_qwen = [one | {"model": claims["QWEN"][0], "comparison": f"value norms, {kind}"}
                for one in found[:3] for kind in claims["BOTH"]]  # fmt: skip
-    assert fourth.judged(of_qwen).count("1 / 1 / 1 of 3: refuted") == 2
+    assert fourth.judged(of_qwen)[1:] == ["1 / 1 / 1 of 3: refuted"] * 2
 
 
 def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(
@@ -233,7 +234,7 @@ def test_the_seventh_sentence_counts_settings_whose_specific_tokens_gain_less(
     run = spec["Run"]("tiny", False, "multi_news")
     of = [((0.6, 1.2), 0.01), ((0.6, 0.9), 0.2), ((0.9, 0.6), 0.01), ((0.9, 0.6), 0.2)]
     found = [claims["NextToken"](run, 8, "query", (5, 5), ratios, p) for ratios, p in of]
-    assert "2 / 1 / 1 of 4" in claims["seventh"](found)
+    assert claims["seventh"](found)[2].startswith("2 / 1 / 1 of 4")
 
 
 @pytest.mark.slow
@@ -244,8 +245,8 @@ def test_the_table_of_bounds_is_by_hand(
     monkeypatch.setitem(claims["bounds"].__globals__, "RUNS", tmp_path)
     trace.save(tmp_path / f"{run.name}.h5")
     monkeypatch.setitem(spec["SAMPLES"], "tiny", 5)
-    line, every = claims["bounds"](run)
-    cells = line.strip("| ").split(" | ")
+    cells, every = claims["bounds"](run)
+    assert len(cells) == len(claims["BOUND_HEADS"])
     assert [len(found) for found in every.values()] == [10, 10]
     sides = [
         next(
@@ -279,4 +280,4 @@ def test_the_table_of_bounds_is_by_hand(
 def test_gains_on_lost_attention_are_counted_by_side(claims: dict[str, Any]) -> None:
     ends = [(0.03, 0.01, 0.05), (0.02, -0.01, 0.05), (-0.02, -0.04, -0.01), (-0.01, -0.03, 0.01)]
     found = [SimpleNamespace(gain=gain, gain_interval=SimpleNamespace(low=low, high=high)) for gain, low, high in ends]
-    assert claims["gains_counted"]("θ", found) == "θ: 2 / 1 / 1 of 4"
+    assert claims["gains_counted"]("θ", found) == ["θ", "2 / 1 / 1 of 4"]

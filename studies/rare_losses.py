@@ -1,24 +1,23 @@
-"""Do intervals of a mean difference hold it where most differences are 0? `python docs/scripts/rare_losses.py [DRAWS]`.
+"""Whether intervals of a mean difference hold it where most differences are 0.
 
-Drawn from invented populations of losses (full − evicted score) whose mean is known, without any trace. Beside ours
-stand the same degrees of freedom without the share that was not seen.
+`python studies/rare_losses.py [DRAWS]` prints the table of docs/explanation/statistics.md. Drawn from invented
+populations of losses (full − evicted score) whose mean is known, without any trace. Beside ours stand the same degrees
+of freedom without the share that was not seen.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from common import Floats, Table, simulate
 
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import DIFFERENCE
+import perturbkv as pk
 
-DRAWS = 3000
+intervals = pk.stats.intervals
+DRAWS, FEW = 3000, 200
 SAMPLES = (8, 12, 20, 40, 100)
-Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
 
@@ -61,21 +60,23 @@ def told(draw: Draw, truth: float, samples: int, draws: int) -> str:
     """Return '86 → 93 %, 1.4 ×': coverage without and with the share, and by how much the width grows."""
     each = draw(np.random.default_rng(1), (samples, draws))
     left_out = (each.sum(axis=0) - each) / (samples - 1)
-    ends = [intervals.jackknife(each.mean(axis=0), left_out, replace(DIFFERENCE, rare=rare)) for rare in (False, True)]
+    ends = [
+        intervals.jackknife(each.mean(axis=0), left_out, replace(intervals.DIFFERENCE, rare=rare))
+        for rare in (False, True)
+    ]
     held = [100 * np.mean((low <= truth + 1e-9) & (truth - 1e-9 <= high)) for low, high in ends]
     widths = [float(np.mean(high - low)) for low, high in ends]
     return f"{held[0]:.1f} → {held[1]:.1f} %, {widths[1] / widths[0]:.2f} ×"
 
 
-def table(draws: int) -> Iterator[str]:
-    """Yield the Markdown table, line by line."""
-    yield "| losses | " + " | ".join(f"n = {samples}" for samples in SAMPLES) + " |"
-    yield "|---" * (len(SAMPLES) + 1) + "|"
-    for name, (draw, truth) in POPULATIONS.items():
-        said = " | ".join(told(draw, truth, samples, draws) for samples in SAMPLES)
-        yield f"| {name.replace('%', ' %')} | {said} |"
+def tables(draws: int) -> Iterator[Table]:
+    """Yield the table of all populations."""
+    rows = [
+        [name.replace("%", " %"), *(told(draw, truth, samples, draws) for samples in SAMPLES)]
+        for name, (draw, truth) in POPULATIONS.items()
+    ]
+    yield "coverage without and with the share that was not seen", ["losses", *(f"n = {n}" for n in SAMPLES)], rows
 
 
 if __name__ == "__main__":
-    for row in table(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        print(row)
+    simulate(__doc__ or "", tables, DRAWS, FEW)

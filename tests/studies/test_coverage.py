@@ -1,10 +1,8 @@
-"""coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
+"""studies/coverage.py on a small trace: every statistic has a row, and ours is the widest where a mean is skewed."""
 
 from __future__ import annotations
 
 import math
-import runpy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,27 +10,25 @@ import pytest
 from scipy.stats import t as student
 
 from perturbkv.analyses.stats.intervals import StatisticKind
+from tests.support.scripts import STUDIES, functions
 from tests.support.traces import run_config, sample_trace, trace
 
-TOOL = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "scripts" / "coverage.py"))
-
-
+TOOL = functions("coverage", STUDIES)
 MADE = trace(*(sample_trace(f"s{place}", steps=3, seed=place) for place in range(12)), steps=3)
 
 
-def told(*arguments: Any, **named: Any) -> tuple[str, dict[tuple[str, str], list[float]]]:
-    """The table's head, and the median coverage at each n, by statistic and method."""
-    head, line, *rows = TOOL["table"](MADE, *arguments, **named)
-    assert line.count("|") == head.count("|")
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return head, {(row[0], row[1]): [float(cell.split(" %")[1].strip(", ")) for cell in row[3:]] for row in cells}
+def told(*arguments: Any, **named: Any) -> tuple[list[str], dict[tuple[str, str], list[float]]]:
+    """The table's heads, and the median coverage at each n, by statistic and method."""
+    _, heads, rows = TOOL["table"](MADE, *arguments, **named)
+    assert {len(row) for row in rows} == {len(heads)}
+    return heads, {(row[0], row[1]): [float(cell.split(" %")[1].strip(", ")) for cell in row[3:]] for row in rows}
 
 
 @pytest.mark.slow
 def test_every_statistic_and_method_is_told_with_its_coverage() -> None:
     assert MADE.run.configs == run_config().configs
     head, covered = told(30, (8,), bootstrap=True)
-    assert head == "| statistic | method | configurations | n = 8: worst, median; width |"
+    assert head == ["statistic", "method", "configurations", "n = 8: worst, median; width"]
     names = {name for name, _ in covered}
     assert {"share of heads better, propagated", "ratio of ΣL, isolated", "median head's ratio, isolated",
             "ratio of drift", "mean of KL", "median of KL", "growth over the steps"} <= names  # fmt: skip
@@ -43,7 +39,7 @@ def test_every_statistic_and_method_is_told_with_its_coverage() -> None:
 def test_every_n_of_the_tables_has_its_column() -> None:
     assert TOOL["SAMPLES"] == (8, 16, 36, 40)
     head, covered = told(20, (8, 16))
-    assert head.endswith("| n = 8: worst, median; width | n = 16: worst, median; width |")
+    assert head[3:] == ["n = 8: worst, median; width", "n = 16: worst, median; width"]
     assert {len(each) for each in covered.values()} == {2}
     assert {method for _, method in covered} == {"Student's t", "t, log", "ours"}
 

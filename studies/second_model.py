@@ -1,36 +1,40 @@
-"""Two models on the same prompts, for results/second_model.md: `python docs/scripts/second_model.py FOLDER FOLDER`.
+"""Two models on the same whole prompts, for docs/results/second_model.md; `make second-model` runs all of it.
 
-Each folder is one model's, as `make second-model` leaves it. Every table of the analyses stands once, with a row's
-numbers for one model beside those for the other; `--figures FOLDER` draws the ablation of both.
+`python studies/second_model.py prompts LONGBENCH FOLDER` writes the prompts. `news.jsonl`: those of LongBench's first
+`multi_news` samples that neither model's tokenizer makes longer than `--longest` tokens, so that nothing is cut and
+both models read the same text. `needle.jsonl`: needle prompts, made once, with the first model's tokens. No chat
+template: the second model has none.
+
+`python studies/second_model.py tables FOLDER FOLDER`, where each folder is one model's runs on these prompts, prints
+every table of the analyses once, with a row's numbers for one model beside those for the other, and draws the ablation
+of both.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import Floats, Table, configuration, perturbation_of, setting_name, short_names
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from needle import answer_places, digits_held
 from numpy.typing import NDArray
-from tables import TABLES, Ends, Made, analyses, number, percent, table
+from tables import TABLES, Made, analyses, number, percent
 
-from perturbkv.analyses import names
-from perturbkv.analyses.heads.head_comparison import compared_perturbation
-from perturbkv.analyses.heads.heads import compare_heads
-from perturbkv.analyses.json_values import parse_config_object
-from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
-from perturbkv.figures import style
-from perturbkv.schema import MEASURED_LAYERS
-from perturbkv.storage.trace.trace_file import read_trace
-from perturbkv.trace import Trace
+import perturbkv as pk
 
+intervals = pk.stats.intervals
+MODELS = ("smollm2-135m-q4_1", "gemma-3-270m-q4_k_m")
+NEWS_SAMPLES, LONGEST = 40, 2100
+"""Samples that are looked at, and tokens that neither model's prompt may exceed."""
+DEPTHS, NEEDLES, LENGTHS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), 36, (600, 1000, 1500)
 PARTS = ("heads", "ablation", "shares", "horizon")
 """Folders of a model's runs that have a summary of analyses."""
 NEWS, SHARES, NEEDLE = Path("heads", "trace.h5"), Path("shares", "trace.h5"), Path("needle", "needle", "trace.h5")
@@ -55,8 +59,55 @@ SHOWN = {
 }
 """How a table's title begins -> the columns that name a row, and those that are shown of each model."""
 KINDS = ("isolated", "propagated")
+COLOURS = ("#0173B2", "#DE8F05")
+"""Of both models, safe for colour-blind readers."""
 WINDOW = 512
 """Tokens that a sliding layer of the second model sees: a number farther back is seen by its full layers alone."""
+
+
+def write_prompts(asked: argparse.Namespace) -> None:
+    """Write both files of prompts, and tell how many tokens the prompts have for each model."""
+    models = [pk.load_model(name) for name in asked.models]
+    news = pk.load_prompts("multi_news", models[0], samples=asked.news, data_dir=asked.folders[0], chat_template=False)
+    texts = {"news": prompt_rows(news, models[0])}
+    texts["news"] = [row for row in texts["news"] if max(tokens(row, models)) <= asked.longest]
+    needles = pk.load_prompts(
+        "needle", models[0], samples=asked.needles, lengths=asked.lengths, depths=DEPTHS, chat_template=False
+    )
+    texts["needle"] = prompt_rows(needles, models[0])
+    rows = []
+    for name, made in texts.items():
+        asked.written.append(asked.folders[1] / f"{name}.jsonl")
+        asked.written[-1].parent.mkdir(parents=True, exist_ok=True)
+        asked.written[-1].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), "utf-8")
+        for model, counts in zip(asked.models, np.transpose([tokens(row, models) for row in made]), strict=True):
+            rows.append([name, str(model), f"{len(counts)}: {spread_of(counts)}"])
+    common.write_tables(asked, [("prompts", ["", "model", "prompts"], rows)])
+
+
+def prompt_rows(prompts: Sequence[pk.Prompt], model: Any) -> list[dict[str, Any]]:
+    """Return the prompts as rows of a jsonl file, each under its own name; needle's with what grades an answer."""
+    rows = []
+    for prompt in prompts:
+        text = model.tokenizer.decode(prompt.token_ids, skip_special_tokens=True)
+        if prompt.task != "needle":
+            rows.append({"id": prompt.sample_id, "prompt": text})
+            continue
+        question, _, begun = text.rpartition("\n")
+        answer = {"answer_prefix": begun, "answers": list(prompt.answers), "metric": "exact-number"}
+        rows.append({"id": prompt.sample_id, "prompt": question, **answer})
+    return rows
+
+
+def tokens(row: dict[str, Any], models: Sequence[Any]) -> list[int]:
+    """Return the number of tokens of a row's whole prompt for each model."""
+    text = "\n".join(row[name] for name in ("prompt", "answer_prefix") if name in row)
+    return [len(pk.Prompt.from_text(text, model, chat_template=False).token_ids) for model in models]
+
+
+def spread_of(counts: NDArray[Any]) -> str:
+    """Return '300 to 2,000 tokens, 1,200 on average'."""
+    return f"{counts.min():,} to {counts.max():,} tokens, {counts.mean():,.0f} on average"
 
 
 @dataclass(frozen=True)
@@ -66,9 +117,9 @@ class Model:
     name: str
     folder: Path
 
-    def trace(self, part: Path) -> Trace:
+    def trace(self, part: Path) -> pk.Trace:
         """Return a run of this model."""
-        return read_trace(self.folder / part)
+        return pk.read_trace(self.folder / part)
 
     def tables(self, part: str) -> list[Made]:
         """Return the tables of all analyses of one folder."""
@@ -76,29 +127,26 @@ class Model:
         return [made for name in TABLES if name in found for made in TABLES[name](found[name])]
 
 
-def main() -> None:
-    """Print every table, and draw the figure where a folder for it is given."""
-    given = asked()
-    models = [Model(name, folder) for name, folder in zip(given.names, given.folders, strict=True)]
-    table("models", ["", *given.names], about(models))
+def tables(models: Sequence[Model]) -> Iterator[Table]:
+    """Yield every table."""
+    names = [model.name for model in models]
+    yield "models", ["", *names], about(models)
     for part in PARTS:
         for pair in zip(*(model.tables(part) for model in models), strict=True):
-            table(*beside(pair, given.names))
-    table("two-stage over attention, by layer", *by_layer(models))
-    table("needle", *needle(models))
-    if given.figures:
-        settings = [per_query(model.folder / "ablation" / "summary.json") for model in models]
-        drawn = draw(given.names, [setting["rows"] for setting in settings], foot(models, settings[0]))
-        drawn.savefig(given.figures / "second-model.png", dpi=200)
+            yield beside(pair, names)
+    yield "two-stage over attention, by layer", *by_layer(models)
+    yield "needle", *needle(models)
 
 
-def asked() -> argparse.Namespace:
-    """Return the parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs=2)
-    parser.add_argument("--names", nargs=2, default=("SmolLM2", "Gemma 3"))
-    parser.add_argument("--figures", type=Path)
-    return parser.parse_args()
+def study(asked: argparse.Namespace) -> None:
+    """Write the prompts, or the tables and the picture of two models' runs."""
+    if asked.work == "prompts":
+        write_prompts(asked)
+        return
+    models = [Model(name, folder) for name, folder in zip(asked.names, asked.folders, strict=True)]
+    settings = [per_query(model.folder / "ablation" / "summary.json") for model in models]
+    figure = draw(asked.names, [setting["rows"] for setting in settings], foot(models, settings[0]))
+    common.write_tables(asked, tables(models), figure)
 
 
 def about(models: Sequence[Model]) -> list[list[str]]:
@@ -118,15 +166,15 @@ def about(models: Sequence[Model]) -> list[list[str]]:
     return [[row, *cells] for row, *cells in zip(rows, *columns, strict=True)]
 
 
-def measured(trace: Trace) -> str:
+def measured(trace: pk.Trace) -> str:
     """Return which layers were measured."""
-    return str(trace.attrs.get(MEASURED_LAYERS) or f"all {trace.arrays['theta'].shape[-2]}")
+    return str(trace.attrs.get("measured_layers") or f"all {trace.arrays['theta'].shape[-2]}")
 
 
-def told(trace: Trace) -> str:
+def told(trace: pk.Trace) -> str:
     """Return how many prompts there are, and how many tokens they have."""
-    tokens = trace.arrays["prompt_tokens"][trace.ok]
-    return f"{len(tokens)}: {tokens.min():,} to {tokens.max():,} tokens, {tokens.mean():,.0f} on average"
+    counts = trace.arrays["prompt_tokens"][trace.ok]
+    return f"{len(counts)}: {spread_of(counts)}"
 
 
 def beside(pair: Sequence[Made], names: Sequence[str]) -> Made:
@@ -152,27 +200,23 @@ def by_layer(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     return ["setting", "layers", *heads], rows
 
 
-def layer_ratios(trace: Trace) -> dict[tuple[str, str], list[str]]:
+def layer_ratios(trace: pk.Trace) -> dict[tuple[str, str], list[str]]:
     """Return (setting, layers) -> the ratios of both kinds of perturbation, with their intervals."""
     found: dict[tuple[str, str], list[str]] = {}
-    for one in compare_heads(trace, "attention", "two-stage"):
+    for one in pk.compare_heads(trace, "attention", "two-stage"):
         pair = (trace.config_index(one.baseline.label()), trace.config_index(one.treatment.label()))
         for kind in KINDS:
-            both, _ = compared_perturbation(Measurements(trace, "heads"), kind, "l1", pair)
+            both = perturbation_of(trace, kind, *pair)
             for name, layers in (("first measured", slice(0, 1)), ("all others", slice(1, None))):
                 sums = [side[:, layers].sum(axis=(1, 2)) for side in both]
-                found.setdefault((names.setting_name(one.baseline), name), []).append(over(*sums))
+                found.setdefault((setting_name(one.baseline), name), []).append(over(*sums))
     return found
 
 
 def over(baseline: Floats, treatment: Floats) -> str:
     """Return the ratio of two sums over samples."""
-
-    def ratio(weights: Floats) -> Floats:
-        return np.asarray((weights @ treatment) / (weights @ baseline))
-
-    interval = intervals.of_statistic(ratio, len(baseline), intervals.RATIO)
-    return number(float(treatment.sum() / baseline.sum()), ends(interval))
+    value = float(treatment.sum() / baseline.sum())
+    return number(value, common.to_json(intervals.of_ratio(treatment, baseline)))
 
 
 def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
@@ -184,7 +228,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
         [finding(trace, place, held, zones) for place in range(-1, len(trace.run.configs))]
         for trace, held in zip(traces, places, strict=True)
     ]
-    labels = ["full cache", *names.short_names(traces[0].run.configs)]
+    labels = ["full cache", *short_names(traces[0].run.configs)]
     counts = [f"digits, {name} (n = {chosen.sum()})" for name, chosen in zones.items()]
     heads = ["cache share", "whole number", *counts, "tokens kept"]
     named = [f"{model.name}: {head}" for model in models for head in heads]
@@ -192,7 +236,7 @@ def needle(models: Sequence[Model]) -> tuple[list[str], list[list[str]]]:
     return ["", *named], rows
 
 
-def zones_of(traces: Sequence[Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
+def zones_of(traces: Sequence[pk.Trace], places: Sequence[Sequence[range]]) -> dict[str, NDArray[np.bool_]]:
     """Return which numbers are in reach of a sliding layer for both models, and which lie farther from the end.
 
     A number in the window, which every configuration keeps, is in neither.
@@ -202,32 +246,30 @@ def zones_of(traces: Sequence[Trace], places: Sequence[Sequence[range]]) -> dict
                        for both in zip(ends, places, strict=True)])  # fmt: skip
     kept = max(config.window for trace in traces for config in trace.run.configs)
     near, far = ((behind > kept) & (behind <= WINDOW)).all(axis=0), (behind > WINDOW).all(axis=0)
-    return {"near": near, "far": far}
+    return {"near": np.asarray(near), "far": np.asarray(far)}
 
 
-def finding(trace: Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]) -> list[str]:
+def finding(trace: pk.Trace, config: int, places: Sequence[range], zones: dict[str, NDArray[np.bool_]]) -> list[str]:
     """Return a row's numbers for one model; −1 is the full cache."""
     full = config < 0
-    score, digits = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config]
-                     for name in ("score", "digits"))  # fmt: skip
-    cells = ["1.00" if full else number(float(Measurements(trace, "needle").cache_shares[config]))]
+    arrays = (trace.arrays[f"{name}_full"] if full else trace.arrays[name][:, config] for name in ("score", "digits"))
+    score, digits = (np.asarray(array, dtype=np.float64) for array in arrays)
+    cells = ["1.00" if full else number(float(common.cache_shares(trace)[config]))]
     cells += [shown(score, intervals.of_share(score > 0))]
-    cells += [shown(digits[chosen], intervals.of_mean(digits[chosen], share_kind(0))) for chosen in zones.values()]
+    cells += [
+        shown(digits[chosen], intervals.of_mean(digits[chosen], intervals.share_kind(0))) for chosen in zones.values()
+    ]
     if full:
         return [*cells, f"{len(places[0])} of {len(places[0])}"]
-    chosen = {sample: places[sample] for sample in np.flatnonzero(np.any(list(zones.values()), axis=0))}
+    inside = np.any(list(zones.values()), axis=0)
+    chosen = {sample: place for sample, place in enumerate(places) if inside[sample]}
     kept, _ = digits_held(trace, config, chosen)
     return [*cells, number(kept)]
 
 
-def shown(values: NDArray[np.float64], interval: OptionalInterval) -> str:
+def shown(values: Floats, interval: Any) -> str:
     """Return a mean share with its interval."""
-    return percent(float(values.mean()) if len(values) else None, ends(interval))
-
-
-def ends(interval: OptionalInterval) -> Ends:
-    """Return an interval as summary.json has it."""
-    return interval and {"low": interval.low, "high": interval.high, "kind": interval.kind}
+    return percent(float(values.mean()) if len(values) else None, common.to_json(interval))
 
 
 def per_query(summary: Path) -> dict[str, Any]:
@@ -240,22 +282,22 @@ def foot(models: Sequence[Model], setting: dict[str, Any]) -> str:
     """Return the figure's foot: n, the setting, and each model's layers."""
     traces = [model.trace(NEWS) for model in models]
     layers = ", ".join(f"{model.name} {measured(trace)}" for model, trace in zip(models, traces, strict=True))
-    said = names.setting_name(parse_config_object(setting["baseline"]), "alpha")
-    return f"{style.interval_legend(int(traces[0].ok.sum()))} · {said} · layers measured: {layers}"
+    said = setting_name(configuration(setting["baseline"]), "alpha")
+    samples = int(traces[0].ok.sum())
+    kind = "95 % intervals" if samples >= intervals.MIN_SAMPLES else "ranges of single samples"
+    return f"bars: {kind} over n = {samples} samples · {said} · layers measured: {layers}"
 
 
 def draw(names: Sequence[str], rows: Sequence[Sequence[dict[str, Any]]], foot: str) -> Figure:
     """Return the figure of isolated and propagated sums over attention's; `rows` are each model's ablation."""
-    with style.use():
-        figure = style.figure(style.WIDE_MM, 92)
-        panels = figure.subplots(1, 2, sharey=True)
-        for panel, kind in zip(panels, ("isolated", "propagated"), strict=True):
-            for place, (name, own) in enumerate(zip(names, rows, strict=True)):
-                _points(panel, name, [row[kind] for row in own], place)
-            _axes(panel, kind, [_title(row) for row in rows[0]])
-        panels[0].legend(loc="lower right")
-        style.lay_out_above(figure, 5)
-        figure.text(0.008, 0.006, foot, fontsize=5, color="0.35")
+    figure = common.page_figure(92)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, kind in zip(panels, KINDS, strict=True):
+        for place, (name, own) in enumerate(zip(names, rows, strict=True)):
+            _points(panel, name, [row[kind] for row in own], place)
+        _axes(panel, kind, [_title(row) for row in rows[0]])
+    panels[0].legend(loc="lower right")
+    figure.supxlabel(foot, x=0.008, ha="left", fontsize=5, color="0.35")
     return figure
 
 
@@ -265,12 +307,12 @@ def _title(row: dict[str, Any]) -> str:
 
 def _points(axes: Axes, name: str, kinds: Sequence[dict[str, Any]], place: int) -> None:
     """Draw one model's row of points, each with its interval."""
-    colour, ratios = style.category_colours(2)[place], [kind["sum_ratio"] for kind in kinds]
+    ratios = [kind["sum_ratio"] for kind in kinds]
     ends = [kind["sum_ratio_interval"] or dict.fromkeys(("low", "high"), kind["sum_ratio"]) for kind in kinds]
     bars = [[ratio - end["low"] for ratio, end in zip(ratios, ends, strict=True)],
             [end["high"] - ratio for ratio, end in zip(ratios, ends, strict=True)]]  # fmt: skip
     heights = np.arange(len(kinds)) + (-0.15, 0.15)[place]
-    axes.errorbar(ratios, heights, xerr=bars, linestyle="", color=colour, marker="os"[place], markersize=3.2,
+    axes.errorbar(ratios, heights, xerr=bars, linestyle="", color=COLOURS[place], marker="os"[place], markersize=3.2,
                   linewidth=0.9, label=name)  # fmt: skip
 
 
@@ -279,9 +321,19 @@ def _axes(axes: Axes, kind: str, titles: Sequence[str]) -> None:
     axes.set_yticks(range(len(titles)), titles)
     axes.set(ylim=(len(titles) - 0.5, -0.5), xlabel="Σ L1 over attention's (log axis)")
     axes.set_title(kind, loc="left")
-    style.log_axes(axes, x=True)
+    common.plain_log(axes, "x")
     axes.grid(visible=True, axis="x")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=("prompts", "tables"))
+    parser.add_argument("folders", type=Path, nargs=2, help="LongBench's and the prompts'; or each model's runs")
+    parser.add_argument("--names", nargs=2, default=("SmolLM2", "Gemma 3"), help="of the models in the tables")
+    parser.add_argument("--models", nargs=2, default=MODELS, help="whose tokenizers count")
+    parser.add_argument("--news", type=int, default=NEWS_SAMPLES, help="news samples that are looked at")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a news prompt, in either model's")
+    parser.add_argument("--needles", type=int, default=NEEDLES, help="needle prompts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a needle prompt")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document and the picture")
+    common.main(study, parser)

@@ -1,29 +1,28 @@
-"""Do intervals of a ratio hold it where few prompts differ from all others? `python docs/scripts/rare_prompts.py`.
+"""Whether intervals of a ratio hold it where few prompts differ from all others.
 
-Drawn from invented populations without any trace. A prompt has perturbations of 50 heads under a baseline and a
-treatment, whose sums over all prompts have the usual ratio 0.8. In 5 % of the prompts the perturbations are some times
-larger and have another ratio, in all heads or in a tenth of them. Each cell is the share of draws whose interval holds
-the population's own number: of the ratio of sums, and of the median head's ratio.
+`python studies/rare_prompts.py [DRAWS]` prints the table of docs/explanation/statistics.md. Drawn from invented
+populations without any trace. A prompt has perturbations of 50 heads under a baseline and a treatment, whose sums over
+all prompts have the usual ratio 0.8. In 5 % of the prompts the perturbations are some times larger and have another
+ratio, in all heads or in a tenth of them. Each cell is the share of draws whose interval holds the population's own
+number: of the ratio of sums, and of the median head's ratio.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
+from common import Floats, Table, simulate
 
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import RATIO
+import perturbkv as pk
 
-DRAWS = 3000
+intervals = pk.stats.intervals
+DRAWS, FEW = 3000, 40
 SAMPLES = (8, 16, 40)
 HEADS, USUAL, RARE = 50, 0.8, 0.05
 _CHUNK = 500
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -91,30 +90,28 @@ def covered(population: Population, samples: int, draws: int) -> tuple[float, fl
         values = ratios(*(side.sum(axis=0) for side in sides))
         each = [ratios(*(side.sum(axis=0) - side[one] for side in sides)) for one in range(samples)]
         for place, value in enumerate(values):
-            low, high = intervals.jackknife(value, np.stack([left_out[place] for left_out in each]), RATIO)
+            low, high = intervals.jackknife(value, np.stack([left_out[place] for left_out in each]), intervals.RATIO)
             held[place] += int(((low <= truth[place]) & (truth[place] <= high)).sum())
     return float(held[0]) / draws, float(held[1]) / draws
 
 
-def table(draws: int) -> Iterator[str]:
-    """Yield the Markdown table: a population per row, then the worst and the median of those with rare ones."""
+def tables(draws: int) -> Iterator[Table]:
+    """Yield the table: a population per row, then the worst and the median of those with rare prompts."""
     heads = [f"n = {samples}: {what}" for samples in SAMPLES for what in ("Σ", "median head")]
-    yield f"| rare prompts | Σ, truth | median head, truth | {' | '.join(heads)} |"
-    yield "|---" * (3 + len(heads)) + "|"
-    rows = []
+    rows, shares = [], []
     for population in POPULATIONS:
         held = [share for samples in SAMPLES for share in covered(population, samples, draws)]
-        truths = " | ".join(f"{float(truth):.2f}" for truth in ratios(*population.sums()))
-        yield f"| {population.name} | {truths} | {_cells(held)} |"
-        rows += [held] if population.heads else []
-    yield f"| worst of these | | | {_cells(np.min(rows, axis=0))} |"
-    yield f"| median of these | | | {_cells(np.median(rows, axis=0))} |"
+        truths = [f"{float(truth):.2f}" for truth in ratios(*population.sums())]
+        rows.append([population.name, *truths, *_cells(held)])
+        shares += [held] if population.heads else []
+    rows.append(["worst of these", "", "", *_cells(np.min(shares, axis=0))])
+    rows.append(["median of these", "", "", *_cells(np.median(shares, axis=0))])
+    yield "coverage", ["rare prompts", "Σ, truth", "median head, truth", *heads], rows
 
 
-def _cells(shares: object) -> str:
-    return " | ".join(f"{100 * share:.0f} %" for share in np.asarray(shares))
+def _cells(shares: object) -> list[str]:
+    return [f"{100 * share:.0f} %" for share in np.asarray(shares)]
 
 
 if __name__ == "__main__":
-    for row in table(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        print(row)
+    simulate(__doc__ or "", tables, DRAWS, FEW)

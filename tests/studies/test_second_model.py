@@ -1,4 +1,4 @@
-"""The scripts of results/second_model.md: the same whole prompts for two models, and one table of what both show."""
+"""studies/second_model.py: the same whole prompts for two models, and one table of what both show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, processors
 
 from perturbkv.storage.trace.trace_file import read_trace
 from tests.support.folders import model_folder
-from tests.support.scripts import functions, perturbkv, script
+from tests.support.scripts import STUDIES, functions, perturbkv, study
+from tests.support.scripts import tables as tables_of
 
 pytestmark = pytest.mark.slow
 LONGEST, AROUND = 500, 83 + 58
@@ -53,8 +54,8 @@ def longbench(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory, models: list[Path], longbench: Path) -> Path:
     folder = tmp_path_factory.mktemp("prompts")
-    asked = ["--longest", LONGEST, "--needles", NEEDLES, "--lengths", 600, 900]
-    script("second_prompts", longbench, folder, "--models", *models, *asked)
+    asked = ["--longest", LONGEST, "--news", 4, "--needles", NEEDLES, "--lengths", 600, 900, "-o", folder]
+    study("second_model", "prompts", longbench, folder, "--models", *models, *asked)
     return folder
 
 
@@ -89,18 +90,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory, models: list[Path], prompt
 @pytest.fixture(scope="module")
 def said(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     figures = tmp_path_factory.mktemp("figures")
-    found = script("second_model", *folders, "--names", "A", "B", "--figures", figures)
-    assert [path.name for path in figures.iterdir()] == ["second-model.png"]
+    found = study("second_model", "tables", *folders, "--names", "A", "B", "-o", figures)
+    assert {path.name for path in figures.iterdir()} == {"second_model.json", "second_model.png"}
     return found
 
 
 def tables(said: str) -> Tables:
     """Title -> rows, each a dictionary of heading -> cell."""
-    found: Tables = {}
-    for title, head, *lines in (part.split("\n") for part in said.strip().replace("\n\n|", "\n|").split("\n\n")):
-        rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in (head, *lines[1:])]
-        found[title] = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-    return found
+    return {
+        title: [dict(zip(heads, row, strict=True)) for row in rows] for title, (heads, *rows) in tables_of(said).items()
+    }
 
 
 def test_prompts_are_whole_texts_that_neither_model_finds_too_long(prompts: Path, longbench: Path) -> None:
@@ -155,10 +154,12 @@ def test_the_first_measured_layer_stands_apart_from_all_others(said: str, folder
                 assert row[f"{name}: {kind} Σ"].split()[0] == f"{sums[1] / sums[0]:.2f}"
 
 
-def test_what_one_token_is_to_one_head_is_told(folders: list[Path]) -> None:
+def test_what_one_token_is_to_one_head_is_told(folders: list[Path], tmp_path: Path) -> None:
     path = folders[1] / "heads" / "trace.h5"
     trace, position = read_trace(path), 7
-    for config, line in enumerate(script("readings", path, "--token", 3, 1, position).splitlines()):
+    said = study("readings", path, "--token", 3, 1, position, "-o", tmp_path)
+    _, *rows = tables_of(said)["token 7 in head 3-1"]
+    for config, (_, *cells) in enumerate(rows):
         with_it: list[float] = []
         without: list[float] = []
         for sample in range(2):
@@ -166,8 +167,7 @@ def test_what_one_token_is_to_one_head_is_told(folders: list[Path]) -> None:
             lost = float(trace.arrays["perturbation_isolated"][sample, config, 0, 1, 1])
             (with_it if position in kept else without).append(lost)
         means = [f"{sum(some) / len(some):.1f}" if some else "–" for some in (with_it, without)]
-        assert f": {len(with_it)} of 2 keep token 7 in head 3-1; " in line
-        assert line.endswith(": " + ", ".join(means))
+        assert cells == [f"{len(with_it)} of 2", *means]
 
 
 def behind(prompts: Path) -> list[int]:
@@ -210,7 +210,7 @@ def test_what_heads_keep_of_a_number_is_counted(said: str, folders: list[Path], 
 
 
 def test_a_table_of_both_has_each_rows_name_once_and_no_other_rows() -> None:
-    beside = functions("second_model")["beside"]
+    beside = functions("second_model", STUDIES)["beside"]
     heads = ["treatment, budget", "after the first measured layer", "after the middle measured layer",
              "after the last measured layer", "samples better"]  # fmt: skip
     first, second = (["two-stage, 0.1", f"{x}1", f"{x}2", f"{x}3", f"{x}4"] for x in "ab")

@@ -1,4 +1,4 @@
-"""docs/scripts/template_window.py: its shares against transformers' own attention, its sums against a run's."""
+"""studies/template_window.py: its shares against transformers' own attention, its sums against a run's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import perturbkv as pk
 from tests.support.folders import model_folder
-from tests.support.scripts import functions, script
+from tests.support.scripts import STUDIES, functions, study, tables
 
 END = "</u>A"
 """Of the template, a token per byte."""
@@ -38,11 +38,11 @@ def longbench(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_both_tables_hold_what_was_measured(model: Path, longbench: Path) -> None:
-    said = script("template_window", model, longbench, "--samples", PROMPTS, "--max-tokens", MOST)
+def test_both_tables_hold_what_was_measured(model: Path, longbench: Path, tmp_path: Path) -> None:
+    asked = ["--data-dir", longbench, "--samples", PROMPTS, "--max-tokens", MOST, "-o", tmp_path]
+    said = study("template_window", model, *asked)
     assert said.startswith(f"{model}: {PROMPTS} prompts that end in '{END}'\n")
-    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| chat")]
-    first, second = rows[:2], rows[2:]
+    (_, *first), (_, *second) = tables(said).values()
     assert [row[:4] for row in first] == [["chat", "8", "5", "3"], ["chat", "32", "5", "3"]]
     assert [row[1:4] for row in second] == [
         [window, "3", selection] for window in ("8", "32") for selection in ("attention", "two-stage")
@@ -87,9 +87,10 @@ def test_a_model_without_a_template_and_windows_of_it_alone_are_told(
     model: Path, longbench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = model_folder(tmp_path / "plain", positions=512)
-    said = script("template_window", plain, longbench, "--samples", 1, "--max-tokens", MOST)
+    asked = ["--data-dir", longbench, "--samples", 1, "--max-tokens", MOST, "-o", tmp_path]
+    said = study("template_window", plain, *asked)
     assert said.startswith(f"{plain} has no chat template.\n")
-    own = functions("template_window")
+    own = functions("template_window", STUDIES)
     monkeypatch.setitem(own["measure"].__globals__, "WINDOWS", (4, 5))
-    asked = type("Asked", (), {"samples": 1, "max_tokens": MOST, "longbench": longbench})
-    assert list(own["measure"](str(model), asked)) == []
+    chosen = own["arguments"]().parse_args(list(map(str, asked)))
+    assert list(own["measure"](str(model), chosen)) == []

@@ -1,10 +1,13 @@
-"""What the chat template's tokens do to SnapKV's window, per model, as Markdown tables.
+"""What the chat template's tokens do to SnapKV's window, per model.
 
-`python docs/scripts/template_window.py MODEL… LONGBENCH` measures each model with a chat template on LongBench's
+`python studies/template_window.py MODEL… --data-dir LONGBENCH` measures each model with a chat template on LongBench's
 `multi_news`. The first table has the number of the template's tokens behind the message, their queries' share of the
 attention that the window gives to the ranked entries, and the share of the kept ranked entries that are others once the
 text's queries alone vote. The second has sums of perturbations with the text's queries over those with all queries of
 the window. Numbers are means over prompts with intervals; of fewer than five prompts the brackets hold the range.
+
+The template's share of the attention takes the layers of a prefill, which no trace holds: its imports are no public
+names.
 """
 
 from __future__ import annotations
@@ -14,17 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 
 import perturbkv as pk
-from perturbkv.analyses.stats.intervals import OptionalInterval, of_mean, share_kind
-from perturbkv.configs.resources import Resources
-from perturbkv.datasets.encode import Prompt
-from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import Statistics, prefill
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.trace import Trace
 
 WINDOWS, SELECTIONS, BUDGET = (8, 32), ("attention", "two-stage"), 128
 ALL, TEXT = (f"snapkv(window_queries={queries})" for queries in ("all", "text"))
@@ -49,18 +48,20 @@ class Shares:
             shares.append(mass[:, [place in view.template for place in voting]].sum(axis=1) / mass.sum(axis=1))
 
 
-def template_shares(model: Adapter, prompts: Sequence[Prompt], trace: Trace, windows: Sequence[int]) -> dict[int, Any]:
+def template_shares(
+    model: Any, prompts: Sequence[pk.Prompt], trace: pk.Trace, windows: Sequence[int]
+) -> dict[int, Any]:
     """Return window -> the mean share over heads of each prompt (prompt,)."""
     found: dict[int, list[float]] = {window: [] for window in windows}
     for prompt in prompts:
         shares = Shares(windows)
-        prefill(model, prompt, ResolvedRun.from_run(trace.run), Resources(), visitor=shares)
+        prefill(model, prompt, ResolvedRun.from_run(trace.run), pk.Resources(), visitor=shares)
         for window, layers in shares.of.items():
             found[window].append(float(np.mean(layers)))
     return {window: np.array(values) for window, values in found.items()}
 
 
-def changed(trace: Trace, window: int) -> np.ndarray:
+def changed(trace: pk.Trace, window: int) -> np.ndarray:
     """Return the mean share over heads of what attention keeps before the window and does not with the text's queries.
 
     Of each prompt (prompt,).
@@ -80,10 +81,7 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
     if not model.tokenizer.chat_template:
         print(f"{name} has no chat template.", flush=True)
         return
-    prompts = pk.load_prompts(
-        "multi_news", model, samples=asked.samples, max_tokens=asked.max_tokens, data_dir=asked.longbench,
-        chat_template=True,
-    )  # fmt: skip
+    prompts = common.prompts(asked, model)
     counts = sorted({len(prompt.template_tail) for prompt in prompts})
     end = model.tokenizer.decode([prompts[0].token_ids[place] for place in prompts[0].template_tail])
     print(f"{name}: {len(prompts)} prompts that end in {end!r}", flush=True)
@@ -108,28 +106,27 @@ def measure(name: str, asked: argparse.Namespace) -> Iterator[tuple[list[str], l
 
 def percent(each: np.ndarray) -> str:
     """Return the mean of each prompt's share with its interval: `61 [58, 64]`."""
-    interval = of_mean(each, share_kind(0))
+    interval = pk.stats.intervals.of_mean(each, pk.stats.intervals.share_kind(0))
     return f"{100 * each.mean():.0f}" + (f" [{100 * interval.low:.0f}, {100 * interval.high:.0f}]" if interval else "")
 
 
-def ratio(value: float, interval: OptionalInterval) -> str:
+def ratio(value: float, interval: Any) -> str:
     """Return a ratio of sums with its interval."""
     return f"{value:.2f}" + (f" [{interval.low:.2f}, {interval.high:.2f}]" if interval else "")
 
 
-def main() -> None:
-    """Measure every model and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("longbench", type=Path)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=1500)
-    asked = parser.parse_args()
-    measured = [rows for name in asked.models for rows in measure(name, asked)]
-    tables = (FIRST, [first for first, _ in measured]), (SECOND, [row for _, rows in measured for row in rows])
-    for head, body in tables:
-        print("\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)), flush=True)
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of this study's options."""
+    chosen = {"dataset": "multi_news", "samples": 16, "max_tokens": 1500, "chat_template": True}
+    return common.options(__doc__ or "", "models", "models to measure", **chosen)
+
+
+def study(asked: argparse.Namespace) -> None:
+    """Measure every model, and write both tables."""
+    measured = [rows for name in asked.models or [asked.model] for rows in measure(name, asked)]
+    rows = [row for _, several in measured for row in several]
+    common.write_tables(asked, [("the window", FIRST, [first for first, _ in measured]), ("the sums", SECOND, rows)])
 
 
 if __name__ == "__main__":
-    main()
+    common.main(study, arguments())

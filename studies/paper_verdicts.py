@@ -1,24 +1,27 @@
-"""Verdicts of docs/results/paper.md: their words and their rules, written before the numbers. The page prints both.
+"""What makes a row of docs/results/paper.md: what it reads, and the verdicts with their rules.
 
-A rule that can give no other verdict is none: each can fall. Nothing here looks at a number of the page.
+Words and rules were written before the numbers, and the page prints both. A rule that can give no other verdict is
+none: each can fall. No rule looks at a number of the page.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from common import Floats, to_json
 from scipy import stats
-from tables import Ends, number
+from tables import Ends, number, percent
 
-from perturbkv.analyses.json_values import json_value
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import DIFFERENCE, RATIO
+import perturbkv as pk
 
-Floats = NDArray[np.float64]
+intervals = pk.stats.intervals
+Document = dict[str, Any]
 CHECKED, VIOLATED = "checked", "violated"
 SUPPORTS, UNLIKE, UNDECIDED = "supports", "unlike", "undecided"
 ANSWERED, APART, OPEN = "answered", "not comparable", "not measured"
@@ -129,7 +132,7 @@ def by_counts(better: int, worse: int) -> str:
 def paired(differences: Floats) -> Paired:
     """Return what the rule `pair` says of (prompt,) differences, at most 1 in size: that they lie above 0."""
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
-    interval = json_value(intervals.of_mean(differences, DIFFERENCE))
+    interval = to_json(intervals.of_mean(differences, intervals.DIFFERENCE))
     rare = 2 * (better + worse) <= len(differences)
     decided = by_counts(better, worse) if rare else verdict(interval, 0, 1)
     return Paired(float(differences.mean()), interval, better, worse, decided)
@@ -147,12 +150,12 @@ def paired_ratio(numerators: tuple[Floats, Floats], denominators: tuple[Floats, 
 
     count = len(numerators[0])
     value = float(over(np.full((1, count), 1 / count))[0])
-    return value, json_value(intervals.of_statistic(over, count, RATIO))
+    return value, to_json(intervals.of_statistic(over, count, intervals.RATIO))
 
 
 def ratio_of_sums(above: Floats, below: Floats) -> tuple[float, Ends]:
     """Return a ratio of sums over prompts with its interval; (prompt,) values each."""
-    return float(above.sum() / below.sum()), json_value(intervals.of_ratio(above, below))
+    return float(above.sum() / below.sum()), to_json(intervals.of_ratio(above, below))
 
 
 def at_floor(full: float, *sides: float) -> bool:
@@ -215,3 +218,131 @@ def joined(verdicts: Iterable[str]) -> str:
         return next(iter(found), UNDECIDED)
     order = sorted(found, key=lambda one: [*WORDS].index(one.partition(" (")[0]))
     return ", ".join(f"{one} {found[one]}" for one in order)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A finding: in words with interval and n, and what that is for the claim, or for an open question."""
+
+    text: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim.
+
+    Attributes:
+        place: where the paper says so.
+        claim: what it says, or asks.
+        rule: by which a verdict is reached, of RULES.
+        step: whose folders tell, separated by commas; empty where none does.
+        told: from the folder of all steps to what it tells.
+        settles: the commands of studies/paper.py that would settle it on a large model, separated by commas.
+    """
+
+    place: str
+    claim: str
+    rule: str
+    step: str
+    told: Callable[[Path], Told]
+    settles: str
+
+    @property
+    def steps(self) -> list[str]:
+        """Return the names of the steps."""
+        return self.step.split(", ") if self.step else []
+
+
+def analysis(output: Path, step: str, name: str) -> Document:
+    """Return what a step's summary holds of an analysis."""
+    found: Document = document(output, step, "summary.json")["analyses"][name]
+    return found
+
+
+def document(output: Path, step: str, file: str) -> Document:
+    """Return the content of a JSON file that a step left."""
+    found: Document = json.loads((output / step / file).read_text())
+    return found
+
+
+def trace(output: Path, path: str) -> pk.Trace:
+    """Return a step's trace."""
+    return pk.read_trace(output / path)
+
+
+def indices(measured: pk.Trace) -> dict[tuple[str, str, Any], int]:
+    """Return (policy, selection as it is written, budget) -> index of the configuration."""
+    documents = [config.to_document() for config in measured.run.configs]
+    keys = [(policy_of(one), str(one["selection"]), one["budget"]) for one in documents]
+    return {key: index for index, key in enumerate(keys)}
+
+
+def comparisons(
+    output: Path, step: str, baseline: str, treatment: str = "two-stage", policy: str = "snapkv"
+) -> list[Document]:
+    """Return a policy's comparisons of two selections, one per budget, with shares in which a tie counts half."""
+    found = pk.compare_heads(trace(output, f"{step}/trace.h5"), baseline, treatment)
+    return [_compared(one) for one in found if one.treatment.policy.name == policy]
+
+
+def _compared(one: Any) -> Document:
+    kinds = {kind.name: even_share(kind.differences) for kind in (one.isolated, one.propagated)}
+    told: Document = one.to_dict()
+    return told | {name: told[name] | found for name, found in kinds.items()}
+
+
+def even_share(differences: Floats) -> Document:
+    """Return the share of a prompt's heads that are better, with its interval; (sample, layer, head), ties 0.
+
+    A tie counts half, so that equal kept sets are even.
+    """
+    each = ((np.sign(differences) + 1) / 2).reshape(len(differences), -1)
+    interval = intervals.of_mean(each.mean(axis=1), intervals.share_kind(each.shape[1]))
+    return {"share": float(each.mean()), "share_interval": to_json(interval), "even": float((each == 0.5).mean())}
+
+
+def share(one: Document, kind: str = "propagated") -> str:
+    """Return '52 % [47, 57] of the heads of a prompt': averaged over prompts, where a tie counts half."""
+    return f"{percent(one[kind]['share'], one[kind]['share_interval'])} of the heads of a prompt{_even(one[kind])}"
+
+
+def _even(kind: Document) -> str:
+    return f" ({percent(kind['even'])} tied)" if kind["even"] >= 0.005 else ""
+
+
+def means(one: Document, kind: str = "propagated") -> str:
+    """Return '171 of 270 heads by their means (3 tied)': the paper's estimator, which no interval is known to cover."""
+    tied = one[kind]["tied"]
+    return f"{one[kind]['improved']} of {one['heads']} heads by their means" + (f" ({tied} tied)" if tied else "")
+
+
+def ratio(one: Document, kind: str = "propagated") -> str:
+    """Return 'Σ × 0.84 [0.74, 0.95]'."""
+    return f"Σ × {number(one[kind]['sum_ratio'], one[kind]['sum_ratio_interval'])}"
+
+
+def value(one: Document, name: str, digits: int = 2) -> str:
+    """Return a number of a document with the interval beside it."""
+    return number(one[name], one[f"{name}_interval"], digits)
+
+
+def estimate(one: Document, digits: int = 2) -> str:
+    """Return a document's `value` with its `interval` as text."""
+    return number(one["value"], one["interval"], digits)
+
+
+def samples(output: Path, step: str) -> int:
+    """Return how many samples a step's trace holds."""
+    found = document(output, step, "summary.json")
+    return int(found["run"]["samples"]) - len(found["failed"])
+
+
+def policy_of(config: Document) -> str:
+    """Return a configuration's policy, without its options."""
+    return str(config["policy"]).partition("(")[0]
+
+
+def listed(cells: Iterable[str]) -> str:
+    """Return 'a; b; c'."""
+    return "; ".join(cells)

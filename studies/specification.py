@@ -1,11 +1,11 @@
 """The paper's headline comparisons over every setting that can be had here, for docs/results/four_models.md.
 
-`python docs/scripts/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the
-other and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that
-was cut goes on where it was. `--only WORD` takes the runs whose name holds a word. `python
-docs/scripts/specification.py draw` draws the pictures and prints in how many settings each comparison holds: of all,
-and of each level of them. With `--confirm` both are about the confirming runs, on prompts that nothing else has used;
-`specification_claims.py` tells what these say.
+`python studies/specification.py measure LONGBENCH` measures a run (model × chat template × data set) after the other
+and writes its rows to docs/specification/RUN.csv; a run whose file is there is not measured again, and one that was cut
+goes on where it was. `--only WORD` takes the runs whose name holds a word. `python studies/specification.py draw` draws
+the pictures and prints in how many settings each comparison holds: of all, and of each level of them. With `--confirm`
+both are about the confirming runs, on prompts that nothing else has used; `specification_claims.py` tells what these
+say. With `--short` it measures and draws a single run of four short prompts, to see it work.
 The rules stand in docs/results/rules.md, which was written first.
 """
 
@@ -20,15 +20,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 
 import perturbkv as pk
-from perturbkv.analyses.stats import intervals
-from perturbkv.analyses.stats.intervals import OptionalInterval, share_kind
-from perturbkv.figures import style
-from perturbkv.trace import Trace
 
-DOCS = Path(__file__).resolve().parents[1]
+intervals = pk.stats.intervals
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 ROWS, FIGURES = DOCS / "specification", DOCS / "figures"
 RUNS = DOCS.parent / "runs" / "specification"
 SAMPLES = {
@@ -190,7 +188,7 @@ def model(name: str) -> Any:
     return pk.load_model(name, device="cpu", dtype="float32")
 
 
-def measure(run: Run, longbench: Path) -> Trace:
+def measure(run: Run, longbench: Path) -> pk.Trace:
     """Return a run's trace, measured or finished; says how the first prompt begins and ends."""
     loaded = model(run.model)
     folder = longbench / "confirm" if run.confirm else longbench
@@ -212,7 +210,7 @@ def commit() -> str:
     return subprocess.run(words, cwd=DOCS, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def rows(trace: Trace, run: Run) -> Iterator[dict[str, Any]]:
+def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting and comparison of a run."""
     lengths = trace.arrays["prompt_tokens"][trace.ok]
     same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
@@ -234,7 +232,7 @@ def rows(trace: Trace, run: Run) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, OptionalInterval]:
+def number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[float, Any]:
     """Return a comparison's number in one setting and its interval; None where the rules give it no verdict.
 
     In shares a tie counts half, so that two selections that keep the same are even.
@@ -249,7 +247,7 @@ def number(title: str, comparison: Comparison, pair: Any, drift: Any) -> tuple[f
         return float(shares(kind.verdict).mean()), None
     if title.startswith("heads by sample"):
         each = shares(np.sign(kind.differences)).reshape(len(kind.differences), -1)
-        return float(each.mean()), intervals.of_mean(each.mean(axis=1), share_kind(each.shape[1]))
+        return float(each.mean()), intervals.of_mean(each.mean(axis=1), intervals.share_kind(each.shape[1]))
     return kind.sum_ratio, kind.sum_ratio_interval
 
 
@@ -289,22 +287,25 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def tally(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per comparison: settings, those on the claimed side, and the verdicts."""
-    for title, comparison in COMPARISONS.items():
-        yield f"| {title} | {comparison.text} | {' | '.join(map(str, counts(counted(found, title), comparison)))} |"
+def tally(found: Sequence[dict[str, str]]) -> common.Table:
+    """Return the table of comparisons: settings, those on the claimed side, and the verdicts."""
+    rows = [[title, comparison.text, *map(str, counts(counted(found, title), comparison))]
+            for title, comparison in COMPARISONS.items()]  # fmt: skip
+    heads = ["comparison", "number", "settings", "on the claimed side", "holds", "reversed", "undecided"]
+    return "comparisons", heads, rows
 
 
-def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> Iterator[str]:
-    """Yield a line per level of the settings: of each of a picture's comparisons, holds / reversed, of how many."""
+def by_level(found: Sequence[dict[str, str]], kind: str = "propagated") -> common.Table:
+    """Return the table of the settings' levels: of each of a picture's comparisons, holds / reversed, of how many."""
+    rows = []
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
-            cells = []
+            rows.append([_level(name, level)])
             for title in _titles(kind):
-                rows = [row for row in counted(found, title) if row[name] == level]
-                count, _, holds, against, _ = counts(rows, COMPARISONS[title])
-                cells.append(f"{holds} / {against} of {count}" if count else "–")
-            yield f"| {_level(name, level)} | {' | '.join(cells)} |"
+                own = [row for row in counted(found, title) if row[name] == level]
+                count, _, holds, against, _ = counts(own, COMPARISONS[title])
+                rows[-1].append(f"{holds} / {against} of {count}" if count else "–")
+    return f"by level, {kind}", ["settings", *_titles(kind)], rows
 
 
 def _titles(kind: str) -> list[str]:
@@ -335,30 +336,29 @@ def draw(found: Sequence[dict[str, str]], kind: str, path: Path) -> None:
     order = {setting: place for place, setting in enumerate(sorted(key, key=key.__getitem__))}
     levels = [(name, level) for name in SETTINGS for level in dict.fromkeys(row[name] for row in sums)]
     titles = _titles(kind)
-    with style.use():
-        figure = style.figure(174, 27 * len(titles) + 48)
-        axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2])
-        for axis, title in zip(axes, titles, strict=False):
-            _panel(axis, counted(found, title), COMPARISONS[title], order)
-            comparison = COMPARISONS[title]
-            better = "above" if comparison.sign > 0 else "below"
-            words = title.removesuffix(f", {kind}")
-            axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
-        for row in counted(found, f"heads by means, {kind}"):
-            axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
-                         markeredgewidth=0.4)  # fmt: skip
-        for place, (name, level) in enumerate(levels):
-            on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
-            axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
-        for verdict, colour in COLOURS.items():
-            label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
-            axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
-        axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
-        figure.legend(loc="outside upper center", ncols=4)
-        axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
-        axes[-1].invert_yaxis()
-        axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
-        figure.savefig(path, dpi=200)
+    figure = common.page_figure(27 * len(titles) + 64)
+    axes = figure.subplots(len(titles) + 1, 1, sharex=True, height_ratios=[1] * len(titles) + [2.8])
+    for axis, title in zip(axes, titles, strict=False):
+        _panel(axis, counted(found, title), COMPARISONS[title], order)
+        comparison = COMPARISONS[title]
+        better = "above" if comparison.sign > 0 else "below"
+        words = title.removesuffix(f", {kind}")
+        axis.set_title(f"{words}: {comparison.text}; {better} {comparison.even:g} is better", loc="left")
+    for row in counted(found, f"heads by means, {kind}"):
+        axes[0].plot(order[_setting(row)], float(row["value"]), "o", color="0.3", fillstyle="none", markersize=1.8,
+                     markeredgewidth=0.4)  # fmt: skip
+    for place, (name, level) in enumerate(levels):
+        on = [order[setting] for setting in order if setting[SETTINGS.index(name)] == level]
+        axes[-1].plot(on, [place] * len(on), "|", color="0.2", markersize=3)
+    for verdict, colour in COLOURS.items():
+        label = verdict if verdict == "undecided" else f"{verdict}, 95 %"
+        axes[0].plot([], [], ".-", color=colour, markersize=2.5, linewidth=0.6, label=label)
+    axes[0].plot([], [], "o", color="0.3", fillstyle="none", markersize=1.8, label="by means over prompts")
+    figure.legend(loc="outside upper center", ncols=4)
+    axes[-1].set_yticks(range(len(levels)), [_level(*one) for one in levels])
+    axes[-1].invert_yaxis()
+    axes[-1].set_xlabel(f"{len(order)} settings, {kind}, sorted by the second panel")
+    figure.savefig(path, dpi=200)
 
 
 def _level(name: str, level: str) -> str:
@@ -377,8 +377,7 @@ def _panel(axis: Any, rows: Sequence[dict[str, str]], comparison: Comparison, or
         axis.plot([place, place], [low, high], color=colour, linewidth=0.6)
         axis.plot(place, value, ".", color=colour, markersize=2.5)
     if comparison.even == 1:
-        axis.set_yscale("log")
-        style.set_plain_ticks(axis.yaxis)
+        common.plain_log(axis, "y")
     axis.axhline(comparison.even, color="0.3", linewidth=0.6, linestyle=":")
 
 
@@ -387,24 +386,39 @@ def _setting(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in SETTINGS)
 
 
-def main() -> None:
-    """Measure the runs that are missing, or draw what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("measure", "draw"))
-    parser.add_argument("longbench", nargs="?", type=Path)
-    parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
-    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
-    asked = parser.parse_args()
-    if asked.work == "draw":
-        found = read(asked.confirm)
-        for kind in PANELS:
-            draw(found, kind, FIGURES / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
-        print("\n".join((*tally(found), "", *by_level(found))), flush=True)
+def study(asked: argparse.Namespace) -> None:
+    """Measure the runs that are missing, or draw and tell what was measured."""
+    if asked.short:
+        run, trace = measure_short(asked.output, [config for made in by_preset().values() for config in made])
+        measured = [asked.output / "rows.csv"]
+        write_rows(measured[0], COLUMNS, list(rows(trace, run)))
+    elif asked.work == "measure":
+        for run in runs(asked.confirm):
+            if not run.rows.exists() and asked.only in run.name:
+                write_rows(run.rows, COLUMNS, list(rows(measure(run, asked.longbench), run)))
         return
-    for run in runs(asked.confirm):
-        if not run.rows.exists() and asked.only in run.name:
-            write_rows(run.rows, COLUMNS, list(rows(measure(run, asked.longbench), run)))
+    else:
+        measured = [run.rows for run in runs(asked.confirm)]
+    found, folder = read_rows(measured), asked.output if asked.short else FIGURES
+    for kind in PANELS:
+        asked.written.append(folder / f"{'confirmation' if asked.confirm else 'specification'}-{kind}.png")
+        draw(found, kind, asked.written[-1])
+    common.write_tables(asked, [tally(found), by_level(found)])
+
+
+def measure_short(folder: Path, configs: Iterable[Any], length: int = 300) -> tuple[Run, pk.Trace]:
+    """Return a run of four short prompts, and its trace."""
+    run = Run(next(iter(SAMPLES)), False, "needle")
+    prompts = pk.load_prompts(run.dataset, model(run.model), samples=4, lengths=(length,), chat_template=False)
+    return run, pk.measure(model(run.model), prompts, configs, path=folder / "trace.h5")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=("measure", "draw"), nargs="?", default="draw")
+    parser.add_argument("longbench", nargs="?", type=Path)
+    parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
+    parser.add_argument("--confirm", action="store_true", help="the confirming runs")
+    parser.add_argument("--short", action="store_true", help="one run of four short prompts, to see it work")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    common.main(study, parser)

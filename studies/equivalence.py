@@ -1,28 +1,29 @@
-"""How often two one-sided tests find equivalence, and whether the n told decides: `equivalence.py [DRAWS]`.
+"""How often two one-sided tests find equivalence, and whether the n that is told decides.
 
-Drawn from invented populations of prompts, without any trace: a control's sums, lognormal with deviation 0.7, and a
-method's, which are `ratio` times these and times lognormal noise of mean 1. In an uneven population one prompt in ten
-has three times the noise of the others. The spread is that of `perturbkv.analyses.stats.equivalence`, δ is 5 %.
-The first table is of verdicts: how often equivalence is found at a true ratio of 1 + δ; at 1; and there a difference.
-The second is of the n that would decide, how many runs of so many prompts do, and what undecided runs of 8 and 20
-prompts tell instead: the median with the middle 80 % of runs, and how many are undecided.
+`python studies/equivalence.py [DRAWS]` prints the tables of docs/explanation/statistics.md. Drawn from invented
+populations of prompts, without any trace: a control's sums, lognormal with deviation 0.7, and a method's, which are
+`ratio` times these and times lognormal noise of mean 1. In an uneven population one prompt in ten has three times the
+noise of the others. The spread is that of `pk.stats.equivalence`, δ is 5 %. The first table is of verdicts: how often
+equivalence is found at a true ratio of 1 + δ; at 1; and there a difference. The second is of the n that would decide,
+how many runs of so many prompts do, and what undecided runs of 8 and 20 prompts tell instead: the median with the
+middle 80 % of runs, and how many are undecided.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 
 import numpy as np
+from common import Floats, Table, simulate
 from numpy.typing import NDArray
 
-from perturbkv.analyses.stats import equivalence, intervals
-from perturbkv.analyses.stats.equivalence import ONE_SIDED
-from perturbkv.analyses.stats.intervals import RATIO
-from perturbkv.analyses.verdicts import MARGIN
+import perturbkv as pk
 
-DRAWS = 4000
+intervals, equivalence = pk.stats.intervals, pk.stats.equivalence
+MARGIN = 0.05
+"""δ: sums of which one is within 5 % of the other are equivalent."""
+DRAWS, FEW = 4000, 200
 SAMPLES = (8, 16, 40, 100)
 SPREADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 SETTINGS = ((1.3, 0.3), (1.1, 0.1), (1.0, 0.1), (1.03, 0.05))
@@ -31,7 +32,6 @@ _DEVIATION = 0.7
 _WEIGHT = math.exp(_DEVIATION**2 / 2)
 """Samples of unequal weight spread by so much more: √E[X²] / E[X]."""
 _SEED = 4
-Floats = NDArray[np.float64]
 
 
 def drawn(ratio: float, spread: float, samples: int, draws: int, uneven: bool = False) -> tuple[Floats, Floats]:
@@ -48,8 +48,8 @@ def verdicts(method: Floats, control: Floats) -> tuple[NDArray[np.bool_], NDArra
     """Return, of every draw, whether a difference is decided, and whether equivalence is."""
     value = method.sum(axis=0) / control.sum(axis=0)
     left_out = (method.sum(axis=0) - method) / (control.sum(axis=0) - control)
-    low, high = intervals.jackknife(value, left_out, RATIO)
-    least, most = intervals.jackknife(value, left_out, ONE_SIDED)
+    low, high = intervals.jackknife(value, left_out, intervals.RATIO)
+    least, most = intervals.jackknife(value, left_out, equivalence.ONE_SIDED)
     return (low > 1) | (high < 1), (least >= 1 / (1 + MARGIN)) & (most <= 1 + MARGIN)
 
 
@@ -73,28 +73,29 @@ def decided(ratio: float, spread: float, samples: int, draws: int) -> float:
     return float((differs | within).mean())
 
 
-def tables(draws: int) -> Iterator[str]:
-    """Yield both Markdown tables, line by line."""
-    yield "| spread | " + " | ".join(f"n = {samples}" for samples in SAMPLES) + " |"
-    yield "|---" * (len(SAMPLES) + 1) + "|"
-    for uneven in (False, True):
-        for spread in SPREADS:
-            cells = " | ".join(cell(spread, samples, draws, uneven) for samples in SAMPLES)
-            yield f"| {spread:g}{', uneven' if uneven else ''} | {cells} |"
-    yield ""
-    yield "| ratio, spread | n by the true ratio and spread | of so many, decide | told by 8 | told by 20 |"
-    yield "|---|---|---|---|---|"
-    for ratio, spread in SETTINGS:
-        needed = equivalence.samples_to_decide(ratio, spread) or 0
-        share = decided(ratio, spread, needed, draws)
-        told_by = []
-        for samples in (8, 20):
-            found = told(ratio, spread, samples, draws // 8)
-            low, middle, high = np.quantile(found, (0.1, 0.5, 0.9)) if found else [math.nan] * 3
-            told_by.append(f"{middle:.0f} [{low:.0f}, {high:.0f}] ({100 * len(found) / (draws // 8):.0f} %)")
-        yield f"| {ratio:g}, {spread:g} | {needed} | {100 * share:.0f} % | {' | '.join(told_by)} |"
+def tables(draws: int) -> Iterator[Table]:
+    """Yield the table of verdicts, and that of the n that would decide."""
+    rows = [
+        [f"{spread:g}{', uneven' if uneven else ''}", *(cell(spread, samples, draws, uneven) for samples in SAMPLES)]
+        for uneven in (False, True)
+        for spread in SPREADS
+    ]
+    yield "verdicts", ["spread", *(f"n = {samples}" for samples in SAMPLES)], rows
+    heads = ["ratio, spread", "n by the true ratio and spread", "of so many, decide", "told by 8", "told by 20"]
+    yield "the n that would decide", heads, [needed(*setting, draws) for setting in SETTINGS]
+
+
+def needed(ratio: float, spread: float, draws: int) -> list[str]:
+    """Return a setting's row: the n that would decide, how many runs of it do, and what small runs tell instead."""
+    count = equivalence.samples_to_decide(ratio, spread) or 0
+    share = decided(ratio, spread, count, draws)
+    told_by = []
+    for samples in (8, 20):
+        found = told(ratio, spread, samples, draws // 8)
+        low, middle, high = np.quantile(found, (0.1, 0.5, 0.9)) if found else [math.nan] * 3
+        told_by.append(f"{middle:.0f} [{low:.0f}, {high:.0f}] ({100 * len(found) / (draws // 8):.0f} %)")
+    return [f"{ratio:g}, {spread:g}", str(count), f"{100 * share:.0f} %", *told_by]
 
 
 if __name__ == "__main__":
-    for row in tables(int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS):
-        print(row)
+    simulate(__doc__ or "", tables, DRAWS, FEW)

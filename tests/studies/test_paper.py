@@ -16,7 +16,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.support.folders import model_folder
-from tests.support.scripts import DOCS, functions, perturbkv, script, study
+from tests.support.scripts import DOCS, STUDIES, functions, perturbkv, study
 
 FEWER = {"--samples": "4", "--max-new-tokens": "2", "--heads": "1", "--proven": "1", "--permutations": "8"}
 FEWER |= {"--compress-every": "400", "--max-tokens": "400"}
@@ -40,7 +40,7 @@ def output(tmp_path_factory: pytest.TempPathFactory, longbench: Path) -> Path:
     """What every command of the page leaves, of a tiny model."""
     output = tmp_path_factory.mktemp("paper")
     model = model_folder(output / "tiny", positions=1200)
-    for step in functions("paper_steps")["STEPS"]:
+    for step in functions("paper", STUDIES)["STEPS"]:
         calls = step.calls(longbench, output)
         for call in calls:
             words = _small(call, model, longbench)
@@ -60,7 +60,7 @@ def _small(call: list[str], model: Path, longbench: Path) -> list[str]:
 def _page(longbench: Path, output: Path, page: Path) -> dict[str, list[list[str]]]:
     """The page's rows, by section."""
     shutil.copy(DOCS / "results" / "paper.md", page)
-    script("paper", longbench, "--output", output, "--page", page, "--read")
+    study("paper", longbench, "--output", output, "--page", page, "--read")
     sections: dict[str, list[list[str]]] = {}
     for line in page.read_text().splitlines():
         if line.startswith("## "):
@@ -73,12 +73,12 @@ def _page(longbench: Path, output: Path, page: Path) -> dict[str, list[list[str]
 @pytest.mark.slow
 def test_every_row_is_read_from_what_its_command_leaves(longbench: Path, output: Path, tmp_path: Path) -> None:
     sections = _page(longbench, output, tmp_path / "paper.md")
-    rows = [row for title in functions("paper")["SECTIONS"] for row in sections[title]]
+    rows = [row for title in functions("paper", STUDIES)["SECTIONS"] for row in sections[title]]
     assert len(rows) > 40
     for row in rows:
         assert row[2], row
         said = {part.partition(" (")[0].rstrip("0123456789 ") for part in row[3].strip("*").split(", ")}
-        assert said <= {*functions("paper_verdicts")["WORDS"]}, row
+        assert said <= {*functions("paper_verdicts", STUDIES)["WORDS"]}, row
         assert "{" not in row[2] and "None" not in row[2], row
     costs = {row[0] for row in sections["What it would cost"]}
     assert {name for row in rows for name in row[6].split(", ")} == costs
@@ -97,11 +97,11 @@ def test_of_what_is_not_finished_nothing_is_said(longbench: Path, tmp_path: Path
 
 def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="expected <!-- Steps: begin --> … <!-- Steps: end --> in the page"):
-        functions("paper")["replaced"]("text", "Steps", "rows")
+        functions("paper", STUDIES)["replaced"]("text", "Steps", "rows")
 
 
 def test_a_killed_run_goes_on_and_a_finished_step_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, called, clock = functions("paper_steps"), [], iter(range(100))
+    steps, called, clock = functions("paper", STUDIES), [], iter(range(100))
 
     def run(words: list[str], check: bool) -> None:
         called.append(words[3])
@@ -127,14 +127,14 @@ def test_every_step_took_less_than_its_limit_and_all_less_than_two_hours() -> No
     text = (DOCS / "results" / "paper.md").read_text()
     took = [line.rpartition(": ")[2] for line in text.splitlines() if line.startswith("# ") and line.endswith(" min")]
     minutes = [int(one.removesuffix(" min")) for one in took]
-    assert len(minutes) == len(functions("paper_steps")["STEPS"])
-    assert max(minutes) <= functions("paper_steps")["LIMIT"] / 60
+    assert len(minutes) == len(functions("paper", STUDIES)["STEPS"])
+    assert max(minutes) <= functions("paper", STUDIES)["LIMIT"] / 60
     assert sum(minutes) < 120
 
 
 def test_commands_stand_in_the_page_as_they_are_run() -> None:
     text = (DOCS / "results" / "paper.md").read_text()
-    for step in functions("paper_steps")["STEPS"]:
+    for step in functions("paper", STUDIES)["STEPS"]:
         for command in step.shown():
             assert command in text
             program, first, *_ = shlex.split(command)
@@ -146,7 +146,7 @@ def _ends(low: float, high: float) -> dict[str, Any]:
 
 
 def test_verdicts_follow_the_interval() -> None:
-    rules = functions("paper_verdicts")
+    rules = functions("paper_verdicts", STUDIES)
     of = rules["verdict"]
     assert [of(_ends(*ends), 1, -1) for ends in ((0.5, 0.9), (1.1, 1.2), (0.9, 1.1))] == [
         "supports",
@@ -164,7 +164,7 @@ def test_verdicts_follow_the_interval() -> None:
 
 
 def test_a_small_model_is_unlike_and_contradicts_nothing() -> None:
-    words = functions("paper_verdicts")["WORDS"]
+    words = functions("paper_verdicts", STUDIES)["WORDS"]
     assert not [word for word in words if "contra" in word or "refute" in word]
     hand = _by_hand()
     assert not [word for word in ("contradict", "contrary") if word in hand]
@@ -173,7 +173,7 @@ def test_a_small_model_is_unlike_and_contradicts_nothing() -> None:
 def test_the_page_prints_words_and_rules_and_every_row_has_one(longbench: Path, tmp_path: Path) -> None:
     sections = _page(longbench, tmp_path / "nothing", tmp_path / "paper.md")
     text = (tmp_path / "paper.md").read_text()
-    rules = functions("paper_verdicts")
+    rules = functions("paper_verdicts", STUDIES)
     for said in (*rules["WORDS"].values(), *rules["RULES"].values()):
         assert f"| {said} |" in text
     used = {row[4].strip("*") for title in SECTIONS for row in sections[title]}
@@ -193,7 +193,7 @@ def test_the_page_says_what_it_is_of() -> None:
 
 
 def test_one_better_and_eleven_worse_are_told_apart_by_the_sign_test() -> None:
-    rules = functions("paper_verdicts")
+    rules = functions("paper_verdicts", STUDIES)
     differences = np.array([0.5] + [-0.5] * 11 + [0.0] * 52)
     found = rules["paired"](differences)
     assert (found.better, found.worse, found.verdict) == (1, 11, "unlike")
@@ -207,13 +207,13 @@ def test_paired_numbers_are_told_apart_where_their_intervals_overlap() -> None:
     """Prompts differ much more than the two sides of each prompt do."""
     prompts = np.linspace(0.1, 0.9, 12)
     second = prompts + 0.05 + 0.01 * np.cos(np.arange(12))
-    found = functions("paper_verdicts")["paired"](second - prompts)
+    found = functions("paper_verdicts", STUDIES)["paired"](second - prompts)
     assert found.verdict == "supports"
     assert abs(found.value) < prompts.std() / 2
 
 
 def test_a_ratio_of_ratios_is_paired() -> None:
-    rules = functions("paper_verdicts")
+    rules = functions("paper_verdicts", STUDIES)
     sizes = np.array([1.0, 30.0, 2.0, 500.0, 3.0, 80.0, 9.0, 4.0])  # a few prompts carry most of either sum
     wobble = 1 + 0.01 * np.sin(np.arange(8))
     value, ends = rules["paired_ratio"]((sizes * wobble, sizes), (2 * sizes, sizes))
@@ -224,18 +224,18 @@ def test_a_ratio_of_ratios_is_paired() -> None:
 
 
 def test_a_fall_over_layers_must_end_below_attention() -> None:
-    falls = functions("paper_verdicts")["falls"]
+    falls = functions("paper_verdicts", STUDIES)["falls"]
     below, around, above = _ends(0.7, 0.9), _ends(0.8, 1.1), _ends(1.1, 1.3)
     assert [falls(last, below) for last in (below, around, above)] == ["supports", "undecided", "unlike"]
     assert falls(below, around) == "undecided"  # no lower than after the first layer
 
 
 def test_sign_tests_are_exact() -> None:
-    sign_test = functions("paper_verdicts")["sign_test"]
+    sign_test = functions("paper_verdicts", STUDIES)["sign_test"]
     for better, worse in ((0, 0), (5, 0), (6, 0), (3, 21), (4, 4)):
         total = better + worse
         assert sign_test(better, worse) == pytest.approx(binomtest(better, total).pvalue if total else 1.0)
-    assert [functions("paper_verdicts")["by_counts"](*pair) for pair in ((5, 0), (6, 0), (0, 6))] == [
+    assert [functions("paper_verdicts", STUDIES)["by_counts"](*pair) for pair in ((5, 0), (6, 0), (0, 6))] == [
         "undecided",
         "supports",
         "unlike",
@@ -243,7 +243,7 @@ def test_sign_tests_are_exact() -> None:
 
 
 def test_cases_at_the_floor_are_named_and_left_out(tmp_path: Path) -> None:
-    answers = functions("paper_answers")
+    answers = functions("paper_answers", STUDIES)
     against = answers["against"]
     both = (("snapkv", "two-stage"), ("snapkv", "attention"))
     lost, kept = np.zeros(16), np.array([1.0] * 10 + [0.0] * 6)
@@ -271,7 +271,7 @@ def test_cases_at_the_floor_are_named_and_left_out(tmp_path: Path) -> None:
 
 
 def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
-    halved = functions("paper_answers")["halved"]
+    halved = functions("paper_answers", STUDIES)["halved"]
     full, before = np.ones(12), np.linspace(0.2, 0.6, 12)
     assert halved(full, before, 0.9 * full)[0] == "supports"
     assert halved(full, before, before)[0] == "unlike"
@@ -279,7 +279,7 @@ def test_half_of_a_loss_is_told_prompt_by_prompt() -> None:
 
 
 def test_a_theorem_is_checked_and_a_violation_is_printed(tmp_path: Path) -> None:
-    told = functions("paper_bounds")["_holds"]
+    told = functions("paper_heads", STUDIES)["_holds"]
     for count, wrong, said in ((40, 0, "checked"), (40, 3, "violated"), (0, 0, "undecided")):
         found = {"inequalities_checked": {"L ≤ θ": count}, "violations": wrong}
         _summary(tmp_path / "shares", {"bound-tightness": found, "assumption": {"samples": 40}})
@@ -304,7 +304,7 @@ def _compared(policy: str, way: str, share: tuple[float, float], improved: int) 
 
 
 def test_figure_2_leads_with_the_papers_estimator_and_decides_by_the_other(tmp_path: Path) -> None:
-    told = functions("paper_heads")["_of_policy"]
+    told = functions("paper_heads", STUDIES)["_of_policy"]
     told.__globals__["comparisons"] = lambda *asked: [_compared("snapkv", asked[3], (0.47, 0.57), 171)]
     found = told("snapkv", tmp_path)
     assert found.text.startswith(
@@ -316,9 +316,9 @@ def test_figure_2_leads_with_the_papers_estimator_and_decides_by_the_other(tmp_p
 def test_equal_kept_sets_are_even() -> None:
     """Of ten heads four tie and three are better: 50 %, where a share of better heads would be 30 %."""
     differences = np.tile([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, -1.0], (12, 1, 1))
-    found = functions("paper_read")["even_share"](differences)
+    found = functions("paper_verdicts", STUDIES)["even_share"](differences)
     assert (found["share"], found["even"]) == (0.5, 0.4)
-    assert functions("paper_verdicts")["verdict"](found["share_interval"], 0.5, 1) == "undecided"
+    assert functions("paper_verdicts", STUDIES)["verdict"](found["share_interval"], 0.5, 1) == "undecided"
 
 
 def test_answers_are_linked_beyond_the_methods_names(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_answers_are_linked_beyond_the_methods_names(tmp_path: Path) -> None:
         names = [{"measure": one, "rho": {"others": high, "beyond": beyond}} for one in ("isolated", "propagated")]
         for folder in ("link", "link/news"):
             _summary(tmp_path / folder, {"correlation": {"overall": [{"strengths": strengths, "names": names}]}})
-        assert functions("paper_answers")["_linked"](tmp_path).verdict == said
+        assert functions("paper_answers", STUDIES)["_linked"](tmp_path).verdict == said
 
 
 @pytest.mark.parametrize(("closed", "least"), [(0, True), (128, False)])
@@ -341,20 +341,20 @@ def test_regret_is_a_lower_bound_that_depends_on_the_order(tmp_path: Path, close
     part = {"part": "prompt", "heads": 128, "closed": closed, "methods": [one]}
     (tmp_path / "regret").mkdir()
     (tmp_path / "regret" / "regret.json").write_text(json.dumps({"parts": [part], "samples": ["a"] * 8}))
-    told = functions("paper_open")["_regret"](tmp_path)
+    told = functions("paper_answers", STUDIES)["_regret"](tmp_path)
     assert ("at least 3.84 [2.18, 6.77]" in told.text) is least
     assert "another order would share it out otherwise" in told.text
     assert f"proven best in {closed} of 128 heads" in told.text
 
 
 def test_harm_can_be_shown_and_excluded() -> None:
-    harmless = functions("paper_verdicts")["harmless"]
+    harmless = functions("paper_verdicts", STUDIES)["harmless"]
     cases = ((1.02, 1.05), (0.9, 1.05), (0.9, 1.2), (1.2, 1.6))
     assert [harmless(_ends(*ends)) for ends in cases] == ["unlike", "supports", "undecided", "unlike"]
 
 
 def test_open_questions_can_stay_open() -> None:
-    rules, inside = functions("paper_verdicts"), functions("paper_open")["inside"]
+    rules, inside = functions("paper_verdicts", STUDIES), functions("paper_answers", STUDIES)["inside"]
     assert [rules["alike"](_ends(*ends)) for ends in ((0.99, 1.01), (1.03, 1.2), (0.9, 1.1))] == [
         "answered",
         "answered",
@@ -370,7 +370,7 @@ def test_open_questions_can_stay_open() -> None:
 
 
 def test_sister_rows_have_one_n_and_the_papers_window() -> None:
-    calls = {step.name: step.calls(Path("data"), Path()) for step in functions("paper_steps")["STEPS"]}
+    calls = {step.name: step.calls(Path("data"), Path()) for step in functions("paper", STUDIES)["STEPS"]}
     for name in ("heads", "heads-v2", "context-only", "shares"):
         made = calls[name][0]
         assert made[made.index("--samples") + 1] == "40"
@@ -381,7 +381,7 @@ def test_sister_rows_have_one_n_and_the_papers_window() -> None:
 
 
 def test_costs_come_from_shapes_and_the_measured_rate() -> None:
-    cost = functions("paper_cost")
+    cost = functions("paper", STUDIES)
     shape = cost["Shape"](100.0, 2, 3)
     assert shape.prefill(10) == 2 * 100 * 10 + 2 * 10 * 10 * 3 * 2
     one = cost["Settling"]("a", "b", (10,), 4, 5, answer=6, runs=1, shape=shape)

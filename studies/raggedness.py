@@ -1,9 +1,10 @@
 """What is lost where heads or layers share a kept set, for docs/results/raggedness.md.
 
-`python docs/scripts/raggedness.py measure LONGBENCH` measures a run (model × chat template × data set) after the other
-and writes its rows to docs/raggedness/RUN.csv; a run whose file is there is not measured again, and one that was cut
-goes on where it was. `--only WORD` takes the runs whose name holds a word. `python docs/scripts/raggedness.py draw`
-draws the picture and prints the page's tables. The rules stand in docs/results/rules.md, which was written first.
+`python studies/raggedness.py measure LONGBENCH` measures a run (model × chat template × data set) after the other and
+writes its rows to docs/raggedness/RUN.csv; a run whose file is there is not measured again, and one that was cut goes
+on where it was. `--only WORD` takes the runs whose name holds a word. `python studies/raggedness.py draw` draws the
+picture and prints the page's tables. With `--short` it measures and draws a single run of four short prompts, to see it
+work. The rules stand in docs/results/rules.md, which was written first.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import Table, perturbation_of, ratio_of_sums, variable
 from matplotlib.axes import Axes
-from specification import COLOURS, SEED, WITHOUT_TEMPLATE, commit, model, read_rows, verdict, write_rows
+from specification import (
+    COLOURS,
+    DOCS,
+    SEED,
+    WITHOUT_TEMPLATE,
+    commit,
+    measure_short,
+    model,
+    read_rows,
+    verdict,
+    write_rows,
+)
 
 import perturbkv as pk
-from perturbkv.analyses.heads.head_comparison import summarise
-from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.stats import intervals
-from perturbkv.figures import style
-from perturbkv.trace import Trace
 
-DOCS = Path(__file__).resolve().parents[1]
 ROWS, PICTURE = DOCS / "raggedness", DOCS / "figures" / "raggedness.png"
 RUNS = DOCS.parent / "runs" / "raggedness"
 SAMPLES = {
@@ -108,14 +116,14 @@ def configs() -> dict[tuple[float, str], dict[str, Any]]:
     found: dict[tuple[float, str], dict[str, Any]] = {}
     for budget in BUDGETS:
         for selection in SELECTIONS:
-            fields = {"window": 32, "selection": selection}
+            fields: dict[str, Any] = {"window": 32, "selection": selection}
             made = {name: pk.grid(budget, policy="snapkv", granularity=name, **fields)[0] for name in SHARED}
             (made[ADAKV],) = pk.grid(budget, policy=ADAKV, granularity="kv", **fields)
             found[budget, selection] = made
     return found
 
 
-def measure(run: Run, longbench: Path) -> Trace:
+def measure(run: Run, longbench: Path) -> pk.Trace:
     """Return a run's trace, measured or finished."""
     loaded = model(run.model)
     prompts = pk.load_prompts(
@@ -128,25 +136,26 @@ def measure(run: Run, longbench: Path) -> Trace:
     return pk.measure(loaded, prompts, [config for made in configs().values() for config in made.values()], path=path)
 
 
-def rows(trace: Trace, run: Run) -> Iterator[dict[str, Any]]:
+def rows(trace: pk.Trace, run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row per setting, comparison and number of a run."""
     lengths = trace.arrays["prompt_tokens"][trace.ok]
     same = {"model": run.model, "template": run.template, "dataset": run.dataset, "n": len(lengths), "seed": SEED,
             "shortest": int(lengths.min()), "longest": int(lengths.max()), "commit": commit()}  # fmt: skip
-    measured = Measurements(trace, "raggedness", 0)
+    divergence, shares = variable(trace, "logit_kl"), common.cache_shares(trace)
     for (budget, selection), made in configs().items():
-        for title, (baseline, treatment, _) in (COMPARISONS | SHOWN).items():
-            pair = summarise(trace, made[baseline], made[treatment])
-            kl, base = (measured["logit_kl"][:, measured.index(made[name])] for name in (treatment, baseline))
-            numbers = {
-                "isolated": (pair.isolated.sum_ratio, pair.isolated.sum_ratio_interval),
-                "propagated": (pair.propagated.sum_ratio, pair.propagated.sum_ratio_interval),
-                "KL": (float(np.median(kl - base)), intervals.of_median(kl - base)),
+        places = {name: trace.config_index(config.label()) for name, config in made.items()}
+        for title, (first, second, _) in (COMPARISONS | SHOWN).items():
+            baseline, treatment = places[first], places[second]
+            kl = divergence[:, treatment] - divergence[:, baseline]
+            numbers: dict[str, common.Estimated] = {
+                kind: ratio_of_sums(*perturbation_of(trace, kind, baseline, treatment))
+                for kind in ("isolated", "propagated")
             }
+            numbers["KL"] = float(np.median(kl)), pk.stats.intervals.of_median(kl)
             for number, (value, interval) in numbers.items():
                 low, high = (float("nan"),) * 2 if interval is None else (interval.low, interval.high)
                 yield {
-                    **same, "budget": budget, "selection": selection, "cache_share": pair.cache_shares[1],
+                    **same, "budget": budget, "selection": selection, "cache_share": float(shares[treatment]),
                     "comparison": title, "number": number, "value": value, "low": low, "high": high,
                 }  # fmt: skip
 
@@ -187,34 +196,33 @@ def _middle(selected: Sequence[dict[str, str]]) -> str:
     return f"{shown(float(np.median(values)))} ({shown(min(values))} to {shown(max(values))})".replace("-", "−")
 
 
-def verdicts_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield the table of every comparison's verdicts, a line per number."""
-    yield "| comparison | number | median (least to largest) | holds | reversed | undecided | within 5 % | sentence |"
-    yield "|---|---|---|---|---|---|---|---|"
+def verdicts_table(found: Sequence[dict[str, str]]) -> Table:
+    """Return the table of every comparison's verdicts, a row per number."""
+    heads = ["comparison", "number", "median (least to largest)", "holds", "reversed", "undecided", "within 5 %",
+             "sentence"]  # fmt: skip
+    rows = []
     for title in COMPARISONS:
         for number in NUMBERS:
             selected = select_rows(found, title, number)
             counts = [sum(verdict_of(row) == word for row in selected) for word in ("holds", "reversed", "undecided")]
             near = "–" if number == "KL" else str(sum(map(within, selected)))
-            cells = [title, number, _middle(selected), *map(str, counts), near, sentence(selected)]
-            yield f"| {' | '.join(cells)} |"
+            rows.append([title, number, _middle(selected), *map(str, counts), near, sentence(selected)])
+    return "verdicts", heads, rows
 
 
-def levels_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield the table of propagated ratios over `kv`, a line per level: median, and holds / reversed."""
-    titles = [title for title in COMPARISONS if COMPARISONS[title][0] == "kv"]
-    yield f"| settings | {' | '.join(titles)} |"
-    yield "|---" * (1 + len(titles)) + "|"
+def levels_table(found: Sequence[dict[str, str]]) -> Table:
+    """Return the table of propagated ratios over `kv`, a row per level: median, and holds / reversed."""
+    titles, rows = [title for title in COMPARISONS if COMPARISONS[title][0] == "kv"], []
     for name in SETTINGS:
         for level in dict.fromkeys(row[name] for row in found):
-            cells = []
+            rows.append([level if name != "template" else _template(level)])
             for title in titles:
                 selected = [row for row in select_rows(found, title, "propagated") if row[name] == level]
                 words = [verdict_of(row) for row in selected]
                 middle = f"{np.median([float(row['value']) for row in selected]):.2f}" if selected else ""
                 counts = f"({words.count('holds')} / {words.count('reversed')} of {len(selected)})"
-                cells.append(f"{middle} {counts}" if selected else "–")
-            yield f"| {level if name != 'template' else _template(level)} | {' | '.join(cells)} |"
+                rows[-1].append(f"{middle} {counts}" if selected else "–")
+    return "by level", ["settings", *titles], rows
 
 
 def _template(level: str) -> str:
@@ -222,52 +230,51 @@ def _template(level: str) -> str:
     return "with template" if level == "True" else "without template"
 
 
-def reversed_settings(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield a line per comparison's number with the settings in which it is reversed, if any."""
+def reversed_settings(found: Sequence[dict[str, str]]) -> Table:
+    """Return the table of the settings in which a comparison's number is reversed."""
+    rows = []
     for title in COMPARISONS:
         for number in NUMBERS:
-            selected = [row for row in select_rows(found, title, number) if verdict_of(row) == "reversed"]
-            if selected:
-                names = [
-                    f"{row['model']} {_template(row['template'])} {row['dataset']} b={row['budget']} "
-                    f"{row['selection']} {row['value']} [{row['low']}, {row['high']}]"
-                    for row in selected
-                ]
-                yield f"{title}, {number}, {len(selected)}: " + "; ".join(names)
+            for row in select_rows(found, title, number):
+                if verdict_of(row) == "reversed":
+                    where = row["model"], _template(row["template"]), row["dataset"], row["budget"], row["selection"]
+                    rows.append([title, number, *where, f"{row['value']} [{row['low']}, {row['high']}]"])
+    return "reversed", ["comparison", "number", "model", "template", "data", "b", "selection", ""], rows
 
 
-def settings_table(found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield the table of every setting's propagated ratios over `kv`, with their intervals."""
+def settings_table(found: Sequence[dict[str, str]]) -> Table:
+    """Return the table of every setting's propagated ratios over `kv`, with their intervals."""
     titles = [title for title in (*COMPARISONS, *SHOWN) if (COMPARISONS | SHOWN)[title][0] == "kv"]
-    yield f"| model | template | data | b | selection | n | {' | '.join(titles)} |"
-    yield "|---" * (6 + len(titles)) + "|"
-    by_title = [select_rows(found, title, "propagated", counted=False) for title in titles]
+    by_title, rows = [select_rows(found, title, "propagated", counted=False) for title in titles], []
     for each in zip(*by_title, strict=True):
         row = each[0]
         cells = [f"{float(one['value']):.2f} [{float(one['low']):.2f}, {float(one['high']):.2f}]" for one in each]
         where = [row["model"], "yes" if row["template"] == "True" else "no", row["dataset"], row["budget"],
                  row["selection"], row["n"]]  # fmt: skip
-        yield f"| {' | '.join([*where, *cells])} |"
+        rows.append([*where, *cells])
+    return "every setting, propagated", ["model", "template", "data", "b", "selection", "n", *titles], rows
+
+
+TABLES = verdicts_table, levels_table, reversed_settings, settings_table
 
 
 def draw(found: Sequence[dict[str, str]], path: Path) -> None:
     """Draw every setting's numbers over those of `kv`: a row per kind of kept sets, a panel per number."""
-    with style.use():
-        figure = style.figure(174, 92)
-        axes = figure.subplots(1, len(NUMBERS), sharey=True)
-        for panel, number in zip(axes, NUMBERS, strict=True):
-            _draw_panel(panel, found, number)
-        axes[0].set_yticks(range(len(PICTURED)), list(PICTURED.values()))
-        axes[0].set_ylim(len(PICTURED) - 0.5, -0.5)
-        handles = [
-            axes[0].plot([], [], linestyle="none", marker="o", markersize=2.5, color=colour, label=word)[0]
-            for word, colour in (("more lost than kv", COLOURS["reversed"]), ("less", COLOURS["holds"]),
-                                 ("undecided", COLOURS["undecided"]))
-        ]  # fmt: skip
-        handles += axes[0].plot([], [], linestyle="none", marker="|", color="black", label="median of the settings")
-        figure.legend(handles=handles, loc="outside upper left", ncols=4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+    figure = common.page_figure(92)
+    axes = figure.subplots(1, len(NUMBERS), sharey=True)
+    for panel, number in zip(axes, NUMBERS, strict=True):
+        _draw_panel(panel, found, number)
+    axes[0].set_yticks(range(len(PICTURED)), list(PICTURED.values()))
+    axes[0].set_ylim(len(PICTURED) - 0.5, -0.5)
+    handles = [
+        axes[0].plot([], [], linestyle="none", marker="o", markersize=2.5, color=colour, label=word)[0]
+        for word, colour in (("more lost than kv", COLOURS["reversed"]), ("less", COLOURS["holds"]),
+                             ("undecided", COLOURS["undecided"]))
+    ]  # fmt: skip
+    handles += axes[0].plot([], [], linestyle="none", marker="|", color="black", label="median of the settings")
+    figure.legend(handles=handles, loc="outside upper left", ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
 
 
 def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> None:
@@ -287,7 +294,7 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
     panel.set_xlabel(axis)
     if number == "KL":
         panel.set_xscale("symlog", linthresh=0.1)
-        panel.set_xlim(-0.25, 5)
+        panel.set_xlim(-0.25, 7)
         panel.set_xticks([-0.1, 0, 0.1, 1], ["−0.1", "0", "0.1", "1"])
     else:
         panel.set_xscale("log")
@@ -296,25 +303,31 @@ def _draw_panel(panel: Axes, found: Sequence[dict[str, str]], number: str) -> No
     panel.minorticks_off()
 
 
-def main() -> None:
-    """Measure runs, or draw and print what they gave."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("longbench", type=Path)
-    measuring.add_argument("--only", default="")
-    commands.add_parser("draw")
-    arguments = parser.parse_args()
-    if arguments.command == "measure":
+def study(asked: argparse.Namespace) -> None:
+    """Measure the runs that are missing, or draw and tell what was measured."""
+    if asked.short:
+        chosen = [config for made in configs().values() for config in made.values()]
+        of_needle, trace = measure_short(asked.output, chosen, length=400)
+        measured = [asked.output / "rows.csv"]
+        write_rows(measured[0], COLUMNS, list(rows(trace, Run(of_needle.model, False, of_needle.dataset))))
+    elif asked.work == "measure":
         for run in runs():
-            if arguments.only in run.name and not run.rows.exists():
-                write_rows(run.rows, COLUMNS, list(rows(measure(run, arguments.longbench), run)))
+            if asked.only in run.name and not run.rows.exists():
+                write_rows(run.rows, COLUMNS, list(rows(measure(run, asked.longbench), run)))
         return
-    found = read_rows(run.rows for run in runs())
-    for table in (verdicts_table, levels_table, reversed_settings, settings_table):
-        print(*table(found), "", sep="\n")
-    draw(found, PICTURE)
+    else:
+        measured = [run.rows for run in runs()]
+    found = read_rows(measured)
+    asked.written.append(asked.output / PICTURE.name if asked.short else PICTURE)
+    draw(found, asked.written[-1])
+    common.write_tables(asked, (table(found) for table in TABLES))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=("measure", "draw"), nargs="?", default="draw")
+    parser.add_argument("longbench", nargs="?", type=Path)
+    parser.add_argument("--only", default="", help="a word in the names of the runs to measure")
+    parser.add_argument("--short", action="store_true", help="one run of four short prompts, to see it work")
+    parser.add_argument("--output", "-o", type=Path, help="folder of the JSON document")
+    common.main(study, parser)
