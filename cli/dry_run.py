@@ -11,8 +11,7 @@ from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.names import plural
 from perturbkv.cli import console
-from perturbkv.cli.planned_run import shard_document
-from perturbkv.cli.run_time import duration, estimate_seconds
+from perturbkv.cli.planned_run import duration, estimate_seconds, shard_document
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.escaping import escape_line

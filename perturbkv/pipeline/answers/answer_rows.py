@@ -9,12 +9,11 @@ from typing import Any, overload
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
+from perturbkv.datasets.prompts import Decode, decode_answer, grade, metrics_of
 from perturbkv.display import Table, as_html
 from perturbkv.escaping import escape_line
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import AnswerOptions, Answers, answer
-from perturbkv.pipeline.answers.grading import Decode, metrics_of
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.answers_file import WrittenAnswers
 
@@ -32,7 +31,7 @@ def answer_row(
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
 
     def answer_object(tokens: list[int]) -> dict[str, Any]:
-        score = grading.grade(grading.decode_answer(tokens, decode), prompt, graded)
+        score = grade(decode_answer(tokens, decode), prompt, graded)
         return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
     return {

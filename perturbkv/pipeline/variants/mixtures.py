@@ -21,10 +21,10 @@ from perturbkv.cache.entries import borrow, check_positions, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import full_precision
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import EvictedPrompt
 from perturbkv.pipeline.run.plan import Plan, is_single_pass
@@ -34,8 +34,8 @@ from perturbkv.pipeline.sample.decoding import decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
-from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.pipeline.variants.presses import sources
+from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
@@ -175,9 +175,9 @@ class MixtureSample:
         logits = self.sample.prefill.logits if question_logits is None else question_logits[: len(rows)]
         prompt = self.sample.prompt
         answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
-        texts = [grading.decode_answer(tokens, self.adapter.tokenizer.decode) for tokens in answers]
-        graded = grading.metrics_of([prompt])
-        return [grading.grade(text, prompt, graded) for text in texts]
+        texts = [decode_answer(tokens, self.adapter.tokenizer.decode) for tokens in answers]
+        graded = metrics_of([prompt])
+        return [grade(text, prompt, graded) for text in texts]
 
 
 def _make_batch(
