@@ -46,8 +46,11 @@ def show(
         margin: δ, where equivalence of such sums is asked, too.
     """
     documents = [describe(plan, folder, shard) for plan in plans]
-    for document in documents if compares_sums else []:
-        document["smallest_effect"] = _smallest_effect(document["samples"], margin)
+    if compares_sums:
+        from perturbkv.analyses.stats.equivalence import smallest_effect
+
+        for document in documents:
+            document["smallest_effect"] = smallest_effect(document["samples"], margin).to_dict()
     if as_json:
         console.print_json({"runs": documents} if by_dataset else documents[0])
         return
@@ -83,13 +86,6 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         for kept, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
     console.table("configurations", ["configuration", "#entries kept"], kept_rows)
-
-
-def _smallest_effect(samples: int, margin: float | None) -> dict[str, Any]:
-    """Return the smallest effect that a number of samples can show, as a JSON document."""
-    from perturbkv.analyses.stats.equivalence import smallest_effect
-
-    return smallest_effect(samples, margin).to_dict()
 
 
 def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -40,6 +40,11 @@ class Variable:
         return self.dims if self.in_rows else ("sample", *self.dims)
 
     @property
+    def is_large(self) -> bool:
+        """True for positions, text and raw outputs, which may be larger than memory should hold."""
+        return self.raw or self.in_rows or self.dtype == "str"
+
+    @property
     def in_rows(self) -> bool:
         """True if the values of all samples are concatenated along one axis, instead of stacked by sample."""
         return not ROWS.keys().isdisjoint(self.dims)

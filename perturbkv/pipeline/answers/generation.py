@@ -105,11 +105,11 @@ class _RowBuilder:
 
     def _evict(self, layer: FullLayer) -> None:
         """Append the compact layer with the entries of all rows, and count them."""
-        made = self._make_whole(layer) if self._keep_all else self._make(layer)
+        everything = borrow(layer.keys, layer.values)
+        made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
                 measure.check_own_entries(self.stored, self._adapter.layer_indices[layer.index], entries.row)
-        everything = borrow(layer.keys, layer.values)
         self.sizes.append(
             [(entries.attended_entries, entries.bits) for entries in [Maker().make_whole(everything), *made]]
         )
@@ -119,11 +119,6 @@ class _RowBuilder:
         }
         rows, heads = [*first, *(entries.row for entries in made)], self._adapter.heads
         self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=stand_ins))
-
-    def _make_whole(self, layer: FullLayer) -> list[Entries]:
-        """Return every entry of the layer per configuration, as its cache stores them."""
-        row = borrow(layer.keys, layer.values)
-        return [maker.make_whole(row) for maker in self._makers]
 
     def _make(self, layer: FullLayer) -> list[Entries]:
         """Return what the caches of all configurations hold of the layer."""

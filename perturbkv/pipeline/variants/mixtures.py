@@ -274,7 +274,8 @@ class MixtureMeasurer:
         for start in range(0, len(lacking), rows):
             prefilled = self._sample(sample, rows)
             self.store.add(prefilled.measure(lacking[start : start + rows], by_head), prefilled.same.numpy())
-            self._report_progress()
+            done = sum(map(len, self.store.rows.values()))
+            self.progress(min(done, self.expected), self.expected)
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
         """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full."""
@@ -287,11 +288,6 @@ class MixtureMeasurer:
             prompt, run = self.prompts[sample], self.planned.resolved
             self.samples[sample] = MixtureSample(self.model, prompt, run, self.planned.resources, rows)
         return self.samples[sample]
-
-    def _report_progress(self) -> None:
-        """Call `progress` with the number of stored mixtures and the number expected."""
-        done = sum(map(len, self.store.rows.values()))
-        self.progress(min(done, self.expected), self.expected)
 
 
 def _prompts_in_memory(planned: Plan) -> int:

@@ -189,15 +189,9 @@ def _complete(choice: Choice) -> Choice:
     by = complete.options.get("by")
     if not isinstance(by, Choice):
         return complete.without(["by"])
-    own = info(choice.name)().score.name
-    return dataclasses.replace(complete, options={**complete.options, "by": _resolve_other_score(by, own)})
-
-
-def _resolve_other_score(by: Choice, own: str) -> Choice:
-    """Return the choice of the score `by` with all its options. Raises ConfigError if it is the policy's own score."""
-    if by.name == own:
+    if by.name == info(choice.name)().score.name:
         raise ConfigError(f"by={by} is the policy's own score; leave by out and give pool and kernel to the policy")
-    return scores.complete(by)
+    return dataclasses.replace(complete, options={**complete.options, "by": scores.complete(by)})
 
 
 def normalise(config: EvictionConfig) -> EvictionConfig:

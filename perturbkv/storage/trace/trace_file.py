@@ -169,18 +169,13 @@ def read_trace(path: str | Path) -> Trace:
         run = _check_and_read_run(file)
         ids, failures = _read_samples(file)
         names = [name for name in VARIABLES if name in file]
-        later = [name for name in names if _is_large(name)]
+        later = [name for name in names if VARIABLES[name].is_large]
         arrays = {name: file.read(name) for name in names if name not in later}
         attrs = _provenance(file)
     digest = _digest(path)
     trace = Trace(run, ids, LazyArrays(arrays, later, _variable_reader(path)), failures, attrs, str(path), digest)
     check_numbers(path, arrays, trace.measured)
     return trace
-
-
-def _is_large(name: str) -> bool:
-    """Return whether a variable may exceed memory, and so is read on first use."""
-    return VARIABLES[name].in_rows or VARIABLES[name].dtype == "str" or VARIABLES[name].raw
 
 
 def _variable_reader(path: Path) -> Callable[[str], Any]:
@@ -335,14 +330,9 @@ def _check_and_read_run(file: StoredFile) -> RunConfig:
     return run
 
 
-def _read_names(file: StoredFile, axis: str) -> list[str]:
-    """Return the coordinate of a text axis: its names in order."""
-    return [str(name) for name in file.read(axis)]
-
-
 def _read_samples(file: StoredFile) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return all sample ids, and failed sample id -> reason."""
-    ids, complete = tuple(_read_names(file, "sample")), file.read("complete")
+    ids, complete = tuple(map(str, file.read("sample"))), file.read("complete")
     states = zip(ids, file.read("failure"), complete, strict=True)
     return ids, {name: str(reason) for name, reason, is_complete in states if not is_complete}
 
