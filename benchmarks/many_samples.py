@@ -14,8 +14,7 @@ from benchmarks.subprocesses import in_process, no_network_prefix
 from benchmarks.suite import check_repeats
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
-from perturbkv.selfcheck.rows import Group, Report, Target, Values, median_ratio, run_groups
-from perturbkv.selfcheck.timing import Result, machine
+from perturbkv.selfcheck.rows import Group, Report, Result, Target, Values, machine, median_ratio, run_groups
 
 _WORKERS, _SHARDS, _FEW = 8, 7, 10
 _MOST = 100_000

@@ -34,7 +34,7 @@ from perturbkv.pipeline.run.plan import Placement, Plan, plan
 from perturbkv.pipeline.run.running import Finished, Missing, PromptTexts, run_to_file
 from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.selection.grid import grid
-from perturbkv.selfcheck.timing import Result, run_json
+from perturbkv.selfcheck.rows import Result, run_json
 from perturbkv.storage.output import Lock
 from perturbkv.storage.run.journal import Journal, journal_path
 from perturbkv.storage.run.shard_merging import ShardWriter

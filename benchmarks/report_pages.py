@@ -29,8 +29,7 @@ from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.reporting.report import report
 from perturbkv.schema import DIGEST, KEPT, ROWS, TEXT, VARIABLES, Variable
 from perturbkv.selection.grid import configuration
-from perturbkv.selfcheck.rows import Group, Report, Target, Values, run_groups
-from perturbkv.selfcheck.timing import machine
+from perturbkv.selfcheck.rows import Group, Report, Target, Values, machine, run_groups
 from perturbkv.trace import Trace
 
 _ARGUMENTS = (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.merging import process_bytes, reset_peak
-from perturbkv.selfcheck import timing
-from perturbkv.selfcheck.timing import Result
+from perturbkv.selfcheck import rows as measured
+from perturbkv.selfcheck.rows import Result
 
 _EXACT_PEAK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Settings with which glibc returns freed memory at once, so that the peak of a process counts used memory alone."""
@@ -24,7 +24,7 @@ def in_process(work: str, *, exact_peak: bool = False, prefix: Sequence[str] = (
 
     Raises PerturbkvError where the process fails.
     """
-    return timing.in_process("benchmarks.work", work, arguments, prefix, _EXACT_PEAK if exact_peak else None)
+    return measured.in_process("benchmarks.work", work, arguments, prefix, _EXACT_PEAK if exact_peak else None)
 
 
 def no_network_prefix() -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
 from perturbkv.models.loading import open_model
 from perturbkv.selfcheck import gpu_rows
-from perturbkv.selfcheck.rows import Group, Report, Target, Values, ratio, run_groups
-from perturbkv.selfcheck.timing import machine
+from perturbkv.selfcheck.rows import Group, Report, Target, Values, machine, ratio, run_groups
 
 _MOST_REPEATS = 1000
 _ANSWERED = {"tokens": 1500, "answer": 64}

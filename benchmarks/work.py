@@ -20,8 +20,7 @@ from transformers import DynamicCache
 from benchmarks.many_workers import coordinating, merging, one_sample, speed_up
 from benchmarks.report_pages import synthetic_trace
 from benchmarks.subprocesses import peak
-from perturbkv.cache import kept_codes
-from perturbkv.cache.entries import pack_bits
+from perturbkv.cache.entries import encode_kept_sets, pack_bits
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
 from perturbkv.configs.run import RunConfig, Settings
@@ -33,8 +32,7 @@ from perturbkv.models.loading import ModelFiles, load_model
 from perturbkv.pipeline.answers.generation import generate, read_evicting
 from perturbkv.pipeline.progress import timed
 from perturbkv.pipeline.run.plan import Placement, plan
-from perturbkv.pipeline.sample.one_sample import trace_sample
-from perturbkv.pipeline.sample.overlap import Finisher
+from perturbkv.pipeline.sample.one_sample import Finisher, trace_sample
 from perturbkv.schema import DIGEST
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -50,7 +48,7 @@ from perturbkv.selfcheck.gpu_rows import (
     time_in_turns,
     trace_prompt,
 )
-from perturbkv.selfcheck.timing import Result, print_result, seconds
+from perturbkv.selfcheck.rows import Result, print_result, seconds
 from perturbkv.storage.run.writer import TraceWriter
 from perturbkv.trace import SampleTrace
 
@@ -202,7 +200,7 @@ def kept_coding(samples: int, prefill: float, layers: int, sets: int, tokens: in
     names, taken = [f"p{number}" for number in range(samples)], []
 
     def finish(name: str) -> None:
-        coded = [kept_codes.encode(position, per_set, masks) for _ in range(layers)]
+        coded = [encode_kept_sets(position, per_set, masks) for _ in range(layers)]
         lengths = np.stack([length.numpy().reshape(len(configs), sets) for _, length in coded])
         codes = [part.numpy()[np.arange(part.shape[1]) < length.numpy()[:, None]] for part, length in coded]
         offsets = lengths.cumsum().reshape(lengths.shape) - lengths

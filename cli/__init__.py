@@ -1,1 +1,1 @@
-"""One file per subcommand: parse, call one function, print, save."""
+"""A file per command, or per few that belong together: parse, call one function, print, save."""

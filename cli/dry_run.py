@@ -11,8 +11,7 @@ from perturbkv import memory
 from perturbkv.analyses.json_values import config_object
 from perturbkv.analyses.names import plural
 from perturbkv.cli import console
-from perturbkv.cli.planned_run import shard_document
-from perturbkv.cli.run_time import duration, estimate_seconds
+from perturbkv.cli.planned_run import duration, estimate_seconds, shard_document
 from perturbkv.configs import layer_types
 from perturbkv.configs.resources import Shape
 from perturbkv.escaping import escape_line
@@ -47,8 +46,11 @@ def show(
         margin: δ, where equivalence of such sums is asked, too.
     """
     documents = [describe(plan, folder, shard) for plan in plans]
-    for document in documents if compares_sums else []:
-        document["smallest_effect"] = _smallest_effect(document["samples"], margin)
+    if compares_sums:
+        from perturbkv.analyses.stats.equivalence import smallest_effect
+
+        for document in documents:
+            document["smallest_effect"] = smallest_effect(document["samples"], margin).to_dict()
     if as_json:
         console.print_json({"runs": documents} if by_dataset else documents[0])
         return
@@ -84,13 +86,6 @@ def _show_plan(planned: Plan, document: dict[str, Any]) -> None:
         for kept, config in zip(document["kept"], planned.run.configs, strict=True)
     ]
     console.table("configurations", ["configuration", "#entries kept"], kept_rows)
-
-
-def _smallest_effect(samples: int, margin: float | None) -> dict[str, Any]:
-    """Return the smallest effect that a number of samples can show, as a JSON document."""
-    from perturbkv.analyses.stats.equivalence import smallest_effect
-
-    return smallest_effect(samples, margin).to_dict()
 
 
 def _effect_rows(document: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -99,7 +99,7 @@ def draw_heatmap(axes: Axes, values: NDArray[Any], low: float | None, high: floa
                     gid="map", rasterized=layers * heads > 4000)  # fmt: skip
     axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="", ylabel="")
     for axis, count in ((axes.xaxis, heads), (axes.yaxis, layers)):
-        shown = range(0, count, _tick_distance(count))
+        shown = range(0, count, max(1, -(-count // 8)))  # at most eight labels
         axis.set_ticks([index + 0.5 for index in shown], labels=[str(index) for index in shown])
     for label in axes.get_yticklabels():
         label.set_verticalalignment("center")
@@ -120,11 +120,6 @@ def _draw_marks(axes: Axes, shown: Map, scale: Scale) -> None:
     colours: Any = np.where(dark, "white", "black")
     axes.scatter(indices[:, 1] + 0.5, indices[:, 0] + 0.5, s=0.5 if layers * heads > 400 else 1.0, color=colours,
                  linewidths=0, gid="marks")  # fmt: skip
-
-
-def _tick_distance(count: int) -> int:
-    """Return the distance between tick labels for at most eight labels on `count` positions."""
-    return max(1, -(-count // 8))
 
 
 _DRIFT, _DRIFT_COLOUR = 0.36, "0.25"

@@ -67,7 +67,7 @@ def _draw_shapley(axes: Axes, result: Patching) -> None:
     axes.plot(players, values.value, "o", color=colour, markersize=2.4, gid="values")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _player_name(result.names, at)))
-    axes.set(xlabel=_players_label(result), ylabel=_SHORT[result.outcome])
+    axes.set(xlabel="layer" if result.by == "layers" else "layer-head", ylabel=_SHORT[result.outcome])
     _set_percent_ticks(axes)
     axes.set_title(f"Shapley values, together {_signed_percent(values.total)}", loc="left")
 
@@ -107,7 +107,8 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
             axes.errorbar([value], [index + offset], xerr=style.error_bars(value, interval), color=colour,
                           marker=marker, markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
     axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
-    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {_baseline_name(result)}'s everywhere (log axis)")
+    baseline, _ = side_names(result.baseline, result.treatment)
+    axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {baseline}'s everywhere (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")
 
@@ -154,13 +155,3 @@ def _signed_percent(share: float) -> str:
 def _player_name(names: list[str], at: float) -> str:
     """Return the name of the player at a tick; empty between players."""
     return names[round(at)] if 0 <= round(at) < len(names) else ""
-
-
-def _players_label(result: Patching) -> str:
-    """Return the x label: "layer" or "layer-head"."""
-    return "layer" if result.by == "layers" else "layer-head"
-
-
-def _baseline_name(result: Patching) -> str:
-    """Return the baseline's name."""
-    return side_names(result.baseline, result.treatment)[0]

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from perturbkv.analyses.quality.divergence import divergence as divergence
     from perturbkv.analyses.quality.quality import quality as quality
     from perturbkv.analyses.tokens.tokens import tokens as tokens
-    from perturbkv.api.answering import generate as generate
     from perturbkv.api.auditing import audit as audit
     from perturbkv.api.auditing import audit_dump as audit_dump
     from perturbkv.api.inputs import load_model as load_model
     from perturbkv.api.inputs import load_prompts as load_prompts
+    from perturbkv.api.measuring import generate as generate
     from perturbkv.api.measuring import measure as measure
     from perturbkv.api.patching import patching as patching
     from perturbkv.api.searching import search_kept_sets as search_kept_sets
@@ -91,7 +91,7 @@ _PUBLIC = {
     "write_dump": "perturbkv.auditing",
     "cliff": "perturbkv.analyses.budget.cliff",
     "divergence": "perturbkv.analyses.quality.divergence",
-    "generate": "perturbkv.api.answering",
+    "generate": "perturbkv.api.measuring",
     "grid": "perturbkv.selection.grid",
     "horizon": "perturbkv.analyses.horizon.horizon",
     "correlation": "perturbkv.analyses.correlation.correlation",

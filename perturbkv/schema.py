@@ -1,13 +1,17 @@
 """The variables of a trace: names, axes, units and types, declared once.
 
 The pipeline fills a `SampleTrace` from this declaration, the storage writes and reads it, analyses take a `Trace`. Axis
-names everywhere: sample config step layer head answer_token d_head d_model key kept_byte prompt_entry lost_entry.
+names everywhere: sample config step layer head answer_token d_head d_model key kept_byte prompt_entry lost_entry. A
+trace file holds these variables and the state of each sample.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from perturbkv.errors import TraceError
 
@@ -34,6 +38,11 @@ class Variable:
     def axes(self) -> tuple[str, ...]:
         """The variable's axes in a trace: `sample` first, unless samples are concatenated along one axis."""
         return self.dims if self.in_rows else ("sample", *self.dims)
+
+    @property
+    def is_large(self) -> bool:
+        """True for positions, text and raw outputs, which may be larger than memory should hold."""
+        return self.raw or self.in_rows or self.dtype == "str"
 
     @property
     def in_rows(self) -> bool:
@@ -263,3 +272,38 @@ def axis_lengths(sample_id: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[
                     f"sample '{sample_id}': {name} has {length} along {dim}, another variable {lengths[dim]}"
                 )
     return lengths
+
+
+FORMAT, FORMAT_VERSION = "perturbkv-trace", 4
+AXES = {
+    "sample": "sample id",
+    "config": "eviction configuration",
+    "step": "decode step",
+    "layer": "decoder layer",
+    "head": "query head",
+    "answer_token": "place in a generated answer",
+    "d_head": "component of a head's output",
+    "d_model": "component of a hidden state",
+    "key": "position of a cache entry",
+    "kept_byte": "place in kept_code",
+    "prompt_entry": "place in prompt_token",
+    "lost_entry": "place among the evicted entries that add most",
+}
+"""Axis of a trace file -> the meaning of its coordinate."""
+FLAGS = {
+    "failure": Variable((), "1", "why the sample failed; empty where it is complete", "str"),
+    "complete": Variable((), "1", "1 where every number of the sample is there", "uint8"),
+}
+"""Variables of a trace file beyond those of a trace: the state of each sample."""
+STORED = {**VARIABLES, **FLAGS}
+"""All variables of a trace file."""
+
+
+def least_bytes(sizes: Mapping[str, int], names: set[str]) -> int:
+    """Return a lower bound of a trace file's bytes: those of its prompts' tokens, which are uncompressed."""
+    variables = [
+        variable for name, variable in VARIABLES.items() if name in names and variable.in_rows and name != "kept_code"
+    ]
+    return sum(
+        math.prod(sizes[axis] for axis in variable.axes) * np.dtype(variable.dtype).itemsize for variable in variables
+    )

@@ -67,9 +67,9 @@ def _checked(*, typechecker: Any, jaxtyped: Any = jaxtyping.jaxtyped) -> Callabl
 jaxtyping.jaxtyped = _checked
 install_import_hook([f"perturbkv.{name}" for name in CHECKED], "beartype.beartype")
 
-from perturbkv.cli import run_time  # noqa: E402
+from perturbkv.cli import planned_run  # noqa: E402
 
-run_time._PROBE_S = 0.0  # a run's time is estimated from a single product of matrices
+planned_run._PROBE_S = 0.0  # a run's time is estimated from a single product of matrices
 
 
 def pytest_collection_finish() -> None:

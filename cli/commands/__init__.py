@@ -36,7 +36,7 @@ LISTS = (
     Command("policies", "List policies and selections, or the options of one", "listings:policies"),
     Command(FILE, "Show what a trace, or a file of prompts or answers, holds", "described_files:describe_file"),
 )
-CHECKS = (Command("selfcheck", "Compare what runs on a GPU with its reference", "selfcheck:selfcheck"),)
+CHECKS = (Command("selfcheck", "Compare what runs on a GPU with its reference", "doctor:selfcheck"),)
 GROUPS: dict[str, tuple[Command, ...]] = {
     "What eviction does": (
         Command("heads", "Compare selections head by head, isolated and propagated", "eviction:heads"),
@@ -58,7 +58,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("trace", "Run a model with full and evicted caches; write a trace", "trace:trace"),
         Command("generate", "Answer from the full and the evicted caches; compare", "generate:generate"),
         Command("merge", "Join the shards of a run, which --shard leaves", "finished_traces:merge"),
-        Command("export", "Write traces as tables, CSV or Parquet", "published_tables:export"),
+        Command("export", "Write traces as tables, CSV or Parquet", "finished_traces:export"),
         Command("report", "Make one page to look at, of a trace or of several", "finished_traces:report"),
     ),
     "Check another eviction": (

@@ -1,4 +1,7 @@
-"""`perturbkv audit`: test whether an external eviction is broken, or only lossy."""
+"""`perturbkv audit`: test whether an external eviction is broken, or only lossy.
+
+Of `vllm:MODEL` an engine runs requests in several situations, and its cache is audited in each.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,8 @@ from perturbkv.cli import console, option_refusals
 from perturbkv.cli.choices import check_distinct
 from perturbkv.cli.command_line import with_options
 from perturbkv.cli.data_options import DATA, DataOptions
-from perturbkv.cli.engine_audit import audit_engine, is_engine
 from perturbkv.cli.options import FigureOptions, JsonOption
-from perturbkv.cli.planned_run import encode_prompts, run_folder
-from perturbkv.cli.run_time import WORTH_A_NOTE_S, duration
+from perturbkv.cli.planned_run import WORTH_A_NOTE_S, duration, encode_prompts, run_folder
 from perturbkv.cli.saving import caption_files, draw_figure, figure_files, write_json
 from perturbkv.configs.audit_settings import (
     ALLOWED,
@@ -33,6 +34,7 @@ from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.plugins import check_file, refers_to_file
+from perturbkv.models.aliases import DEFAULT
 from perturbkv.storage.atomic_files import write_atomically
 from perturbkv.storage.output import OutputFile, OutputFolder
 
@@ -124,8 +126,8 @@ def audit(
     entry by entry. Exits with 0: exact, only lossy; 1: differs, the first difference named, or did nothing; 2:
     unreadable, or not compared.
     """
-    if is_engine(eviction):
-        raise typer.Exit(audit_engine(eviction, run))
+    if eviction.startswith(_ENGINE):
+        raise typer.Exit(_audit_engine(eviction.removeprefix(_ENGINE), run))
     if dumped := is_dump(Path(eviction)):
         option_refusals.check_file("audit of a dump", run, Path(eviction), _ON_A_DUMP)
     elif refers_to_file(eviction):
@@ -157,6 +159,9 @@ _ON_A_DUMP = (
     "figure_format", "columns", "style", "explain",
 )  # fmt: skip
 """Options that have an effect on the audit of a dump."""
+_ENGINE = "vllm:"
+_ON_AN_ENGINE = frozenset({"eviction", "situation", "dtype", "device", "seed", "revision", "output", "as_json"})
+"""Options that have an effect on the audit of an engine."""
 _TYPES = ("float32", "bfloat16", "float16")
 """Types that a model can be loaded in."""
 
@@ -173,6 +178,31 @@ def _audit_dump(path: Path, run: AuditOptions) -> DumpAudit:
     adapter = load_weights(files, pick_dtype(dtype, device), device, run.seed)
     with console.progress("layers", dump.layers) as bar:
         return audit_dump(adapter, dump, losses=run.loss is not False, progress=bar.advance)
+
+
+def _audit_engine(model: str, run: AuditOptions) -> int:
+    """Print the verdict on an engine's cache in each situation, or all as JSON, and return the largest exit code.
+
+    With --output the dumps are kept. Raises ConfigError for an option that has no effect on an engine.
+    """
+    from perturbkv.auditing import DEFAULT_SITUATIONS, audit_vllm
+
+    option_refusals.check_file("audit of an engine", run, Path(_ENGINE + model), _ON_AN_ENGINE)
+    situations = check_distinct("--situation", run.situation or list(DEFAULT_SITUATIONS))
+    codes, documents = [], {}
+    with console.progress("situations", len(situations)) as bar:
+        audits = audit_vllm(
+            model or DEFAULT, situations, dtype=run.dtype, device=run.device, seed=run.seed,
+            revision=run.revision or "", folder=run.output, progress=bar.advance,
+        )  # fmt: skip
+        for name, result in audits:
+            codes.append(result.exit_code)
+            documents[name] = result.to_dict()
+            if not run.as_json:
+                console.say(f"{name}: {result.summary}")
+    if run.as_json:
+        console.print_json({"situations": documents})
+    return max(codes)
 
 
 def _run_audit(eviction: str, run: AuditOptions) -> Audit:

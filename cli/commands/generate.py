@@ -121,8 +121,8 @@ def generate(
         _check_other_run(run, path)
     configs = run.configs(selection or DEFAULT_SELECTIONS)
     option_refusals.check("generate", configs, run)
+    from perturbkv.datasets.prompts import metrics_of
     from perturbkv.pipeline.answers.generation import check_answer_options
-    from perturbkv.pipeline.answers.grading import metrics_of
 
     check_answer_options(configs, max_new_tokens, compress_every)
     output = OutputFolder(path.parent, run.overwrite, run.wait)

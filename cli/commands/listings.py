@@ -179,7 +179,8 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
     name = str(choice)
     if choice.options:
         kvpress.policy_class(choice.name).complete(choice)
-    defaults = {key: _default_text(value) for key, value in kvpress.press_parameters(choice.name).items()}
+    parameters = kvpress.press_parameters(choice.name)
+    defaults = {key: "" if callable(value) else str(value) for key, value in parameters.items()}  # a type: no default
     summary = f"{kvpress.Press.summary} ({kvpress.Press.paper})"
     if as_json:
         options = {key: {"default": value, "about": ""} for key, value in defaults.items()}
@@ -187,11 +188,6 @@ def _describe_press(choice: Choice, as_json: bool) -> None:
         return
     console.say(f"{name}: {summary}; docs/how-to/kvpress.md tells what each press does here")
     console.table("", ["parameter", "default"], list(defaults.items()))
-
-
-def _default_text(value: Any) -> str:
-    """Return a parameter's default as text; empty for a parameter without default."""
-    return "" if callable(value) else str(value)
 
 
 def _options_document(options: Mapping[str, Option]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def audit(
     'exact'
     """
     settings = AuditSettings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
-    external = load_eviction(eviction, _as_budget(budget))
+    external = load_eviction(eviction, None if budget is None else Budget.of(budget))
     collected = collect_prompts(prompts)
     check_model(model)
     source = {"dataset": collected.dataset, "seed": str(collected.seed)}
@@ -131,10 +131,3 @@ def audit_dump(
     opened = open_dump(Path(dump), model.config)
     with bar("layers", opened.layers, shown=progress) as progress_bar, user_model.eval_mode(model):
         return measure_dump(model, opened, losses=losses, resources=resources, progress=progress_bar.advance)
-
-
-def _as_budget(value: Any) -> Budget | None:
-    """Return a budget from a number or a text; None for None."""
-    if value is None or isinstance(value, Budget):
-        return value
-    return Budget.parse(value) if isinstance(value, str) else Budget(value)

@@ -171,7 +171,8 @@ def _answer_question(measuring: MixtureMeasurer, question: PatchingConfig) -> Pa
     measuring.expect(counts["mixtures"], repeated=counts["greedy"] > 0)
     measuring.measure_all([game.mixture(one) for one in coalitions])
     paths = _greedy_paths(measuring, question)
-    return patching_result(store, game, question, orders, paths, _file_digest(store.path))
+    digest = "" if store.path is None else hashlib.sha256(store.path.read_bytes()).hexdigest()[:12]
+    return patching_result(store, game, question, orders, paths, digest)
 
 
 def _greedy_paths(measuring: MixtureMeasurer, question: PatchingConfig) -> list[GreedyPath]:
@@ -205,8 +206,3 @@ def _evicts(ready: Plan, prompt: Prompt) -> bool:
     """Return whether a configuration of the plan keeps fewer entries than the prompt has."""
     n = len(prompt.parts(ready.run.scenario)[0])
     return any(config.kept_entries(n) < n for config in ready.run.configs)
-
-
-def _file_digest(path: Path | None) -> str:
-    """Return the first 12 hexadecimal digits of a file's SHA-256; '' if there is no file."""
-    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:12]

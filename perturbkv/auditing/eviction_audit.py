@@ -32,7 +32,7 @@ from perturbkv.devices import dtype_name, full_precision
 from perturbkv.errors import ConfigError, PerturbkvError, UnreadableCacheError
 from perturbkv.models.adapter import Adapter, check_long_rotations, check_sliding_window
 from perturbkv.pipeline.sample.capture import Observer, capture
-from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
+from perturbkv.pipeline.variants.readers import full_prefill_seconds
 
 POSITIONS_FILE = "positions file"
 _READINGS, _LOSS_READINGS = 5, 6

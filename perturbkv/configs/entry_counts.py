@@ -34,6 +34,13 @@ class Budget:
             )
 
     @classmethod
+    def of(cls, value: Budget | float | str) -> Budget:
+        """Return a budget, unchanged or made from a number or a text. Raises BudgetError."""
+        if isinstance(value, Budget):
+            return value
+        return cls.parse(value) if isinstance(value, str) else cls(value)
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """Return the budget written as text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
         several = [part.strip() for part in text.split(",")]

@@ -147,7 +147,7 @@ class EvictionConfig:
         correction: Choice | str = NONE,
     ) -> None:
         fields = {
-            "budget": _as_budget(budget),
+            "budget": Budget.of(budget),
             "policy": as_choice(policy),
             "selection": _resolve_choice("selection", selection, SELECTION_OPTIONS),
             "window": window,
@@ -243,7 +243,7 @@ class EvictionConfig:
 
     @property
     def positions(self) -> str:
-        """Where decoding sees a head's b kept keys: `kept`, as in the prompt, or `in-cache`, at 0 … b − 1."""
+        """Positions where decoding sees a head's b kept keys: `kept`, as in the prompt, or `in-cache`, 0 … b − 1."""
         return str(self.policy.options.get("positions", "kept"))
 
     @property
@@ -386,9 +386,12 @@ class EvictionConfig:
         """
         values: dict[str, Any] = {} if not self.evicts else {"granularity_block": self.block}
         for name, value in self._fields():
-            values[name] = value.name if isinstance(value, Choice) else _field_value(value)
-            if isinstance(value, Choice):
-                values |= {f"{name}_{option}": _option_value(inner) for option, inner in value.options.items()}
+            if not isinstance(value, Choice):
+                values[name] = _field_value(value)
+                continue
+            values[name] = value.name
+            for option, inner in value.options.items():
+                values[f"{name}_{option}"] = str(inner) if isinstance(inner, Choice | AlphaTable) else inner
         return values
 
     def to_document(self) -> dict[str, Any]:
@@ -431,13 +434,6 @@ class EvictionConfig:
         return cls(**fields)
 
 
-def _as_budget(budget: Budget | float | str) -> Budget:
-    """Return a budget, unchanged or made from a number or a text. Raises BudgetError."""
-    if isinstance(budget, Budget):
-        return budget
-    return Budget.parse(budget) if isinstance(budget, str) else Budget(budget)
-
-
 def _resolve_choice(what: str, text: Choice | str, known: Mapping[str, Any]) -> Choice:
     """Return the choice of the field `what` with all its options; `known` maps choice names to their options.
 
@@ -460,11 +456,6 @@ def _parse_protected(name: str, protected: float | str) -> int | float:
     if not (0 <= value <= LARGEST and (isinstance(value, int) or value < 1)):
         raise BudgetError(f"{name} is a number of entries (4) or a share of b below 1, got {value}")
     return value
-
-
-def _option_value(value: Any) -> Any:
-    """Return an option's value as a plain value; nested choices and tables become text."""
-    return str(value) if isinstance(value, Choice | AlphaTable) else value
 
 
 def _field_value(value: Any) -> Any:

@@ -27,7 +27,8 @@ def check_number(what: str, value: float, most: float = LARGEST) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{what} must be a finite number, got {value}")
     if not -most <= value <= most:
-        raise ConfigError(f"{what} must be at most {most:,}, got {_format_number(value)}")
+        got = f"{value:.3g}" if abs(value) > 1e15 else str(value)
+        raise ConfigError(f"{what} must be at most {most:,}, got {got}")
 
 
 def check_whole(what: str, value: object) -> None:
@@ -46,11 +47,6 @@ def check_configurations(count: int) -> None:
             f"expected at most {MOST_CONFIGURATIONS:,} configurations in a run, got {count:,}; give fewer values, or "
             "make several runs of it"
         )
-
-
-def _format_number(value: float) -> str:
-    """Return a number as text for a message, a huge one with three digits."""
-    return f"{value:.3g}" if abs(value) > 1e15 else str(value)
 
 
 KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
@@ -117,17 +113,17 @@ class Option:
     def _check_number(self, value: Any, what: str) -> None:
         """Raise ConfigError, which names `what`, for a number outside the option's range."""
         if not (self.low <= value <= self.high and value <= LARGEST):
-            raise ConfigError(f"{what} must {self._range_text()}, got {value}")
+            finite = " and finite" if isinstance(self.default, float) else ""
+            bounds = (
+                f"be at least {self.low:g}{finite}"
+                if self.high == math.inf
+                else f"lie in [{self.low:.9g}, {self.high:.9g}]"
+            )
+            raise ConfigError(f"{what} must {bounds}, got {value}")
         if self.allowed and value not in self.allowed:
             raise ConfigError(f"{what} is one of {', '.join(map(str, self.allowed))}, got {value}")
         if self.odd and value % 2 == 0:
             raise ConfigError(f"{what} must be odd, got {value}; try {value + 1 if value < self.high else value - 1}")
-
-    def _range_text(self) -> str:
-        """Return the condition on the option's numbers as text, such as `lie in [0, 1]`."""
-        if self.high < math.inf:
-            return f"lie in [{self.low:.9g}, {self.high:.9g}]"
-        return f"be at least {self.low:g}" + (" and finite" if isinstance(self.default, float) else "")
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:

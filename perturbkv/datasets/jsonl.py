@@ -199,13 +199,6 @@ def _check_effects(row: Row, way: str) -> None:
         raise row.refusal("`metric` has no effect without `answers`; give some, or leave it out")
 
 
-def _check_new_id(sample: Sample, row: Row, seen: set[str]) -> None:
-    """Add a sample's id to those seen. Raises DatasetError, with file and line, for one that an earlier sample has."""
-    if sample.id in seen:
-        raise row.refusal(f"expected every id once, got '{sample.id}' again")
-    seen.add(sample.id)
-
-
 def _parse_row(content: str, index: int, where: str) -> Row:
     """Return the row of a line. Raises DatasetError where it is no JSON object."""
     try:
@@ -354,7 +347,9 @@ def _checked_sample(row: Row, wordings: dict[str, Wording], seen: set[str]) -> S
     _check_fields(row)
     _add_wording(row, wordings)
     sample = replace(_sample(row, wordings), metric=_metric(row))
-    _check_new_id(sample, row, seen)
+    if sample.id in seen:
+        raise row.refusal(f"expected every id once, got '{sample.id}' again")
+    seen.add(sample.id)
     return sample
 
 

@@ -1,19 +1,21 @@
-"""The prompts of a run as token ids, with everything needed to make them again; and the text of each token."""
+"""The prompts of a run as token ids, with everything needed to make them again; tokens' texts; and answers' scores."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
 from perturbkv.configs.run import DIGESTS, NO_DATASET
-from perturbkv.datasets import dataset_registry
+from perturbkv.datasets import dataset_registry, metrics
 from perturbkv.datasets.dataset_registry import GENERATION_LENGTH, DatasetOptions
 from perturbkv.datasets.encode import Prompt, Tokenizer, encode
+from perturbkv.datasets.metrics import Metric
 from perturbkv.display import Table
 from perturbkv.errors import DatasetError
 from perturbkv.escaping import escape_line
@@ -232,3 +234,42 @@ def token_texts(token_ids: Sequence[int], decode: Callable[[list[int]], str]) ->
         texts.append(whole[len(before) :].replace(_NUL, _SHOWN_NUL))
         begin, done = done, end
     return texts
+
+
+Decode = Callable[..., str]
+"""A tokenizer's function from token ids to text."""
+
+
+def metrics_of(prompts: Sequence[Prompt]) -> dict[str, Metric]:
+    """Return name -> metric, for the metrics in `Prompt.grading` of prompts with accepted answers.
+
+    Raises DatasetError where a metric is not installed or cannot read a prompt's accepted answers.
+    """
+    answered = [prompt for prompt in prompts if prompt.grading]
+    by_name = {grading: metrics.metric(grading) for grading in {prompt.grading for prompt in answered}}
+    known = {grading: metric for grading, metric in by_name.items() if metric is not None}
+    for prompt in answered:
+        metrics.check(known[prompt.grading], prompt.answers, prompt.classes, prompt.sample_id)
+    return known
+
+
+def check_answers(prompts: Prompts) -> None:
+    """Raise DatasetError for a prompt without accepted answers, as its generated answer cannot be graded."""
+    without = [prompt.sample_id for prompt in prompts if not prompt.grading]
+    if without:
+        raise DatasetError(
+            f"expected accepted answers in every sample of {prompts.dataset}, to grade generated ones by, got none in "
+            f"{len(without)} of {len(prompts)}, such as '{without[0]}'; give `answers`, or use generate, which shows "
+            "answers without grading them"
+        )
+
+
+def decode_answer(tokens: Sequence[int], decode: Decode) -> str:
+    """Return the text of an answer's tokens for grading, without special tokens."""
+    return decode(list(tokens), skip_special_tokens=True)
+
+
+def grade(text: str, prompt: Prompt, graded: Mapping[str, Metric]) -> float:
+    """Return the score of an answer to a prompt, 0 to 1; NaN where `graded` (name -> metric) lacks its metric."""
+    metric = graded.get(prompt.grading)
+    return metric.grade(text, prompt.answers, prompt.classes) if metric else math.nan

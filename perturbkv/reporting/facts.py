@@ -61,7 +61,7 @@ def page_warnings(trace: Trace, sides: Sides, start: Start, tied: float | None) 
     `tied` is the share of heads whose propagated verdict is a tie in the pair that is shown first.
     """
     sentences = [
-        _random_weights_warning(trace),
+        "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else "",
         _failures_warning(trace),
         _few_samples_warning(int(trace.ok.sum())),
         *_no_evidence_warnings(trace, sides, start),
@@ -92,11 +92,6 @@ def _noise_floor_text(trace: Trace) -> str:
     floor, norm = (Measurements(trace, ANALYSIS)[name] for name in ("noise_floor", "output_norm"))
     middle, most = floor_over_norm(floor, norm)
     return f"{middle:.1e} of ‖o_h‖ (median head), {most:.1e} (largest); KL {kl_floor(trace):.1e} nat"
-
-
-def _random_weights_warning(trace: Trace) -> str:
-    """Return a warning if the model's weights are random, else ''."""
-    return "Random weights: the numbers say nothing of a trained model." if trace.run.random_weights else ""
 
 
 def _failures_warning(trace: Trace) -> str:

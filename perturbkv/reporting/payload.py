@@ -53,7 +53,7 @@ def trace_part(trace: Trace, blocks: Blocks, name: str, full: bool) -> dict[str,
     measured = TraceMeasures(trace, quick, measures, each, sides, first_choice(trace.run, sides))
     comparisons = put_arrays(measured, blocks)
     answers = answers_part(trace)
-    blocks.room -= _json_bytes(answers)
+    blocks.room -= len(json.dumps(json_value(answers), ensure_ascii=False).encode(errors="replace"))
     start, head = measured.start, _most_changed_head(measured)
     tied = _tied_share(measured, comparisons.get("propagated"))
     first = {start.baseline, start.treatment}
@@ -99,7 +99,8 @@ def _result_or_reason(lacks: dict[str, str], part: str, function: Callable[[], A
 def _run_part(trace: Trace) -> dict[str, Any]:
     """Return the JSON fields of the run, its samples and layers."""
     tokens, steps = Measurements(trace, ANALYSIS)["prompt_tokens"].astype(int), measured_steps(trace)
-    names = _display_names([name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok])
+    ids = [name for name, ok in zip(trace.sample_ids, trace.ok, strict=True) if ok]
+    names = make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])  # "" is all samples
     layers, heads = trace.arrays["kept_count"].shape[2:]
     return {
         "model": escape_line(trace.run.model),
@@ -117,16 +118,6 @@ def _run_part(trace: Trace) -> dict[str, Any]:
         "layers": [trace.layer_name(layer) for layer in range(layers)],
         "heads": heads,
     }
-
-
-def _json_bytes(part: object) -> int:
-    """Return the size of a part of the page's JSON in bytes."""
-    return len(json.dumps(json_value(part), ensure_ascii=False).encode(errors="replace"))
-
-
-def _display_names(ids: Sequence[str]) -> tuple[str, ...]:
-    """Return distinct, non-empty display names of samples; the empty name stands for all samples."""
-    return make_distinct([escape_line(name) if name.strip() else "(no id)" for name in ids])
 
 
 def _measures_part(measured: TraceMeasures) -> list[dict[str, Any]]:

@@ -104,7 +104,8 @@ def report(
             "expected the traces of one report in a list, got two arguments; write pk.report([first, second])"
         )
     if path is not None:
-        _check_no_trace(checked, Path(path))
+        if any(one.source and real_path(Path(one.source)) == real_path(Path(path)) for one in checked):
+            raise OutputError(f"expected another file than the trace itself, got {path}; name another")
         check_path(page_path(Path(path)), overwrite)
     result = _build_report(checked, full)
     if path is not None:
@@ -155,12 +156,6 @@ def check_path(path: Path, overwrite: bool) -> Path:
     if path.exists() and not overwrite:
         raise OutputError(f"expected no file at {path}, got one; overwrite=True replaces it")
     return path
-
-
-def _check_no_trace(traces: Sequence[Trace], path: Path) -> None:
-    """Raise OutputError if the page's path is the file of a trace that it is made from."""
-    if any(one.source and real_path(Path(one.source)) == real_path(path) for one in traces):
-        raise OutputError(f"expected another file than the trace itself, got {path}; name another")
 
 
 def _build_report(traces: Sequence[Trace], full: bool) -> Report:

@@ -152,13 +152,8 @@ def replace_by_digests(trace: Trace) -> Trace:
     """
     digests = np.zeros(trace.arrays["kept_count"].shape, dtype=np.int64)
     digests[trace.ok] = trace.kept_digests()
-    small = [name for name in trace.arrays if name in VARIABLES and not _is_large(name)]
+    small = [name for name in trace.arrays if name in VARIABLES and not VARIABLES[name].is_large]
     return dataclasses.replace(trace, arrays={**{name: trace.arrays[name] for name in small}, DIGEST: digests})
-
-
-def _is_large(name: str) -> bool:
-    """Return whether a variable holds positions, text or raw outputs, which are too large to copy."""
-    return VARIABLES[name].raw or VARIABLES[name].in_rows or VARIABLES[name].dtype == "str"
 
 
 @dataclass(frozen=True)

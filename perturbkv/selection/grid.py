@@ -22,7 +22,7 @@ from perturbkv.configs.option import Option, check_configurations
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS
 from perturbkv.configs.selections import GIVEN, GRANULARITY_OPTIONS, PRESETS, SELECTABLE, SELECTION_OPTIONS, SELECTIONS
 from perturbkv.errors import ConfigError, UnknownNameError
-from perturbkv.selection import compatibility, effects
+from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 
 _OPTIONS = {
@@ -95,7 +95,7 @@ def _build_configuration(
         for owner, choice in choices.items()
     }
     config = _eviction_config(choices, added, fields)
-    without_effect = effects.options_without_effect(config, registry.build(config.policy))
+    without_effect = registry.options_without_effect(config, registry.build(config.policy))
     for owner, option in without_effect:
         added[owner].pop(option, None)
     needs = {
@@ -310,7 +310,7 @@ def why_without_effect(name: str, configs: Iterable[EvictionConfig]) -> str:
     """Return what a separate option needs to take effect; empty if it is effective in any configuration."""
     reasons: dict[str, None] = {}
     for config in configs:
-        needs = effects.options_without_effect(config, registry.build(config.policy))
+        needs = registry.options_without_effect(config, registry.build(config.policy))
         for owner in CHOICES:
             if takes_option(getattr(config, owner), owner, name):
                 if (owner, name) not in needs:

@@ -155,16 +155,12 @@ def compact_cache(adapter: Adapter, kept: Sets, sizes: Sizes, layout: str) -> Co
     """Return a compact cache, in one layout, of the kept entries of the random prompt."""
     full, kind = full_cache(adapter, sizes.entries), "rectangular" if layout == "rectangular" else "ragged"
     layers = []
-    with _without_kernel(layout):
+    # a `padded` cache is one that finds no variable-length kernel
+    with patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext():
         for layer, rows in zip(full.layers, kept, strict=True):
             entries = [_kept_entries(layer.keys[0], layer.values[0], row) for row in rows]
             layers.append(CompactLayer(entries, adapter.heads, sizes.entries, kind))
     return CompactCache(layers)
-
-
-def _without_kernel(layout: str) -> AbstractContextManager[Any]:
-    """Return a context in which `padded` caches find no variable-length kernel; no effect for other layouts."""
-    return patch.object(ragged, "kernel_for", lambda like: None) if layout == "padded" else nullcontext()
 
 
 def _kept_entries(keys: Tensor, values: Tensor, sets: Sequence[Tensor]) -> KeptEntries:

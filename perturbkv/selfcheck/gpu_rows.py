@@ -29,8 +29,19 @@ from perturbkv.pipeline.sample.one_sample import trace_sample
 from perturbkv.scoring.value_norms import projected_value_norms
 from perturbkv.selection.grid import grid
 from perturbkv.selection.resolved_config import ResolvedRun
-from perturbkv.selfcheck.rows import Group, Report, Target, Values, ratio, run_groups
-from perturbkv.selfcheck.timing import Result, in_process, machine, print_result, seconds
+from perturbkv.selfcheck.rows import (
+    Group,
+    Report,
+    Result,
+    Target,
+    Values,
+    in_process,
+    machine,
+    print_result,
+    ratio,
+    run_groups,
+    seconds,
+)
 from perturbkv.trace import SampleTrace
 
 TARGETS = (

@@ -148,7 +148,7 @@ def test_a_fault_behind_an_allowed_change_is_found() -> None:
         cache.tokens = attention_mask.sum(dim=-1)  # type: ignore[attr-defined]
         return cache
 
-    evict.decode = planted._decode_early  # type: ignore[attr-defined]
+    evict.decode = planted.decode_early  # type: ignore[attr-defined]
     result = audited("llama", evict, allow=["rounded"], situations=["single"])
     assert (result.faults[0].kind, result.faults[0].step) == ("positions", 0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perturbkv.auditing.forward_passes import make_situation
-from tests.audit import planted
+from tests.audit import moving_keys
 from tests.audit.test_planted_faults_are_told_apart import audited
 
 ALONE = ["single", "block"]
@@ -32,7 +32,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", ["llama", "bfloat16"])
 @pytest.mark.parametrize("eviction", ["Unrotated", "Rolling", "shifting"])
 def test_keys_that_move_at_every_step_are_exact(eviction: str, name: str) -> None:
-    result = audited(name, getattr(planted, eviction), situations=ALONE, plain_use=False)
+    result = audited(name, getattr(moving_keys, eviction), situations=ALONE, plain_use=False)
     assert result.verdict == "exact", result.conclusion()
     assert IN_CACHE in result.conclusion()
     assert all(run.positions == "in-cache" and run.steps for run in result.runs)
@@ -40,18 +40,18 @@ def test_keys_that_move_at_every_step_are_exact(eviction: str, name: str) -> Non
 
 @pytest.mark.slow
 def test_tokens_decoded_before_move_too_and_go_in_turn() -> None:
-    for eviction in (planted.Unrotated, planted.Rolling):
-        result = audited("llama", eviction, situations=["single"], steps=planted.RECENT + 2)
+    for eviction in (moving_keys.Unrotated, moving_keys.Rolling):
+        result = audited("llama", eviction, situations=["single"], steps=moving_keys.RECENT + 2)
         assert result.verdict == "exact", result.conclusion()
 
 
 def test_a_batch_whose_keys_move_is_exact() -> None:
-    assert audited("llama", planted.shifting, situations=["batch"]).verdict == "exact"
+    assert audited("llama", moving_keys.shifting, situations=["batch"]).verdict == "exact"
 
 
 @pytest.mark.parametrize("eviction", ["Streaming", "OwnPositions"])
 def test_a_window_that_slides_at_the_prompts_own_positions_is_exact(eviction: str) -> None:
-    result = audited("llama", getattr(planted, eviction), situations=ALONE)
+    result = audited("llama", getattr(moving_keys, eviction), situations=ALONE)
     assert result.verdict == "exact", result.conclusion()
     assert {run.positions for run in result.runs} == {"original"}
 
@@ -59,7 +59,7 @@ def test_a_window_that_slides_at_the_prompts_own_positions_is_exact(eviction: st
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_keys_that_move_is_named(fault: str) -> None:
     kind, step, words = FAULTS[fault]
-    result = audited("llama", getattr(planted, fault), situations=ALONE, steps=2, plain_use=False)
+    result = audited("llama", getattr(moving_keys, fault), situations=ALONE, steps=2, plain_use=False)
     assert result.verdict == "differs"
     assert {one.situation for one in result.faults} == set(ALONE)
     assert {(one.kind, one.layer, one.step) for one in result.faults} == {(kind, 0, step)}
@@ -67,7 +67,7 @@ def test_a_fault_of_keys_that_move_is_named(fault: str) -> None:
 
 
 def test_keys_that_follow_the_new_tokens_are_not_judged() -> None:
-    result = audited("llama", planted.Relative, situations=ALONE)
+    result = audited("llama", moving_keys.Relative, situations=ALONE)
     assert (result.verdict, result.exit_code) == ("unreadable", 2)
     assert "they stand at 48 … 59, as these stand at 60, which an audit does not judge" in result.conclusion()
 

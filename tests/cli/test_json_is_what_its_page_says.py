@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 import perturbkv as pk
-from perturbkv.cli.commands import head_scores
+from perturbkv.cli.commands import trace
 from perturbkv.cli.console import SCHEMA
 from perturbkv.models import aliases
 from perturbkv.selfcheck import checks
@@ -151,7 +151,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models, head scores, and kernels as small as a test can wait for."""
     shapes = {**aliases.ALIASES["smollm2-135m"].shapes, "num_hidden_layers": 1, "vocab_size": 300}
     monkeypatch.setitem(aliases.ALIASES, "small", aliases.Alias("owner/small", "llama", shapes))
-    monkeypatch.setattr(head_scores, "_measure", lambda *asked: ((0,), [[0.5, 0.25]], 1))
+    monkeypatch.setattr(trace, "_score_heads", lambda *asked: ((0,), [[0.5, 0.25]], 1))
     monkeypatch.setattr(checks, "SHAPES", {"grouped by 2": (2, 1, 5, 33)})
 
 

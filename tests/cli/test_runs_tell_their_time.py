@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from perturbkv.cli import console, run_time
+from perturbkv.cli import console, planned_run
 from perturbkv.cli.options import RunOptions
 from perturbkv.cli.planned_run import plan
 from perturbkv.pipeline.run.plan import Plan
@@ -17,21 +17,21 @@ from perturbkv.pipeline.run.plan import Plan
 
 @pytest.fixture
 def planned(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setattr(run_time, "_operations_per_second", lambda planned, rows: 1e6)
+    monkeypatch.setattr(planned_run, "_operations_per_second", lambda planned, rows: 1e6)
     run = RunOptions(model=str(model), dataset=str(data), samples=2, budget=["24"], window=8)
     return plan(run, run.configs(["attention", "two-stage"]))
 
 
 def test_the_estimate_grows_with_samples_steps_and_configurations(planned: Plan) -> None:
-    usual = run_time.estimate_seconds(planned)
+    usual = planned_run.estimate_seconds(planned)
     assert usual > 0
     longer = dataclasses.replace(planned, run=dataclasses.replace(planned.run, steps=50))
     fewer = dataclasses.replace(planned, run=dataclasses.replace(planned.run, configs=planned.run.configs[:1]))
     one = dataclasses.replace(
         planned, prompts=dataclasses.replace(planned.prompts, prompts=planned.prompts.prompts[:1])
     )
-    assert run_time.estimate_seconds(longer) > usual > run_time.estimate_seconds(fewer)
-    assert run_time.estimate_seconds(one) == pytest.approx(usual / 2, rel=0.1)
+    assert planned_run.estimate_seconds(longer) > usual > planned_run.estimate_seconds(fewer)
+    assert planned_run.estimate_seconds(one) == pytest.approx(usual / 2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ def test_the_estimate_grows_with_samples_steps_and_configurations(planned: Plan)
     [(3, "a few seconds"), (44, "about 44 s"), (100, "about 1.7 min"), (7300, "about 2 h"), (3e5, "about 3.5 days")],
 )
 def test_a_duration_is_rounded(seconds: float, text: str) -> None:
-    assert run_time.duration(seconds) == text
+    assert planned_run.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("estimate", "notes"), [(1.0, []), (400.0, ["4 samples", "6 of 9"])])
 def test_the_first_sample_replaces_the_estimate(
     planned: Plan, monkeypatch: pytest.MonkeyPatch, estimate: float, notes: list[str]
 ) -> None:
-    monkeypatch.setattr(run_time, "estimate_seconds", lambda planned: estimate)
+    monkeypatch.setattr(planned_run, "estimate_seconds", lambda planned: estimate)
     shown, times = io.StringIO(), iter([0.0, 0.0, estimate / 10])
     with mock.patch.object(console, "err", console.Console(file=shown)):
-        progress = run_time.with_time_notes(lambda done, total: None, planned, lambda: next(times))
+        progress = planned_run.with_time_notes(lambda done, total: None, planned, lambda: next(times))
         for done in (5, 6, 7):
             progress(done, 9)
     assert [line[: len(note)] for line, note in zip(shown.getvalue().splitlines(), notes, strict=True)] == notes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perturbkv.datasets.external_code import NoEnd, run_file
-from perturbkv.datasets.ruler.ruler_rows import WordPairs
+from perturbkv.datasets.ruler.samples import WordPairs
 
 
 def test_imports_are_chosen_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

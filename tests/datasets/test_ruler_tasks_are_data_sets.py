@@ -20,7 +20,7 @@ import pytest
 from perturbkv.datasets import dataset_registry, metrics, wording
 from perturbkv.datasets.dataset_registry import DatasetOptions, LoadedDataset, load
 from perturbkv.datasets.encode import encode
-from perturbkv.datasets.ruler import ruler_rows, tasks
+from perturbkv.datasets.ruler import samples, tasks
 from perturbkv.errors import ConfigError, DatasetError
 from perturbkv.models.loading import ByteTokenizer
 from tests.support import lm_eval_ruler, ruler_data
@@ -194,8 +194,8 @@ def test_what_the_hub_holds_is_what_files_hold(tmp_path: Path, monkeypatch: pyte
         asked.append(repo)
         return tmp_path / ("essays.parquet" if file.endswith("parquet") else "hotpotqa.json")
 
-    monkeypatch.setattr("perturbkv.datasets.ruler.ruler_rows.hub_file", given)
-    monkeypatch.setattr(ruler_rows, "split_sentences", lambda text: re.split(r"(?<=\.) ", text))
+    monkeypatch.setattr("perturbkv.datasets.ruler.samples.hub_file", given)
+    monkeypatch.setattr(samples, "split_sentences", lambda text: re.split(r"(?<=\.) ", text))
     for task in ("niah_multivalue", "qa_hotpot"):
         fetched, local = made(task, data_dir=tmp_path / "none"), made(task, data_dir=tmp_path)
         assert fetched.samples == local.samples
@@ -234,7 +234,7 @@ def test_without_nltks_own_data_its_command_is_told(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("package", ["lm_eval", "wonderwords"])
 def test_a_package_that_is_missing_is_told_with_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    ruler_rows._needle_keys.cache_clear()
+    samples._needle_keys.cache_clear()
     with pytest.raises(DatasetError, match=f"not installed; {INSTALL}"):
         made("cwe")
 

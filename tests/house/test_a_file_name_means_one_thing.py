@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("perturbkv", "analyses", "figures", "cli")
 SAME = {
     "eviction": "a way to evict, and the commands that ask what it does",
-    "head_scores": "scores of heads, and the option of `trace` that measures them",
     "sides": "sides of a comparison, and those that a report compares",
     "searching": "searches for the best kept sets, for notebooks and by a run",
     "trace": "a trace, and the command that makes one",

@@ -131,7 +131,7 @@ def test_arrows_go_one_way(module: str) -> None:
         ("perturbkv.theory", "def f():\n    from perturbkv.cache import gather", "cache"),
         ("perturbkv.storage.trace.trace_file", "from perturbkv import cli", "cli"),
         ("perturbkv.trace", "from perturbkv.storage import views", "storage"),
-        ("perturbkv.cli.commands.selfcheck", "def f():\n    from benchmarks import rows", "benchmarks"),
+        ("perturbkv.cli.commands.doctor", "def f():\n    from benchmarks import rows", "benchmarks"),
         ("perturbkv", "if TYPE_CHECKING:\n    import studies.alpha", "studies"),
     ],
 )

@@ -15,7 +15,7 @@ from perturbkv.cache.makers import Entries, Maker, PrefilledLayer, StoredEntries
 from perturbkv.configs.cache_contents import EVICTED
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.pipeline.variants import makers_of_configs
+from perturbkv.pipeline.variants import readers
 from perturbkv.selection.grid import configuration
 from tests.support.models import exact_adapter, token_ids
 from tests.support.resolved import answer, trace_sample
@@ -44,7 +44,7 @@ class Quartered(Halved):
 
 def measured(monkeypatch: pytest.MonkeyPatch, maker: type[Maker] | None = None) -> dict[str, Any]:
     if maker is not None:
-        monkeypatch.setitem(makers_of_configs._MAKERS, EVICTED, lambda config: maker())  # type: ignore[index]
+        monkeypatch.setitem(readers._MAKERS, EVICTED, lambda config: maker())  # type: ignore[index]
     run = RunConfig("m", "d", (CONFIG, COVERING), generate=3)
     return dict(trace_sample(exact_adapter("llama", 4, 2), PROMPT, run).arrays)
 
@@ -82,7 +82,7 @@ def test_isolated_perturbation_is_that_of_the_outputs(monkeypatch: pytest.Monkey
 def test_answers_come_from_what_a_maker_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, context = exact_adapter("llama", 4, 2), Prompt("s", token_ids(40, seed=4), 0)
     plain = answer(adapter, context, (CONFIG, COVERING), 5)
-    monkeypatch.setitem(makers_of_configs._MAKERS, EVICTED, lambda config: Halved())  # type: ignore[index]
+    monkeypatch.setitem(readers._MAKERS, EVICTED, lambda config: Halved())  # type: ignore[index]
     halved = answer(adapter, context, (CONFIG, COVERING), 5)
     assert halved.held == plain.held and halved.full == plain.full
     assert halved.evicted[1] != plain.evicted[1]

@@ -19,8 +19,8 @@ from perturbkv.errors import BudgetError, ConfigError
 from perturbkv.pipeline.answers.generation import check_answer_options
 from perturbkv.pipeline.run import searching
 from perturbkv.pipeline.sample.capture import FiniteCheck
-from perturbkv.pipeline.variants import sparse_prefill as owned
-from perturbkv.pipeline.variants.sparse_prefill import run_sparse_prefill
+from perturbkv.pipeline.variants import readers as owned
+from perturbkv.pipeline.variants.readers import run_sparse_prefill
 from perturbkv.selection import compatibility, grid
 from perturbkv.selection import sparse_lines as chosen_lines
 from perturbkv.selection.grid import configuration

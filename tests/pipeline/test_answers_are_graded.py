@@ -14,9 +14,9 @@ from perturbkv.analyses.measurements import scores
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import metrics_of
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.answer_rows import answer_row
-from perturbkv.pipeline.answers.grading import metrics_of
 from perturbkv.schema import ANSWER_TEXT
 from perturbkv.trace import Trace
 from tests.pipeline.test_scenarios_and_generation import PROMPT, config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perturbkv import kept_codec
-from perturbkv.cache import kept_codes
+from perturbkv.cache.entries import encode_kept_sets
 
 SHARES = [(0.0,), (1.0,), (0.01,), (0.12,), (0.5,), (0.0, 0.02, 0.1, 0.3, 1.0)]
 
@@ -20,7 +20,7 @@ def test_codes_are_the_codecs(tokens: int, shares: tuple[float, ...]) -> None:
     masks, counts = np.packbits(kept, axis=1), kept.sum(axis=1)
     expected, expected_lengths = kept_codec.encode_masks(masks, counts)
     position = torch.from_numpy(kept.nonzero()[1].astype(np.int32))
-    codes, lengths = (part.numpy() for part in kept_codes.encode(position, counts.tolist(), torch.from_numpy(masks)))
+    codes, lengths = (part.numpy() for part in encode_kept_sets(position, counts.tolist(), torch.from_numpy(masks)))
     np.testing.assert_array_equal(lengths, expected_lengths)
     np.testing.assert_array_equal(codes[np.arange(codes.shape[1]) < lengths[:, np.newaxis]], expected)
 
@@ -30,7 +30,7 @@ def test_gaps_of_every_width_are_coded() -> None:
     ends = [0, 127, 128, 2**14 - 1, 2**14, 2**21 - 1, 2**21, 2**22]
     position = torch.tensor(np.cumsum(ends), dtype=torch.int32)
     masks = torch.zeros(1, 2**21, dtype=torch.uint8)
-    codes, lengths = kept_codes.encode(position, [len(ends)], masks)
+    codes, lengths = encode_kept_sets(position, [len(ends)], masks)
     found = kept_codec.decode_positions(codes[0, : int(lengths[0])].numpy(), 2**24)
     assert found.tolist() == position.tolist()
     assert int(lengths[0]) == 1 + 1 + 2 + 2 + 3 + 3 + 4 + 4

@@ -13,7 +13,7 @@ from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.datasets.encode import Prompt
 from perturbkv.pipeline.sample.full_layer import FullLayer
-from perturbkv.pipeline.variants import sparse_prefill as pipeline_lined
+from perturbkv.pipeline.variants import readers as pipeline_lined
 from perturbkv.selection.grid import configuration
 from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.resolved_config import resolve

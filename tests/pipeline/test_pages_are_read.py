@@ -212,7 +212,7 @@ def test_a_wrong_bound_is_found(wrong: object, page: int, monkeypatch: pytest.Mo
 
 
 def test_pages_of_the_first_step_for_all_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbkv.pipeline.variants.page_reading.page_groups", first_step)
+    monkeypatch.setattr("perturbkv.pipeline.variants.readers.page_groups", first_step)
     assert page_selection.page_groups is page_groups
     assert off(config()) > 1e-3
 

@@ -12,7 +12,7 @@ import pytest
 import perturbkv as pk
 from perturbkv.errors import DeviceError
 from perturbkv.pipeline.sample import one_sample
-from perturbkv.pipeline.sample.overlap import Finisher
+from perturbkv.pipeline.sample.one_sample import Finisher
 from tests.rehearsal.models import ONE, WITH_COMPILER, rehearsal, tiny
 from tests.support.models import token_ids
 from tests.support.resolved import resolved_run

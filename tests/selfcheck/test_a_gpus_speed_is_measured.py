@@ -12,8 +12,7 @@ import torch
 from perturbkv.cache.compact import CompactCache
 from perturbkv.pipeline.sample.capture import decode_from
 from perturbkv.selfcheck import gpu_rows
-from perturbkv.selfcheck.rows import NO_GPU, run_groups
-from perturbkv.selfcheck.timing import Result
+from perturbkv.selfcheck.rows import NO_GPU, Result, run_groups
 from tests.oracle import theory as naive
 from tests.support.models import tiny_adapter
 

@@ -13,7 +13,7 @@ from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.run.sharding import ShardDone
 from perturbkv.pipeline.sample import one_sample
-from perturbkv.pipeline.variants import sparse_prefill
+from perturbkv.pipeline.variants import readers
 from perturbkv.schema import ANSWER_TEXT, KEPT, SUMS
 from perturbkv.selection.policies import registry
 from perturbkv.storage.run.sample_parts import _FLOORS
@@ -56,8 +56,8 @@ _SETTINGS = pk.Settings()
 @pytest.fixture
 def a_still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills that are timed take no time."""
-    timed = sparse_prefill._time_prefill
-    monkeypatch.setattr(sparse_prefill, "_time_prefill", lambda *asked: (0.0, timed(*asked)[1]))
+    timed = readers._time_prefill
+    monkeypatch.setattr(readers, "_time_prefill", lambda *asked: (0.0, timed(*asked)[1]))
 
 
 def in_shards(

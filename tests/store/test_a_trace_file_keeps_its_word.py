@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 import perturbkv
 from perturbkv.errors import TraceError
+from perturbkv.schema import FORMAT_VERSION, TEXT, VARIABLES
 from perturbkv.schema import KEPT as KEPT_CODES
-from perturbkv.schema import TEXT, VARIABLES
 from perturbkv.storage.run.writer import ExistingTrace, TraceWriter
-from perturbkv.storage.trace.layout import FORMAT_VERSION
 from perturbkv.storage.trace.trace_file import describe, read_run, read_trace
 from perturbkv.trace import FailedSample
 from tests.support.changed import changing

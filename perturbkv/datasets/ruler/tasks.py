@@ -90,17 +90,22 @@ def read(name: str) -> Task:
         document = _read_merged(files / f"{name.removeprefix(RULER_PREFIX)}.yaml")
         file, function = str(document["custom_dataset"]).split(".")
         answer = document["generation_kwargs"]
+        code = run_file(
+            files / f"{file}.py", lambda name: _EmptyModule() if name.split(".")[0] in _DOWNLOADING else None
+        )
         task = Task(
             name,
             (file, function),
-            _template(files / f"{file}.py"),
+            str(code["TEMPLATE"]),
             str(document["process_results"]).removeprefix("common_utils."),
             int(answer["max_gen_toks"]),
             tuple(answer["until"]),
             str(document["target_delimiter"]),
             importlib.metadata.version("lm_eval"),
         )
-        _check_task(task)
+        _ = task.metric  # KeyError for an unknown grader
+        if not task.question_start:
+            raise ValueError(f"no question behind {CONTEXT} in its template")
     return task
 
 
@@ -122,18 +127,6 @@ def explain_errors(name: str, source: Callable[[], Path | None] = lambda: None) 
         origin, do = (f" from {path}", f"bring the whole file, or {INSTALL}") if path else ("", INSTALL)
         got = f"lm-eval {version} ({type(error).__name__}: {message})"
         raise DatasetError(f"expected '{name}' as lm-eval 0.4.13 makes it{origin}, got {got}; {do}") from None
-
-
-def _check_task(task: Task) -> None:
-    """Raise KeyError for an unknown grader, ValueError for a template without a question after the context."""
-    _ = task.metric
-    if not task.question_start:
-        raise ValueError(f"no question behind {CONTEXT} in its template")
-
-
-def _template(path: Path) -> str:
-    """Return the prompt template defined by an lm-eval file, which is executed without its downloading modules."""
-    return str(run_file(path, lambda name: _EmptyModule() if name.split(".")[0] in _DOWNLOADING else None)["TEMPLATE"])
 
 
 class _EmptyModule:

@@ -1,1 +1,1 @@
-"""Longer answers from evicted caches: generation, recompression, grading."""
+"""Longer answers from evicted caches: generation and recompression."""

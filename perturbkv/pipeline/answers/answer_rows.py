@@ -9,12 +9,11 @@ from typing import Any, overload
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.datasets.metrics import Metric
+from perturbkv.datasets.prompts import Decode, decode_answer, grade, metrics_of
 from perturbkv.display import Table, as_html
 from perturbkv.escaping import escape_line
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import AnswerOptions, Answers, answer
-from perturbkv.pipeline.answers.grading import Decode, metrics_of
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.answers_file import WrittenAnswers
 
@@ -30,9 +29,10 @@ def answer_row(
     """
     metric = graded.get(prompt.grading)
     question = prompt.token_ids[len(prompt.token_ids) - prompt.question_tokens :]
+    byte_shares = [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
     def answer_object(tokens: list[int]) -> dict[str, Any]:
-        score = grading.grade(grading.decode_answer(tokens, decode), prompt, graded)
+        score = grade(decode_answer(tokens, decode), prompt, graded)
         return {"tokens": tokens, "text": decode(tokens), "score": score if metric else None}
 
     return {
@@ -46,7 +46,7 @@ def answer_row(
         "evicted": {
             label: {"held_share": entry_share, **byte_share, **answer_object(tokens)}
             for label, entry_share, byte_share, tokens in zip(
-                labels, answers.held, _byte_shares(answers), answers.evicted, strict=True
+                labels, answers.held, byte_shares, answers.evicted, strict=True
             )
         },
         "compressions": _compressions(answers, labels),
@@ -64,11 +64,6 @@ def _divergence(answers: Answers, labels: Sequence[str]) -> dict[str, Any] | Non
         "noise_floor": divergence.noise_floor.tolist(),
         "caches": {label: {"kl": kl, "top1": top1} for label, kl, top1 in caches},
     }
-
-
-def _byte_shares(answers: Answers) -> list[dict[str, float]]:
-    """Return a dict {`bytes_share`: share} per configuration; empty dicts where all caches store 16 bits."""
-    return [{"bytes_share": share} for share in answers.stored] or [{} for _ in answers.held]
 
 
 def _compressions(answers: Answers, labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -166,12 +161,6 @@ def _has_byte_shares(row: Mapping[str, Any]) -> bool:
     return any("bytes_share" in cache for cache in row["evicted"].values())
 
 
-def _describe_cache(cache: Mapping[str, Any]) -> str:
-    """Return the size of a cache relative to the full cache as text, such as "cache share 0.25"."""
-    byte_share = f", bytes / full {cache['bytes_share']:.2f}" if "bytes_share" in cache else ""
-    return f"cache share {cache['held_share']:.2f}{byte_share}"
-
-
 def _heading(row: Mapping[str, Any]) -> str:
     """Return the id and length of a prompt as a heading."""
     return f"{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens"
@@ -186,8 +175,12 @@ def _text_lines(row: Mapping[str, Any]) -> list[str]:
     """Return the answers to a prompt as lines for a terminal, with the name of the cache above each answer."""
     lines = [_heading(row), *([f"  expected: {_one_line(' | '.join(row['answers']))}"] if row["answers"] else [])]
     for name, cache in _caches(row).items():
-        score = "" if cache["score"] is None else f", {row['metric']} {cache['score']:.3f}"
-        lines += [f"  {escape_line(name)} ({_describe_cache(cache)}{score}):", f"    {_one_line(cache['text'])}"]
+        about = f"cache share {cache['held_share']:.2f}"
+        if "bytes_share" in cache:
+            about += f", bytes / full {cache['bytes_share']:.2f}"
+        if cache["score"] is not None:
+            about += f", {row['metric']} {cache['score']:.3f}"
+        lines += [f"  {escape_line(name)} ({about}):", f"    {_one_line(cache['text'])}"]
     return lines
 
 

@@ -25,12 +25,12 @@ from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.answers.recompression import Compression, Compressor, EvictedPrompt
 from perturbkv.pipeline.answers.teacher_forcing import Divergence, teacher_force
 from perturbkv.pipeline.run.plan import plan_prompt_batches
+from perturbkv.pipeline.sample import measure
 from perturbkv.pipeline.sample.capture import LOGITS, FiniteCheck, Observer, capture, decode_from
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, Statistics, prefill
-from perturbkv.pipeline.variants import own_entries
-from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.pipeline.variants.presses import sources
+from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.selection import compatibility
 from perturbkv.selection.resolved_config import ResolvedRun
@@ -105,11 +105,11 @@ class _RowBuilder:
 
     def _evict(self, layer: FullLayer) -> None:
         """Append the compact layer with the entries of all rows, and count them."""
-        made = self._make_whole(layer) if self._keep_all else self._make(layer)
+        everything = borrow(layer.keys, layer.values)
+        made = [maker.make_whole(everything) for maker in self._makers] if self._keep_all else self._make(layer)
         for entries in made:
             if entries.has_rounded_numbers:
-                own_entries.check_finite(self.stored, self._adapter.layer_indices[layer.index], entries.row)
-        everything = borrow(layer.keys, layer.values)
+                measure.check_own_entries(self.stored, self._adapter.layer_indices[layer.index], entries.row)
         self.sizes.append(
             [(entries.attended_entries, entries.bits) for entries in [Maker().make_whole(everything), *made]]
         )
@@ -119,11 +119,6 @@ class _RowBuilder:
         }
         rows, heads = [*first, *(entries.row for entries in made)], self._adapter.heads
         self.layers.append(CompactLayer(rows, heads, layer.tokens, self._layout, stand_ins=stand_ins))
-
-    def _make_whole(self, layer: FullLayer) -> list[Entries]:
-        """Return every entry of the layer per configuration, as its cache stores them."""
-        row = borrow(layer.keys, layer.values)
-        return [maker.make_whole(row) for maker in self._makers]
 
     def _make(self, layer: FullLayer) -> list[Entries]:
         """Return what the caches of all configurations hold of the layer."""

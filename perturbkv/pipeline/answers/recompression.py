@@ -21,7 +21,7 @@ from perturbkv.configs.resources import Resources
 from perturbkv.devices import on_first_device, to_device
 from perturbkv.models.adapter import Adapter
 from perturbkv.pipeline.sample.prefill import layer_norms
-from perturbkv.pipeline.variants.makers_of_configs import maker_of
+from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.scoring.compute import layer_scores
 from perturbkv.scoring.layer_view import LayerView
 from perturbkv.scoring.value_norms import euclidean_value_norms

@@ -251,7 +251,8 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
     run, shape = planned.run, planned.shape
     sizes = _axis_lengths(run, shape, tokens)
     codes = _kept_set_bytes(run, shape, context) if planned.kept else 0
-    text = _PER_TOKEN * tokens + _answer_bytes(run) if planned.text else 0
+    answers = (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
+    text = _PER_TOKEN * tokens + answers if planned.text else 0
     stored, raw = codes * _CODES + text, _ENTRY + float(codes)
     for name in _fixed_size_variables(planned):
         dims, dtype = VARIABLES[name].dims, VARIABLES[name].dtype
@@ -259,11 +260,6 @@ def _sample_bytes(planned: Plan, context: int, tokens: int) -> tuple[int, int]:
         deflated = 0.95 if name == DIGEST else _DEFLATED[dtype] if dims else 1
         stored, raw = stored + length * deflated, raw + length
     return int(stored), int(raw)
-
-
-def _answer_bytes(run: RunConfig) -> int:
-    """Return the bytes of one sample's answers as text, the full cache's answer included."""
-    return (1 + len(run.configs)) * (_PER_ANSWER + _PER_ANSWER_TOKEN * run.generate) if run.generate else 0
 
 
 def _axis_lengths(run: RunConfig, shape: Shape, tokens: int) -> dict[str, int]:

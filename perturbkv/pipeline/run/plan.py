@@ -17,14 +17,13 @@ from perturbkv.configs.precision import check_fill
 from perturbkv.configs.resources import Batches, Resources, Shape, plan_batches
 from perturbkv.configs.run import METRICS, RunConfig, Settings
 from perturbkv.datasets.encode import Prompt, check_length, check_vocabulary
-from perturbkv.datasets.prompts import Prompts
+from perturbkv.datasets.prompts import Prompts, check_answers, metrics_of
 from perturbkv.devices import dtype_name
 from perturbkv.errors import BudgetError
 from perturbkv.models.adapter import check_long_rotations, check_sliding_window
 from perturbkv.models.loading import ModelFiles, check_memory, device_exists, load_weights
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.variants import presses
-from perturbkv.pipeline.variants.makers_of_configs import maker_of
+from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection import compatibility
 from perturbkv.selection.policies import registry
 from perturbkv.selection.resolved_config import ResolvedConfig, ResolvedRun, resolve
@@ -201,8 +200,8 @@ def _grading_metrics(prompts: Prompts, scored: bool) -> dict[str, list[str]]:
     Where answers are `scored`, every prompt needs accepted answers.
     """
     if scored:
-        grading.check_answers(prompts)
-    return {METRICS: sorted({metric.name for metric in grading.metrics_of(prompts).values()})}
+        check_answers(prompts)
+    return {METRICS: sorted({metric.name for metric in metrics_of(prompts).values()})}
 
 
 def fitting_configs(

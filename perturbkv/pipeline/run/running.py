@@ -25,10 +25,8 @@ from perturbkv.configs import layer_types
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.datasets.encode import Prompt
-from perturbkv.datasets.prompts import Prompts, token_texts
+from perturbkv.datasets.prompts import Decode, Prompts, decode_answer, token_texts
 from perturbkv.errors import InterruptedRunError, OutputError
-from perturbkv.pipeline.answers import grading
-from perturbkv.pipeline.answers.grading import Decode
 from perturbkv.pipeline.run.plan import Plan
 from perturbkv.schema import MEASURED_LAYERS, VARIABLES
 from perturbkv.storage.output import Lock, check_writable
@@ -114,8 +112,8 @@ class PromptTexts(Mapping[str, SampleText]):
 
     def __getitem__(self, sample_id: str) -> SampleText:
         prompt = self._prompts[sample_id]
-        decode_answer = partial(grading.decode_answer, decode=self._decode)
-        return SampleText(text_arrays(prompt, self._decode), decode_answer, prompt.answers)
+        answer_text = partial(decode_answer, decode=self._decode)
+        return SampleText(text_arrays(prompt, self._decode), answer_text, prompt.answers)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._prompts)

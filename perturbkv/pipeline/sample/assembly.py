@@ -18,12 +18,11 @@ from perturbkv.configs.choice import Choice
 from perturbkv.configs.precision import FULL, stored_bits
 from perturbkv.configs.resources import Shape
 from perturbkv.datasets.metrics import leading_digits
+from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import on_first_device, stack_on_device
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.sample.layer import LayerResult, config_order
-from perturbkv.pipeline.sample.measure import Arrays, to_numpy
+from perturbkv.pipeline.sample.measure import CHANGED_VARIABLES, Arrays, to_numpy
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants.own_entries import CHANGED_VARIABLES
 from perturbkv.schema import VARIABLES
 
 
@@ -35,7 +34,7 @@ class BatchResult:
         configs: indices of the configurations in the run.
         steps: per decode step, name -> tensor, configurations first where the variable has them.
         order: indices of the configurations in the order of `kept`.
-        kept: per layer what `kept_codes.encode` returns.
+        kept: per layer what `encode_kept_sets` returns.
         cache_bytes, padding_bytes: bytes of the evicted caches, and of their padding.
         bits: bits of each configuration's entries in all layers, with what is stored beside them.
         generated: index of a configuration -> tokens of its answer; in one of the batches None -> those of the full
@@ -212,10 +211,10 @@ def answer_arrays(sample: SampleRun, batches: Sequence[BatchResult]) -> Arrays:
     answers = {index: tokens for batch in batches for index, tokens in batch.generated.items()}
     rows = [answers[None], *(answers[index] for index in range(len(answers) - 1))]
     full, *evicted = [[*tokens, *[-1] * (most - len(tokens))] for tokens in rows]
-    texts = [grading.decode_answer(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
+    texts = [decode_answer(tokens, sample.adapter.tokenizer.decode) for tokens in rows]
     values: dict[str, object] = {"generated_full": full, "generated": evicted}
-    graded = grading.metrics_of([prompt])
-    values["score_full"], *values["score"] = (grading.grade(text, prompt, graded) for text in texts)
+    graded = metrics_of([prompt])
+    values["score_full"], *values["score"] = (grade(text, prompt, graded) for text in texts)
     values["digits_full"], *values["digits"] = (leading_digits(text, prompt.answers) for text in texts)
     return _as_arrays(values)
 

@@ -22,7 +22,7 @@ from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_norms
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import sparse_prefill
+from perturbkv.pipeline.variants import readers
 from perturbkv.selection.kept_sets import KeptSets
 from perturbkv.selection.page_selection import AnyGroup
 from perturbkv.selection.resolved_config import ResolvedConfig
@@ -130,7 +130,7 @@ def measure_layer(sample: SampleRun, index: int) -> LayerResult:
         evicted.append(largest_evicted_outputs(ranked, masks[0].kept))
     for lines in in_prompt:
         alphas = _alpha_per_head(layer, configs, lines, slice(None))
-        quantities.append([sparse_prefill.isolated_along_lines(layer, lines, summands, alphas)])
+        quantities.append([readers.isolated_along_lines(layer, lines, summands, alphas)])
         evicted.append(largest_evicted_outputs(ranked, lines.decoding_mask(heads)))
     isolated = [_join_configs(step) for step in zip(*quantities, strict=True)]
     if in_prompt:

@@ -1,11 +1,16 @@
-"""The one pipeline: prefill once, decode from the full cache, evict for every configuration, decode, compare."""
+"""The one pipeline: prefill once, decode from the full cache, evict for every configuration, decode, compare.
+
+A GPU reads the next prompt while another thread writes the sample before it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -13,9 +18,8 @@ from torch import Tensor
 
 from perturbkv import memory
 from perturbkv.cache import entries as positions
-from perturbkv.cache import kept_codes
 from perturbkv.cache.compact import CompactCache, CompactLayer, join_layers
-from perturbkv.cache.entries import Lengths, borrow, gather_kept, lengths
+from perturbkv.cache.entries import Lengths, borrow, encode_kept_sets, gather_kept, lengths
 from perturbkv.cache.makers import Maker, PromptReading
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.resources import Resources
@@ -46,17 +50,45 @@ from perturbkv.pipeline.sample.assembly import (
 from perturbkv.pipeline.sample.capture import FiniteCheck
 from perturbkv.pipeline.sample.decoding import StepRecord, decode_evicted
 from perturbkv.pipeline.sample.layer import LayerResult, measure_layer
-from perturbkv.pipeline.sample.overlap import Finisher
 from perturbkv.pipeline.sample.sample_run import SampleRun
-from perturbkv.pipeline.variants import own_entries
 from perturbkv.pipeline.variants.presses import KeptMasks
-from perturbkv.pipeline.variants.sparse_prefill import full_prefill_seconds
+from perturbkv.pipeline.variants.readers import full_prefill_seconds
 from perturbkv.schema import VARIABLES
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.trace import FailedSample, SampleTrace
 
+_MOST_WAITING = 2
 _DEFAULT = Resources()
 _NOTHING: KeptMasks = MappingProxyType({})
+
+
+class Finisher:
+    """A thread that does the host's work of one sample after the other, in order; at most two are begun or waiting.
+
+    Its `with` block ends when all are done, also after an exception or Ctrl-C: no measured sample is lost. Raises what
+    the work raises, when the next one is handed over or at the block's end.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="perturbkv-finishing")
+        self._waiting: deque[Future[object]] = deque()
+
+    def __enter__(self) -> Finisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            for work in self._waiting:
+                work.result()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Let the thread do `work`, after waiting while two others are not done."""
+        while len(self._waiting) >= _MOST_WAITING or (self._waiting and self._waiting[0].done()):
+            self._waiting.popleft().result()  # of those that are done, too, to raise what they raised
+        self._waiting.append(self._thread.submit(work))
 
 
 @memory.translate_allocation_errors()
@@ -159,7 +191,7 @@ class _EvictedLayer:
     Attributes:
         cache: the layer of the compact cache.
         order: the configurations, as in `entries.KeptBatch`.
-        codes: what `kept_codes.encode` returns for their kept sets.
+        codes: what `encode_kept_sets` returns for their kept sets.
         isolated: index of a configuration with entries of its own -> their isolated perturbation in this layer.
         bits: bits of each configuration's entries.
     """
@@ -215,13 +247,13 @@ class _BatchDecoder:
         """
         layer, counts = self.sample.layer(index), self.kept[index]
         kept = gather_kept(self.layers[index].groups, makers, counts, layer.keys, layer.values)
-        codes = kept_codes.encode(kept.position, [n for config in kept.order for n in counts[config]], kept.masks)
+        codes = encode_kept_sets(kept.position, [n for config in kept.order for n in counts[config]], kept.masks)
         sets = kept.sets()
         made = {config: maker.make(layer, sets[config]) for config, maker in makers.items()}
         for entries in made.values():
             if entries.has_rounded_numbers:
-                own_entries.check_finite(self.finite, self.adapter.layer_indices[index], entries.row)
-        isolated = own_entries.isolated_perturbations(layer, self.sample.full.steps, made)
+                measure.check_own_entries(self.finite, self.adapter.layer_indices[index], entries.row)
+        isolated = measure.isolated_perturbations(layer, self.sample.full.steps, made)
         everything = borrow(layer.prompt_keys, layer.prompt_values)
         rows = [everything, *(entries.row for entries in made.values())]
         rows += [everything] * (self.rows - len(rows))

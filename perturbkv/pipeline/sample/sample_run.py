@@ -19,9 +19,8 @@ from perturbkv.pipeline.progress import phase
 from perturbkv.pipeline.sample.decoding import StepRecord, count_text_steps, decode_full
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import Prefill, prefill
-from perturbkv.pipeline.variants.makers_of_configs import maker_of, readers_of
 from perturbkv.pipeline.variants.presses import KeptMasks, sources
-from perturbkv.pipeline.variants.reader import Reader
+from perturbkv.pipeline.variants.readers import Reader, maker_of, readers_of
 from perturbkv.selection.resolved_config import ResolvedRun
 
 

@@ -21,10 +21,10 @@ from perturbkv.cache.entries import borrow, check_positions, gather_kept
 from perturbkv.configs.patching import Coalition, Game, Mixture
 from perturbkv.configs.resources import Resources, Shape
 from perturbkv.datasets.encode import Prompt
+from perturbkv.datasets.prompts import decode_answer, grade, metrics_of
 from perturbkv.devices import full_precision
 from perturbkv.errors import ActivationError
 from perturbkv.models.adapter import Adapter
-from perturbkv.pipeline.answers import grading
 from perturbkv.pipeline.answers.generation import generate
 from perturbkv.pipeline.answers.recompression import EvictedPrompt
 from perturbkv.pipeline.run.plan import Plan, is_single_pass
@@ -34,8 +34,8 @@ from perturbkv.pipeline.sample.decoding import decode_evicted
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.prefill import prefill
 from perturbkv.pipeline.sample.sample_run import SampleRun, full_run
-from perturbkv.pipeline.variants.makers_of_configs import maker_of
 from perturbkv.pipeline.variants.presses import sources
+from perturbkv.pipeline.variants.readers import maker_of
 from perturbkv.selection.kept_sets import ExternalGroup
 from perturbkv.selection.resolved_config import ResolvedRun
 from perturbkv.storage.patching_file import PER_STEP, PatchingBatch, PatchingRow, PatchingStore
@@ -175,9 +175,9 @@ class MixtureSample:
         logits = self.sample.prefill.logits if question_logits is None else question_logits[: len(rows)]
         prompt = self.sample.prompt
         answers = generate(self.adapter, EvictedPrompt(cache, logits), (), self.run.generate, check=self.finite)
-        texts = [grading.decode_answer(tokens, self.adapter.tokenizer.decode) for tokens in answers]
-        graded = grading.metrics_of([prompt])
-        return [grading.grade(text, prompt, graded) for text in texts]
+        texts = [decode_answer(tokens, self.adapter.tokenizer.decode) for tokens in answers]
+        graded = metrics_of([prompt])
+        return [grade(text, prompt, graded) for text in texts]
 
 
 def _make_batch(
@@ -274,7 +274,8 @@ class MixtureMeasurer:
         for start in range(0, len(lacking), rows):
             prefilled = self._sample(sample, rows)
             self.store.add(prefilled.measure(lacking[start : start + rows], by_head), prefilled.same.numpy())
-            self._report_progress()
+            done = sum(map(len, self.store.rows.values()))
+            self.progress(min(done, self.expected), self.expected)
 
     def _sample(self, sample: str, rows: int) -> MixtureSample:
         """Return a prompt after its prefill, which stays in memory; the oldest one is dropped when memory is full."""
@@ -287,11 +288,6 @@ class MixtureMeasurer:
             prompt, run = self.prompts[sample], self.planned.resolved
             self.samples[sample] = MixtureSample(self.model, prompt, run, self.planned.resources, rows)
         return self.samples[sample]
-
-    def _report_progress(self) -> None:
-        """Call `progress` with the number of stored mixtures and the number expected."""
-        done = sum(map(len, self.store.rows.values()))
-        self.progress(min(done, self.expected), self.expected)
 
 
 def _prompts_in_memory(planned: Plan) -> int:

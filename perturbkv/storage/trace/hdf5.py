@@ -1,6 +1,6 @@
 """Reading an HDF5 file: whatever HDF5 cannot read is a TraceError of one line.
 
-HDF5 checks the sums of numbers (Fletcher32), headers and indices as it reads them; `validation` checks once that the
+HDF5 checks the sums of numbers (Fletcher32), headers and indices as it reads them; `trace_file` checks once that the
 contents are a trace.
 """
 

@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from perturbkv.configs import layer_types
 from perturbkv.configs.run import RunConfig
-from perturbkv.schema import MEASURED_LAYERS, ROWS, Variable
+from perturbkv.schema import AXES, FLAGS, FORMAT, FORMAT_VERSION, MEASURED_LAYERS, ROWS, STORED, Variable, least_bytes
 from perturbkv.storage.atomic_files import atomic_path
 from perturbkv.storage.run.sample_parts import Shapes
-from perturbkv.storage.trace.layout import AXES, FLAGS, FORMAT, FORMAT_VERSION, STORED, least_bytes
 from perturbkv.storage.trace.texts import storable_text
 from perturbkv.trace import FailedSample, SampleTrace, Trace, fill_value, trace_sizes, write_sample
 

@@ -1,13 +1,16 @@
-"""Sparse prefill: every layer's attention is masked by the lines that its own queries select.
+"""Readers of the full cache: configurations that evict nothing, and read some entries at each step or in a prefill.
 
-Exact and dense, in chunks of queries: it shows the loss, and computes masked logits that a sparse kernel would skip.
-Isolated quantities are measured in the layers of the full prefill.
+A reader of pages attends at each step to the pages that the step's query selects. A reader of lines has a sparse
+prefill of its own: every layer's attention is masked by the lines that its own queries select. This is exact and dense,
+in chunks of queries: it shows the loss, and computes masked logits that a sparse kernel would skip. Its isolated
+quantities are measured in the layers of the full prefill.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +21,18 @@ from torch import Tensor, nn
 from perturbkv import theory
 from perturbkv.cache.compact import full_cache
 from perturbkv.cache.entries import GatheredSet, KeptEntries, borrow
-from perturbkv.cache.makers import ActivationCheck, Entries, OwnPrefill, PrefilledLayer, PromptReading, entry_bits
+from perturbkv.cache.makers import (
+    ActivationCheck,
+    Entries,
+    Maker,
+    OwnPrefill,
+    PrefilledLayer,
+    PromptReading,
+    entry_bits,
+    maker_of_kept_sets,
+)
+from perturbkv.configs.cache_contents import EVICTED, PAGES_READ, SPARSE_PREFILL, CacheContents
+from perturbkv.configs.precision import FULL_BITS
 from perturbkv.configs.resources import CHUNK_BYTES, Resources
 from perturbkv.devices import block_bytes, stack_on_device, synchronise, to_device
 from perturbkv.models.adapter import Adapter
@@ -27,9 +41,9 @@ from perturbkv.pipeline.sample.capture import LOGITS, AttentionFunction, interce
 from perturbkv.pipeline.sample.full_layer import FullLayer
 from perturbkv.pipeline.sample.measure import LayerMasks
 from perturbkv.pipeline.sample.prefill import layer_norms
-from perturbkv.pipeline.variants.reader import Reader
 from perturbkv.scoring.value_norms import euclidean_value_norms
 from perturbkv.scoring.window_attention import causal_logits
+from perturbkv.selection.page_selection import AnyGroup, PagedLayer, PageGroup, PageReader, page_groups
 from perturbkv.selection.resolved_config import ResolvedConfig
 from perturbkv.selection.sparse_lines import (
     LastQueries,
@@ -41,6 +55,56 @@ from perturbkv.selection.sparse_lines import (
     sparse_prefill_groups,
 )
 from perturbkv.theory import WORK, Summands, softmax_with_sinks
+
+
+class Reader(Maker):
+    """The maker of a configuration that evicts nothing.
+
+    Its rows hold the whole prompt. For isolated quantities it says which entries are read; these are stored as its kept
+    sets, and its budget counts them.
+    """
+
+    @classmethod
+    @abstractmethod
+    def groups(
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+    ) -> Sequence[AnyGroup]:
+        """Return the entries of one layer that the reader's configurations among `configs` read.
+
+        `queries` are those of the full run's decode steps.
+        """
+
+
+@dataclass(frozen=True)
+class PagedCacheReader(Reader):
+    """The reader of the pages that each query selects."""
+
+    config: ResolvedConfig
+
+    @classmethod
+    def groups(
+        cls, layer: FullLayer, configs: Sequence[ResolvedConfig], queries: Sequence[Float[Tensor, "head d_head"]]
+    ) -> list[PageGroup]:
+        """Return the groups of the page-reading configurations in one layer, from one query per step."""
+        return page_groups(configs, lambda config: _paged_layer(layer, config), queries, layer.tokens)
+
+    def make(self, layer: PrefilledLayer, kept: GatheredSet) -> Entries:
+        """Return all entries, with a reader that selects pages; none where the budget covers the prompt."""
+        n, config, row, bounds = layer.tokens, self.config, borrow(layer.prompt_keys, layer.prompt_values), 0
+        read, (kv_heads, _, d_head) = config.kept_entries(n), layer.prompt_keys.shape
+        if read < n:
+            row = replace(row, reader=PageReader(config, _paged_layer(layer, config), n))
+            bounds = config.blocks(n).full
+        heads = layer.adapter.heads if config.granularity.name == "query" else kv_heads
+        return Entries(row, 2 * FULL_BITS * d_head * kv_heads * (n + bounds), heads * read)
+
+
+def _paged_layer(layer: PrefilledLayer, config: ResolvedConfig) -> PagedLayer:
+    """Return a layer split into a configuration's pages, once per page size and window."""
+    return layer.once(
+        ("pages", config.block, config.window),
+        lambda: PagedLayer.from_keys(layer.statistics_of(config), layer.prompt_keys, layer.scale, config.block),
+    )
 
 
 @dataclass(frozen=True)
@@ -245,3 +309,23 @@ class _LineAttention:
         weights = softmax_with_sinks(logits, self.adapter.sinks(layer))[0]
         mixed = weights.view(groups, -1, key.shape[1]) @ value.to(work)
         return mixed.view(len(query), -1, value.shape[-1]).to(query.dtype)
+
+
+_MAKERS: Mapping[CacheContents, Callable[[ResolvedConfig], Maker]] = {
+    EVICTED: maker_of_kept_sets,
+    PAGES_READ: PagedCacheReader,
+    SPARSE_PREFILL: SparsePrefillReader,
+}
+
+
+def maker_of(config: ResolvedConfig) -> Maker:
+    """Return the maker of a configuration's cache, the same object in all layers and prompts of a run."""
+    return config.once(Maker, lambda: _MAKERS[config.cache_contents](config))
+
+
+def readers_of(configs: Sequence[ResolvedConfig]) -> list[type[Reader]]:
+    """Return the kinds of readers of the full cache that the configurations have, in a fixed order."""
+    makers = list(map(maker_of, configs))
+    return [
+        kind for kind in (PagedCacheReader, SparsePrefillReader) if any(isinstance(maker, kind) for maker in makers)
+    ]
