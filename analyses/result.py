@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record
+from perturbkv.analyses.conclusions import Claim, conclude
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.display import Part, Table, as_html, as_text
 from perturbkv.errors import ConfigError
@@ -47,9 +48,17 @@ class Result(Record, ABC):
 
     identity: RunIdentity
 
-    @abstractmethod
+    def claims(self) -> Sequence[Claim]:
+        """Return what the result claims, the answer to its question first."""
+        raise NotImplementedError
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: settings, and the number of samples."""
+        return [text.sample_note(self.identity.samples)]
+
     def conclusion(self) -> str:
-        """Return the conclusion in one sentence with interval and n, or why there is none."""
+        """Return the claims as one sentence, with what they are of."""
+        return conclude(self.claims(), self.scope())
 
     def title(self) -> str:
         """Return the table's title, a few words."""
@@ -182,10 +191,6 @@ class Several(Sequenced[MemberResult], Result):
 
     members: tuple[MemberResult, ...]
     identity: RunIdentity
-
-    def conclusion(self) -> str:
-        """Return the members' sentences, a line each."""
-        return "\n".join(member.conclusion() for member in self.members)
 
     def title(self) -> str:
         """Return the title of the first member."""

@@ -14,6 +14,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import Axis, named_axes
 from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.columns import Line, Record, column, interval, record
+from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -22,7 +23,7 @@ from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
 from perturbkv.analyses.stats.intervals import Band, OptionalInterval
-from perturbkv.analyses.text import sample_note, sentence
+from perturbkv.analyses.verdicts import verdict_at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.selections import STAGED
@@ -163,10 +164,17 @@ class Cliffs(Sequenced[Cliff], Result):
     members: tuple[Cliff, ...] = column("the first is what the others are compared with", key="methods")
     identity: RunIdentity
 
-    def conclusion(self) -> str:
-        """Return the budget at which each method passes each threshold, and its ratio to the first method's."""
-        clauses = "; ".join(self._threshold_clause(index, threshold) for index, threshold in enumerate(self.thresholds))
-        return sentence(f"median KL of the next token stays {clauses} ({sample_note(self.identity.samples)})")
+    def claims(self) -> Sequence[Claim]:
+        """Return the budget from which on methods stay below each threshold, and if they need less than the first."""
+        claims: list[Claim] = []
+        for index, threshold in enumerate(self.thresholds):
+            crossings = [(method.name, method.crossings[index]) for method in self.members]
+            budgets = [Case(name, one.value, one.budget.removeprefix("*")) for name, one in crossings]
+            verb = f"stays below {threshold:g} nat from budget"
+            claims.append(Claim("median KL of the next token" if not claims else "it", verb, budgets))
+        first = self.members[0].name
+        needs = [(method.name, _needs(method)) for method in self.members[1:]]
+        return claims + [Claim(name, "needs", cases, COMPARED, first, is_name=True) for name, cases in needs if cases]
 
     def title(self) -> str:
         """Return the table's title."""
@@ -210,16 +218,6 @@ class Cliffs(Sequenced[Cliff], Result):
             for method in self.members for index, config in enumerate(method.configs)
         ]  # fmt: skip
 
-    def _threshold_clause(self, index: int, threshold: float) -> str:
-        """Return a clause with each method's budget from which on KL stays below a threshold."""
-        where = ", ".join(
-            f"{method.crossings[index].budget.removeprefix('*')} with {method.name}" for method in self.members
-        )
-        first = self.members[0].name
-        ratios = [(method.name, method.ratios[index]) for method in self.members[1:]]
-        needs = [f"{name} needs {method.over_first} of {first}'s" for name, method in ratios if not isnan(method.ratio)]
-        return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
-
     def _crossing_ratio(self, method: Cliff, index: int) -> CrossingRatio:
         """Return the ratio of a method's crossing to the first method's, for the threshold at `index`."""
         samples = self.identity.samples
@@ -238,6 +236,15 @@ class Cliffs(Sequenced[Cliff], Result):
             if count
         ]
         return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
+
+
+def _needs(method: Cliff) -> list[Case]:
+    """Return a method's budget over the first one's at each threshold, where it is known, as cases."""
+    return [
+        Case(f"{one.threshold:g} nat", one.ratio, f"{one.over_first} of it", verdict_at(one.interval, 1))
+        for one in method.ratios
+        if not isnan(one.ratio)
+    ]
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
+from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.heads.head_comparison import (
     ANALYSIS,
     HEADS,
@@ -20,10 +21,9 @@ from perturbkv.analyses.heads.head_comparison import (
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, short_names, side_names
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, short_names
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs, pairs_of
-from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError
@@ -69,15 +69,16 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         changed = tuple(one for one in self.changed if one.config in shown)
         return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed)
 
-    def conclusion(self) -> str:
-        """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
-        pairs, first = pairs_of(self.members), self.members[0]
-        clause = comparisons(pairs, self._cases("propagated"))
+    def claims(self) -> Sequence[Claim]:
+        """Return by how much the treatments perturb more or less."""
+        return compare_sides(pairs_of(self.members), self._cases("propagated"))
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of, for a single pair with the share of better heads."""
+        first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        terms = non_default_terms(first.distance, first.step)
-        where = ["propagated, sum over heads", *share, *terms, sample_note(self.identity.samples)]
-        return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
+        return ["propagated, sum over heads", *share, *non_default_terms(first.distance, first.step), *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
@@ -134,7 +135,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         if not different or len(self) > 1:
             return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
         (case,) = self._cases("isolated")
-        return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
+        return [f"Isolated perturbation says otherwise: {case.text}."]
 
     def _flagged_note(self) -> list[str]:
         """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""

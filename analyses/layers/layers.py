@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
+from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import (
     ANALYSIS,
@@ -27,20 +28,20 @@ from perturbkv.analyses.layers.drift import (
 from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, side_names
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.sides import Pair, Sides, all_series, configs_of, pairs_of
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
-from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
+from perturbkv.analyses.sides import Sides, all_series, configs_of, pairs_of
+from perturbkv.analyses.text import percent, sample_note
+from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, non_default_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
           "noise_floor", "verdict")  # fmt: skip
+_SHARES = {MORE: "most samples", LESS: "fewer than half of the samples"}
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
 class _LayerTable(ABC):
-    """The conclusion, title and table lines on drift by layer, shared by one series and several."""
+    """The claims, title and table lines on drift by layer, shared by one series and several."""
 
     ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -56,18 +57,17 @@ class _LayerTable(ABC):
     def _drifts(self) -> Sequence[LayerDrift]:
         """Return the drifts, one per pair of configurations."""
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
+        drifts = self._drifts()
+        return compare_sides(pairs_of(drifts), [drift.case() for drift in drifts], "drifts", " by the last layer")
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of, for a single pair with the number of layers that drift less."""
         drifts, first = self._drifts(), self._drifts()[0]
-        pairs = pairs_of(drifts)
-        clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
         layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
-        where = [
-            "mean over samples",
-            *([layers] if len(drifts) == 1 else []),
-            *non_default_terms(first.distance, first.step),
-        ]
-        return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
+        terms = [*([layers] if len(drifts) == 1 else []), *non_default_terms(first.distance, first.step)]
+        return ["mean over samples", *terms, sample_note(first.identity.samples)]
 
     def title(self) -> str:
         """Return the table's title: distance, baseline, treatments and shared choices."""
@@ -147,11 +147,6 @@ def _title(drifts: Sequence[DriftPair]) -> str:
     return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(pairs_of(drifts))}"
 
 
-def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return the clause as a sentence; a treatment's name at its start keeps its case."""
-    return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
-
-
 def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
     """Return the data frame rows of a drift, one per layer."""
     labels = {**pair_columns(drift.baseline, drift.treatment), "distance": drift.distance, "step": drift.step}
@@ -201,7 +196,7 @@ def layer_drift(
 
 
 class _SampleTable(ABC):
-    """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
+    """The claims, title and table lines on single samples' drift, shared by one series and several."""
 
     ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
@@ -211,30 +206,24 @@ class _SampleTable(ABC):
     def _drifts(self) -> Sequence[LastLayer]:
         """Return the drifts, one per pair of configurations."""
 
-    def conclusion(self) -> str:
-        """Return in how many samples the treatments drift less than their baselines, by exact intervals."""
-        drifts, first = self._drifts(), self._drifts()[0]
-        pairs, names = pairs_of(drifts), pair_names(pairs_of(drifts))
-        sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
-        baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
-        shares = extremes([
-            (name, drift.improved_share, text.percent(drift.improved_share, drift.improved_share_interval))
-            for name, drift in zip(names, drifts, strict=True)
-        ])  # fmt: skip
-        words = {
-            1: (f"{treatment} drifts less than {baseline} in most samples", "in most"),
-            -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
-            0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
-        }
-        where = [
-            "after the last layer",
-            *non_default_terms(first.distance, first.step),
-            f"n = {plural(first.identity.samples, 'sample')}",
+    def claims(self) -> Sequence[Claim]:
+        """Return whether the treatments drift less than their baselines in most samples, by exact intervals."""
+        drifts = self._drifts()
+        pairs = pairs_of(drifts)
+        sides = {side_names(*pair) for pair in pairs}
+        is_name = len(sides) == 1
+        baseline, treatment = sides.pop() if is_name else ("its baseline", "the treatment")
+        cases = [
+            Case.number(name, drift.improved_share, drift.improved_share_interval, percent, 0.5, drift.identity.samples)
+            for name, drift in zip(pair_names(pairs), drifts, strict=True)
         ]
-        clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
-        if first.identity.samples >= MIN_SAMPLES:
-            clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
-        return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
+        return [Claim(treatment, f"drifts less than {baseline} in", cases, _SHARES, is_name=is_name)]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claim is of."""
+        first = self._drifts()[0]
+        samples = f"n = {plural(first.identity.samples, 'sample')}"
+        return ["after the last layer", *non_default_terms(first.distance, first.step), samples]
 
     def title(self) -> str:
         """Return the table's title: distance, baseline, treatments and shared choices."""

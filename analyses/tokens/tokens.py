@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.names import pair_columns, plural, side_names
 from perturbkv.analyses.result import Result
@@ -213,19 +214,23 @@ class Tokens(Result):
         """Evicted entries of the treatment that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[1]
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
         head, (first, second) = self.shown, side_names(self.baseline, self.treatment)
-        why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[self.chosen]
-        opening = f"Of '{escape_line(self.sample)}', head {head.name}{why}:"
-        if not head.baseline_only and not head.treatment_only:
-            same = f"{second} keeps the same {plural(head.both, 'token')} as {first}"
-            return f"{opening} {same} (b = {self.baseline.budget})."
         kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
-        moved = f"{text.percent(head.treatment)} of its norm instead of {text.percent(head.baseline)}"
-        others = plural(head.treatment_only, "other")
-        where = f"(isolated, b = {self.baseline.budget})"
-        return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
+        others = f" and {plural(head.treatment_only, 'other')}"
+        moved = Case("", head.treatment, text.percent(head.treatment))
+        instead = f" of its norm, with {first} by {text.percent(head.baseline)}"
+        return [
+            Claim(second, "keeps", [Case("", head.both, kept)], where=others, is_name=True),
+            Claim("its output", "moves by", [moved], where=instead),
+        ]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: one head of one prompt."""
+        why = {"": "", "layer": ", which changes most in its layer", "model": ", which changes most of all"}
+        head = f"head {self.shown.name} of '{escape_line(self.sample)}'{why[self.chosen]}"
+        return [head, f"isolated, b = {self.baseline.budget}"]
 
     def title(self) -> str:
         """Return the table's title: both sides, and the way in which its heads were chosen."""
