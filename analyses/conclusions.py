@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple
 
-from perturbkv.analyses.names import plural, short_names, side_names
-from perturbkv.analyses.sides import Pair
+from perturbkv.analyses.names import PairRecord, plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval
 from perturbkv.analyses.text import capitalise, difference
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, FEW, LESS, MORE, UNDECIDED, ratio_verdict, verdict_at
@@ -165,26 +164,26 @@ def conclude(claims: Sequence[Claim], scope: Sequence[str]) -> str:
     return f"{capitalise(clauses, *names)} ({'; '.join(scope)})."
 
 
-def compare_sides(pairs: Sequence[Pair], cases: Sequence[Case], verb: str = "perturbs", where: str = "") -> list[Claim]:
+def compare_sides(
+    comparisons: Sequence[PairRecord], cases: Sequence[Case], verb: str = "perturbs", where: str = ""
+) -> list[Claim]:
     """Return a claim for each baseline and treatment, over all their settings.
 
     More than three combinations of sides are one claim, of 'the treatment' and 'its baseline'.
 
     Args:
-        pairs: baseline and treatment of each case.
-        cases: one per pair, ratios of the treatment's number to the baseline's.
+        comparisons: of pairs of configurations.
+        cases: one per comparison, ratios of the treatment's number to the baseline's.
         verb: what treatments do.
         where: text after each baseline's name.
     """
-    members: dict[tuple[str, str], list[int]] = {}
-    for index, pair in enumerate(pairs):
-        members.setdefault(side_names(*pair), []).append(index)
+    members: dict[tuple[str, str], list[Case]] = {}
+    for comparison, case in zip(comparisons, cases, strict=True):
+        members.setdefault(comparison.sides, []).append(case)
     is_name = len(members) <= _MOST_CLAIMS
     if not is_name:
-        members = {("its baseline", "the treatment"): list(range(len(pairs)))}
-    claims = []
-    for (baseline, treatment), indices in members.items():
-        names = short_names([pairs[index][1] for index in indices])
-        named = [cases[index]._replace(name=name) for index, name in zip(indices, names, strict=True)]
-        claims.append(Claim(treatment, verb, named, COMPARED, baseline, where, is_name=is_name))
-    return claims
+        members = {("its baseline", "the treatment"): list(cases)}
+    return [
+        Claim(treatment, verb, own, COMPARED, baseline, where, is_name=is_name)
+        for (baseline, treatment), own in members.items()
+    ]

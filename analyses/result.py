@@ -35,12 +35,14 @@ class Result(Record, ABC):
         FIRST: heading of the first column, the lines' names.
         ROWS: what `records` has a row for, where that is finer than the table: `heads`, `samples`.
         HAS_SHARES, HAS_MEDIANS: whether the table holds shares of samples, or medians over samples.
+        SCOPE: what the claims are of, beside the number of samples.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
 
     KEY: ClassVar[str] = ""
     SHOWN: ClassVar[tuple[str, ...]] = ()
     DOCUMENT: ClassVar[str] = "every analysis"
+    SCOPE: ClassVar[str] = ""
     FIRST: ClassVar[str] = "configuration"
     ROWS: ClassVar[str] = ""
     HAS_SHARES: ClassVar[bool] = False
@@ -49,12 +51,12 @@ class Result(Record, ABC):
     identity: RunIdentity
 
     def claims(self) -> Sequence[Claim]:
-        """Return what the result claims, the answer to its question first."""
-        raise NotImplementedError
+        """Return what the result claims, the answer to its question first; an audit, a diagnosis, claims nothing."""
+        return ()
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: settings, and the number of samples."""
-        return [text.sample_note(self.identity.samples)]
+        return list(filter(None, [self.SCOPE, text.sample_note(self.identity.samples)]))
 
     def conclusion(self) -> str:
         """Return the claims as one sentence, with what they are of."""
@@ -158,7 +160,7 @@ class Result(Record, ABC):
 
     def screen(self) -> list[Part]:
         """Return the displayed parts: the conclusion, the run in one line, the table, the notes."""
-        return [self.conclusion(), self.identity.lines()[0], *self.body(), self.notes()]
+        return [self.conclusion(), self.identity.run_line(), *self.body(), self.notes()]
 
 
 Member = TypeVar("Member")

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import fold, side_names
+from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
@@ -163,4 +163,4 @@ def _players_label(result: Patching) -> str:
 
 def _baseline_name(result: Patching) -> str:
     """Return the baseline's name."""
-    return side_names(result.baseline, result.treatment)[0]
+    return result.sides[0]

@@ -25,6 +25,7 @@ class Ablation(SettingsResult):
     """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     SECTION: ClassVar[str] = "ablation"
+    SCOPE: ClassVar[str] = "propagated, all heads"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
@@ -49,10 +50,6 @@ class Ablation(SettingsResult):
             Claim(method, "perturbs", self.cases(method), COMPARED, BASELINE, is_name=True),
             *(Claim(phrase, "perturbs", cases, COMPARED, without) for phrase, cases, without in gains if cases),
         ]
-
-    def scope(self) -> Sequence[str]:
-        """Return what the claims are of."""
-        return ["propagated, all heads", *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: the baseline, and the choices of a single setting."""

@@ -375,6 +375,7 @@ class MethodRanking(SettingsResult):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
     SECTION: ClassVar[str] = "ablation --methods"
+    SCOPE: ClassVar[str] = "propagated, all heads"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "propagated_ratio", "over_random", "over_attention")
     FIRST: ClassVar[str] = "method"
@@ -396,10 +397,6 @@ class MethodRanking(SettingsResult):
                 where = " at equal protection"
                 claims.append(Claim("it", "perturbs", against, COMPARED, control, where, margin=self._within))
         return claims
-
-    def scope(self) -> Sequence[str]:
-        """Return what the claims are of."""
-        return ["propagated, all heads", *super().scope()]
 
     @property
     def _within(self) -> str:

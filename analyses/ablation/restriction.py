@@ -125,6 +125,7 @@ class Restriction(SettingsResult):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION: ClassVar[str] = "ablation --restrictions"
+    SCOPE: ClassVar[str] = "propagated, all heads, equal budgets"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST: ClassVar[str] = "one set per"
@@ -138,10 +139,6 @@ class Restriction(SettingsResult):
         baseline = f"one of single entries per {RESTRICTION_BASELINE} head"
         missing = f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query"
         return [Claim("a restricted kept set", "perturbs", self.cases(), COMPARED, baseline, missing=missing)]
-
-    def scope(self) -> Sequence[str]:
-        """Return what the claim is of."""
-        return ["propagated, all heads, equal budgets", *super().scope()]
 
     def cases(self) -> list[Case]:
         """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""

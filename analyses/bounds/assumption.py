@@ -17,7 +17,6 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.names import common, short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
@@ -216,8 +215,7 @@ class Assumption(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether Assumption 1 holds in most heads, by the share of heads at each budget and α."""
-        named = zip(self._names(), self.configs, strict=True)
-        readings = [(name, config.sigma_stage1) for name, config in named]
+        readings = [(name, config.sigma_stage1) for name, config in self._named]
         cases = [
             Case.number(name, reading.share, reading.share_interval, text.percent, 0.5) for name, reading in readings
         ]
@@ -229,27 +227,24 @@ class Assumption(Result):
 
     def title(self) -> str:
         """Return the table's title: the share that it shows, and the shared choices."""
-        return f"share of heads that keep more than half of the attention: {common(self.identity.configs)}"
+        return f"share of heads that keep more than half of the attention: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration, with its σ of stage 1."""
-        return [
-            Line(name, (config, config.sigma_stage1)) for name, config in zip(self._names(), self.configs, strict=True)
-        ]
+        return [Line(name, (config, config.sigma_stage1)) for name, config in self._named]
 
     def details(self) -> Sequence[Part]:
         """Return a table per reading of σ, and the heads whose mean σ of stage 1 is at most 0.5."""
-        named = list(zip(self._names(), self.configs, strict=True))
         readings = [
             table(
                 f"{title} ({variable})",
-                [Line(name, (config.readings[variable],)) for name, config in named],
+                [Line(name, (config.readings[variable],)) for name, config in self._named],
                 ("share", "weak_count", "weak_layers"),
                 self.FIRST,
             )
             for variable, title in READINGS.items()
         ]
-        weak = [Line(name, (config.sigma_stage1,)) for name, config in named]
+        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._named]
         return [
             *readings,
             table("heads that fail in stage 1", weak, ("weak_names",), self.FIRST),
@@ -269,9 +264,10 @@ class Assumption(Result):
             )
         ]
 
-    def _names(self) -> list[str]:
-        """Return the short name of each configuration, or the selection's name for a single configuration."""
-        return [name or self.selection for name in short_names([config.config for config in self.configs])]
+    @property
+    def _named(self) -> list[tuple[str, ConfigAssumption]]:
+        """The configurations with their names."""
+        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Assumption:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,11 +23,11 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, short_names
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import complement, factor, sample_note
+from perturbkv.analyses.text import factor, sample_note
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -97,18 +96,11 @@ class BoundTightness(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
-        named = self._named()
-        covered = [
-            Case.number(name, 1 - config.flagged_share, complement(config.flagged_share_interval), text.percent)
-            for name, config in named
-        ]
-        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in named]
+        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
         verb, missing = f"over the perturbation of {self.selection} is", self._no_ratio_reason()
         tightness = Claim(f"the paper's bound {_BOUND}", verb, factors, missing=missing)
-        coverage = Claim("it", "covers", covered, where=" of heads")
-        is_known = not all(isnan(case.value) for case in factors)
-        return [tightness, *([coverage] if is_known else []), *self._order_claims()]
+        return [tightness, *self._order_claims()]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
@@ -119,8 +111,7 @@ class BoundTightness(Result):
 
     def title(self) -> str:
         """Return the table's title: the ratios that it shows, and the shared choices."""
-        shared = common(self.identity.configs)
-        return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {shared}"
+        return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration of the selection."""
@@ -173,8 +164,7 @@ class BoundTightness(Result):
 
     def _named(self) -> list[tuple[str, Tightness]]:
         """Return the shown configurations with their short names."""
-        names = short_names([config.config for config in self.shown])
-        return [(name or self.selection, config) for name, config in zip(names, self.shown, strict=True)]
+        return list(zip(self.identity.names, self.shown, strict=True))
 
     def _no_ratio_reason(self) -> str:
         """Return the reason why θ̂ / L is unknown, as a clause."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from math import isnan
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import Axis, named_axes
 from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.columns import Line, Record, column, interval, record
-from perturbkv.analyses.conclusions import COMPARED, Case, Claim
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -23,7 +22,6 @@ from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
 from perturbkv.analyses.stats.intervals import Band, OptionalInterval
-from perturbkv.analyses.verdicts import verdict_at
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.selections import STAGED
@@ -165,16 +163,20 @@ class Cliffs(Sequenced[Cliff], Result):
     identity: RunIdentity
 
     def claims(self) -> Sequence[Claim]:
-        """Return the budget from which on methods stay below each threshold, and if they need less than the first."""
-        claims: list[Claim] = []
-        for index, threshold in enumerate(self.thresholds):
-            crossings = [(method.name, method.crossings[index]) for method in self.members]
-            budgets = [Case(name, one.value, one.budget.removeprefix("*")) for name, one in crossings]
-            verb = f"stays below {threshold:g} nat from budget"
-            claims.append(Claim("median KL of the next token" if not claims else "it", verb, budgets))
-        first = self.members[0].name
-        needs = [(method.name, _needs(method)) for method in self.members[1:]]
-        return claims + [Claim(name, "needs", cases, COMPARED, first, is_name=True) for name, cases in needs if cases]
+        """Return the budget from which on methods stay below each threshold."""
+        shown = [(method.name, one) for method in self.members for one in method.crossings]
+        return [
+            Claim(
+                "median KL of the next token",
+                f"stays below {threshold:g} nat from budget",
+                [
+                    Case(name, one.value, one.budget.removeprefix("*"))
+                    for name, one in shown
+                    if one.threshold == threshold
+                ],
+            )
+            for threshold in self.thresholds
+        ]
 
     def title(self) -> str:
         """Return the table's title."""
@@ -236,15 +238,6 @@ class Cliffs(Sequenced[Cliff], Result):
             if count
         ]
         return [f"Stage 1 takes no entry: {', '.join(named)}."] if named else []
-
-
-def _needs(method: Cliff) -> list[Case]:
-    """Return a method's budget over the first one's at each threshold, where it is known, as cases."""
-    return [
-        Case(f"{one.threshold:g} nat", one.ratio, f"{one.over_first} of it", verdict_at(one.interval, 1))
-        for one in method.ratios
-        if not isnan(one.ratio)
-    ]
 
 
 def cliff(trace: Trace, *, sides: Sides | None = None, kl: Sequence[float] = THRESHOLDS) -> Cliffs:

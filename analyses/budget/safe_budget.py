@@ -147,7 +147,7 @@ class SafeBudget(Record):
     def case(self) -> Case:
         """Return the smallest safe budget as a case, or the first limit that fails, at the largest budget."""
         if self.safe is not None:
-            return Case("", self.safe.config.budget.value, str(self.safe.config.budget), _SIDES[SAFE])
+            return Case("", self.safe.config.budget.value, f"{self.safe.config.budget} or more", _SIDES[SAFE])
         failing = next(limited for limited in self.verdicts if limited.state == self.state)
         failure = " ".join(failing.failure.split())
         return Case("", 0.0, f"{failing.criterion.quantity} at budget {failure}", _SIDES[self.state])

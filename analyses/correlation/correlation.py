@@ -7,7 +7,7 @@ tested it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from perturbkv.analyses.correlation.correlation_settings import (
     mark_significant_settings,
     pool_prompts,
 )
-from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE, Overall, format_estimate, format_points
+from perturbkv.analyses.correlation.correlation_tables import HEADLINE, Overall, format_estimate, format_points
 from perturbkv.analyses.correlation.lost_answers import BINS, LOST, Rule, check_bins
 from perturbkv.analyses.correlation.method_identity import (
     NAMES,
@@ -53,6 +53,7 @@ from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 _WHO = "the methods of a prompt that perturb its first step more"
+_EQUAL = f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
 _PERTURBED = {MORE: "more", LESS: "less"}
 _CHANCE = 0.5
 """Share of pairs by chance."""
@@ -62,73 +63,21 @@ _BELOW = {LESS: "below 0", MORE: "above 0", ALIKE: "0"}
 _ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
 
 
-def _beyond_claim(
-    statistic: str, beyond: Estimate, write: Callable[[Estimate], str], words: Mapping[str, str], margin: str
-) -> Claim:
+def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
     """Return the claim that a statistic differs from its method identity baseline, which is negligible within `margin`.
 
     Args:
         statistic: its name.
         beyond: the statistic less its baseline.
-        write: makes its text.
+        shown: its text.
         words: of its sides of 0.
         margin: `NOTHING` as text.
     """
     ends, verdict = beyond.interval, verdict_at(beyond.interval, 0)
     if verdict == UNDECIDED and ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING:
         verdict = EQUIVALENT
-    case, missing = Case("", beyond.value, write(beyond), verdict), "no data set has two such prompts"
+    case, missing = Case("", beyond.value, shown, verdict), "no data set has two such prompts"
     return Claim(f"{statistic} less what the methods' names tell", "is", [case], words, margin=margin, missing=missing)
-
-
-def _rank_claims(result: Correlation) -> list[Claim]:
-    """Return the claims on the sign of ρ, and on its excess over the method identity baseline."""
-    every = result.overall[0]
-    rho = every.strength(HEADLINE).rho
-    reasons = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in result.settings)))
-    why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
-    case = Case("", rho.value, f"ρ = {_estimate_text(rho)}", verdict_at(rho.interval, 0))
-    ranks = Claim(_WHO, "score", [case], COMPARED, missing=why)
-    beyond, margin = every.identity_baselines(HEADLINE).rho.beyond, f"within {NOTHING:g}"
-    return [ranks, *([] if isnan(rho.value) else [_beyond_claim("ρ", beyond, _estimate_text, _BELOW, margin)])]
-
-
-def _area_claims(result: Correlation) -> list[Claim]:
-    """Return the claims on the share of pairs with the lost answer more perturbed, and its excess over the baseline."""
-    every = result.overall[0]
-    area = every.strength(HEADLINE).auc
-    case = Case.number("", area.value, area.interval, text.percent, _CHANCE)
-    missing = " or ".join(dict.fromkeys(one.no_areas_reason() for one in result.settings))
-    subject, other = "a lost answer", "a kept one of its prompt"
-    pairs = Claim(subject, "is perturbed", [case], _PERTURBED, other, " in most pairs", missing=missing)
-    beyond, margin = every.identity_baselines(HEADLINE).auc.beyond, f"within {100 * NOTHING:g} points"
-    return [pairs, *([] if isnan(area.value) else [_beyond_claim("this share", beyond, _points_text, _ABOVE, margin)])]
-
-
-def _contrast_claims(every: Overall) -> list[Claim]:
-    """Return the claim that propagated L1 correlates more, or less, with scores than the evicted attention 1 − S does.
-
-    Empty where that is undecided, or ρ does not exceed the method identity baseline: then the difference says nothing
-    of the values, which 1 − S ignores.
-    """
-    rho = every.contrast(HEADLINE, AGAINST).rho
-    beyond = every.identity_baselines(HEADLINE).rho.beyond
-    verdict = {LESS: MORE, MORE: LESS}.get(verdict_at(rho.interval, 0), "")
-    if not verdict or verdict_at(beyond.interval, 0) != LESS:
-        return []
-    difference = f"ρ differs by {_estimate_text(rho)}, n = {plural(rho.prompts, 'deciding prompt')}"
-    given_up = f"the attention given up ({NAMES[AGAINST]})"
-    return [Claim(NAMES[HEADLINE], "tells", [Case("", rho.value, difference, verdict)], COMPARED, given_up)]
-
-
-def _estimate_text(one: Estimate) -> str:
-    """Return an estimate with its interval on one line."""
-    return format_estimate(one, " ")
-
-
-def _points_text(one: Estimate) -> str:
-    """Return a difference of shares in points of 100 on one line."""
-    return f"{format_points(one)} points"
 
 
 _TESTS = (
@@ -172,7 +121,31 @@ class Correlation(Result):
         if not answered:
             none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
             return [Claim(_WHO, "score", [], COMPARED, missing=f"{none}, so {NOTHING_TO_LOSE}")]
-        return [*_rank_claims(self), *_area_claims(self), *_contrast_claims(self.overall[0])]
+        strength, names = self.overall[0].strength(HEADLINE), self.overall[0].identity_baselines(HEADLINE)
+        rho, area, less_rho, less_area = strength.rho, strength.auc, names.rho.beyond, names.auc.beyond
+        unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
+        unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
+        scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
+        pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
+        kept, most = "a kept one of its prompt", " in most pairs"
+        return [
+            Claim(_WHO, "score", [scores], COMPARED, missing=" or ".join(unranked) or _EQUAL),
+            *(
+                []
+                if isnan(rho.value)
+                else [_beyond_claim("ρ", less_rho, format_estimate(less_rho, " "), _BELOW, "within 0.1")]
+            ),
+            Claim("a lost answer", "is perturbed", [pairs], _PERTURBED, kept, most, missing=" or ".join(unpaired)),
+            *(
+                []
+                if isnan(area.value)
+                else [
+                    _beyond_claim(
+                        "this share", less_area, f"{format_points(less_area)} points", _ABOVE, "within 10 points"
+                    )
+                ]
+            ),
+        ]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of: the budgets, and the prompts behind ρ and behind pairs of answers."""

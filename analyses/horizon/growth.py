@@ -19,7 +19,8 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.sides import Pair, PairRecord, pairs
+from perturbkv.analyses.names import PairRecord
+from perturbkv.analyses.sides import Pair, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, OptionalInterval, StatisticKind
@@ -270,11 +271,11 @@ class Advantage(PairRecord, Record):
     )
     last_ratio_interval: OptionalInterval = column("over samples", key="last_interval")
 
-    def cases(self) -> tuple[Case, Case]:
-        """Return the ratios of the first and of the last third as cases of comparisons."""
+    def cases(self, name: str = "") -> tuple[Case, Case]:
+        """Return the ratios of the first and of the last third as named cases of comparisons."""
         return (
-            Case.ratio("", self.first_ratio, self.first_ratio_interval),
-            Case.ratio("", self.last_ratio, self.last_ratio_interval),
+            Case.ratio(name, self.first_ratio, self.first_ratio_interval),
+            Case.ratio(name, self.last_ratio, self.last_ratio_interval),
         )
 
 

@@ -8,7 +8,6 @@ samples that have it, growth over each sample's own first and last third.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,9 +33,9 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, method_names, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sides import choose_sides, pairs_of, side_indices
+from perturbkv.analyses.sides import choose_sides, side_indices
 from perturbkv.analyses.text import factor, sample_note
 from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.display import Part
@@ -77,20 +76,16 @@ class Horizon(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return whether a selection's advantage lasts, and whether the error grows."""
-        pairs = pairs_of(self.advantages)
-        thirds = list(zip(*(advantage.cases() for advantage in self.advantages), strict=True)) or [(), ()]
-        first = compare_sides(pairs, thirds[0], where=f" in the first third of {self.steps} decode steps")
-        last = compare_sides(pairs, thirds[1], where=" in the last third")
-        advantages = [
-            claim for one, later in zip(first, last, strict=True) for claim in (one, replace(later, subject="it"))
-        ]
+        cases = [one.cases(self.identity.name_of(one.treatment)) for one in self.advantages]
+        first = compare_sides(
+            self.advantages, [one for one, _ in cases], where=f" in the first third of {self.steps} decode steps"
+        )
+        last = compare_sides(self.advantages, [one for _, one in cases], where=" in the last third")
         curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
         growth = [Case.number(name, curve.growth, curve.growth_interval, factor, 1) for name, curve in curves]
-        grows = Claim(
-            "the error", "", growth, _GROWTH, where=" from the first third to the last", noun="configuration",
-            missing="it is within rounding",
-        )  # fmt: skip
-        return [*advantages, grows]
+        where, rounding = " from the first third to the last", "it is within rounding"
+        grows = Claim("the error", "", growth, _GROWTH, where=where, noun="configuration", missing=rounding)
+        return [*(claim for both in zip(first, last, strict=True) for claim in both), grows]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
@@ -98,7 +93,7 @@ class Horizon(Result):
 
     def title(self) -> str:
         """Return the table's title: the quantity, the number of steps and the shared choices."""
-        return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {common(self.identity.configs)}"
+        return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
@@ -164,7 +159,7 @@ class Horizon(Result):
 
     def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
         """Return (short name, configuration) pairs."""
-        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
+        return list(zip(self.identity.names, self.configs, strict=True))
 
     def _fastest_heads(self, curve: Curve) -> str:
         """Return the heads whose perturbation grows beyond chance as text, the fastest first: '3-1 ×4.2 0-2 ×3.9'."""

@@ -14,7 +14,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, curve_names, method_names, plural
+from perturbkv.analyses.names import common, distinct_names
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
@@ -161,6 +161,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     """
 
     SECTION: ClassVar[str] = "layers"
+    SCOPE: ClassVar[str] = "share of samples"
     KEY: ClassVar[str] = "budgets"
     SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
     HAS_SHARES: ClassVar[bool] = True
@@ -178,10 +179,6 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
         cases = [Case.number(name, point.top1, point.top1_interval, text.percent) for name, point in points]
         return [Claim("the next token", "is the full run's in", cases)]
 
-    def scope(self) -> Sequence[str]:
-        """Return what the claim is of."""
-        return ["share of samples", f"n = {plural(self.identity.samples, 'sample')}"]
-
     def title(self) -> str:
         """Return the table's title: the distance, and the choices that all configurations share."""
         shared = common(self.identity.configs, "budget")
@@ -194,8 +191,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     def _points(self) -> list[tuple[str, BudgetCurve, int]]:
         """Return (configuration's name, curve, index of the budget) for every configuration."""
         points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
-        names = method_names([curve.configs[index] for curve, index in points])
-        return [(name, *point) for name, point in zip(names, points, strict=True)]
+        return [(name, *point) for name, point in zip(self.identity.names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on cache shares above 1; empty without such shares."""
@@ -243,7 +239,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     measured = Measurements(trace, ANALYSIS, step)
     run = measured.trace.run
     groups = [indices for side in sides for indices in sweeps(run, side)]
-    names = curve_names([run.configs[indices[0]] for indices in groups])
+    names = distinct_names([run.configs[indices[0]] for indices in groups], "budget")
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]

@@ -15,7 +15,7 @@ from perturbkv.analyses.columns import Record, column, derived, interval, record
 from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.sides import PairRecord
+from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval

@@ -5,10 +5,10 @@ Paper, figures 3a, 3b, 5 and 6.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
@@ -26,10 +26,9 @@ from perturbkv.analyses.layers.drift import (
     compare_samples,
 )
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, side_names
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.sides import Sides, all_series, configs_of, pairs_of
-from perturbkv.analyses.text import percent, sample_note
+from perturbkv.analyses.sides import Sides, all_series, configs_of
 from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, non_default_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
@@ -37,11 +36,37 @@ from perturbkv.trace import Trace
 _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
           "noise_floor", "verdict")  # fmt: skip
 _SHARES = {MORE: "most samples", LESS: "fewer than half of the samples"}
+Drift = TypeVar("Drift", bound=DriftPair)
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
-class _LayerTable(ABC):
-    """The claims, title and table lines on drift by layer, shared by one series and several."""
+class _DriftTable(Generic[Drift], Result):
+    """A table of drift, by layer or by sample, of one series or of several."""
+
+    members: tuple[Any, ...]
+
+    @cached_property
+    def pairs(self) -> list[Drift]:
+        """The drifts, one per pair of configurations."""
+        return [pair for one in self.members for pair in (one if isinstance(one, Sequenced) else [one])]
+
+    @cached_property
+    def _named(self) -> list[tuple[str, Drift]]:
+        """The drifts with their distinct names."""
+        return list(zip(pair_names(self.pairs), self.pairs, strict=True))
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of."""
+        return [*non_default_terms(self.pairs[0].distance, self.pairs[0].step), *super().scope()]
+
+    def title(self) -> str:
+        """Return the table's title: distance, baseline, treatments and shared choices."""
+        distance = DISTANCES[self.pairs[0].distance]
+        return f"{distance} drift after the last layer, {pairs_title(self.pairs, self.identity.shared)}"
+
+
+class _LayerTable(_DriftTable[LayerDrift]):
+    """The claims and table lines on drift by layer."""
 
     ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -51,45 +76,29 @@ class _LayerTable(ABC):
         "mean_ratio",
         "layer_counts",
     )
-    HAS_MEDIANS = True
-
-    @abstractmethod
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
+    SCOPE: ClassVar[str] = "mean over samples"
+    HAS_MEDIANS: ClassVar[bool] = True
 
     def claims(self) -> Sequence[Claim]:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
-        drifts = self._drifts()
-        return compare_sides(pairs_of(drifts), [drift.case() for drift in drifts], "drifts", " by the last layer")
-
-    def scope(self) -> Sequence[str]:
-        """Return what the claims are of, for a single pair with the number of layers that drift less."""
-        drifts, first = self._drifts(), self._drifts()[0]
-        layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
-        terms = [*([layers] if len(drifts) == 1 else []), *non_default_terms(first.distance, first.step)]
-        return ["mean over samples", *terms, sample_note(first.identity.samples)]
-
-    def title(self) -> str:
-        """Return the table's title: distance, baseline, treatments and shared choices."""
-        return _title(self._drifts())
+        cases = [drift.case(name) for name, drift in self._named]
+        return compare_sides(self.pairs, cases, "drifts", " by the last layer")
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair, with its last layer and the number of layers in which the treatment drifts less."""
-        drifts = self._drifts()
-        return [Line(name, (drift, drift.after(-1)))
-                for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]  # fmt: skip
+        return [Line(name, (drift, drift.after(-1))) for name, drift in self._named]
 
     def details(self) -> Sequence[Part]:
         """Return a table of the first, the middle and the last layer, and the definitions of drift and tie."""
-        drifts = self._drifts()
+        drifts = self.pairs
         last = len(drifts[0].ratio) - 1
         lines = [
             Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
-            for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)
+            for name, drift in self._named
             for layer in dict.fromkeys((0, last // 2, last))
         ]
         return [
-            table(f"{_title(drifts).partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
+            table(f"{self.title().partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
             f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
             text.TIES_NOTE,
             *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
@@ -108,10 +117,6 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
 
     members: tuple[LayerDrift, ...] = column("one per budget", key="drifts")
     identity: RunIdentity
-
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
-        return self.members
 
     def caveats(self) -> Sequence[str]:
         """Return the note that only equal drifts tie, where the trace holds no noise floor."""
@@ -135,16 +140,7 @@ class LayerDrifts(_LayerTable, Several[DriftSeries]):
     @derived()
     def drifts(self) -> tuple[LayerDrift, ...]:
         """One per pair of configurations."""
-        return tuple(drift for series in self.members for drift in series)
-
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
-        return self.drifts
-
-
-def _title(drifts: Sequence[DriftPair]) -> str:
-    """Return the title of a table of drifts: distance, sides and shared choices."""
-    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(pairs_of(drifts))}"
+        return tuple(self.pairs)
 
 
 def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
@@ -195,44 +191,28 @@ def layer_drift(
     return LayerDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
 
 
-class _SampleTable(ABC):
-    """The claims, title and table lines on single samples' drift, shared by one series and several."""
+class _SampleTable(_DriftTable[LastLayer]):
+    """The claims and table lines on single samples' drift."""
 
     ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
-    HAS_SHARES = True
-
-    @abstractmethod
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
+    SCOPE: ClassVar[str] = "after the last layer"
+    HAS_SHARES: ClassVar[bool] = True
 
     def claims(self) -> Sequence[Claim]:
         """Return whether the treatments drift less than their baselines in most samples, by exact intervals."""
-        drifts = self._drifts()
-        pairs = pairs_of(drifts)
-        sides = {side_names(*pair) for pair in pairs}
+        sides = {one.sides for one in self.pairs}
         is_name = len(sides) == 1
         baseline, treatment = sides.pop() if is_name else ("its baseline", "the treatment")
         cases = [
-            Case.number(name, drift.improved_share, drift.improved_share_interval, percent, 0.5, drift.identity.samples)
-            for name, drift in zip(pair_names(pairs), drifts, strict=True)
+            Case.number(name, one.improved_share, one.improved_share_interval, text.percent, 0.5, one.identity.samples)
+            for name, one in self._named
         ]
         return [Claim(treatment, f"drifts less than {baseline} in", cases, _SHARES, is_name=is_name)]
 
-    def scope(self) -> Sequence[str]:
-        """Return what the claim is of."""
-        first = self._drifts()[0]
-        samples = f"n = {plural(first.identity.samples, 'sample')}"
-        return ["after the last layer", *non_default_terms(first.distance, first.step), samples]
-
-    def title(self) -> str:
-        """Return the table's title: distance, baseline, treatments and shared choices."""
-        return _title(self._drifts())
-
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""
-        drifts = self._drifts()
-        return [Line(name, (drift,)) for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]
+        return [Line(name, (drift,)) for name, drift in self._named]
 
 
 @record
@@ -246,10 +226,6 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
 
     members: tuple[LastLayer, ...] = column("one per budget", key="per_sample")
     identity: RunIdentity
-
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
-        return self.members
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
@@ -267,11 +243,7 @@ class SampleDrifts(_SampleTable, Several[SampleSeries]):
     @derived()
     def per_sample(self) -> tuple[LastLayer, ...]:
         """With `--per-sample`: the last layer sample by sample, one per pair of configurations."""
-        return tuple(drift for series in self.members for drift in series)
-
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
-        return self.per_sample
+        return tuple(self.pairs)
 
 
 def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, method_names, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
     RankedBudget,
@@ -101,7 +101,7 @@ class Needle(Result):
 
     def title(self) -> str:
         """Return the table's title: the haystack, the scenario and the shared choices."""
-        return f"needle in {self.haystack}, {self.scenario}: {common(self.identity.configs)}"
+        return f"needle in {self.haystack}, {self.scenario}: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per method, the full cache first."""
@@ -141,13 +141,9 @@ class Needle(Result):
         """Return a figure of the rank correlation of every measure with numbers and with leading digits found."""
         return self._draw("Needle.plot_correlation", width_mm, style)
 
-    def _names(self) -> list[str]:
-        """Return the short name of each evicted method."""
-        return method_names(self.identity.configs)
-
     def _named_methods(self) -> list[tuple[str, Retrieval]]:
         """Return (name, retrieval) pairs: the full cache, then all methods."""
-        return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]
+        return [("full cache", self.full), *zip(self.identity.names, self.methods, strict=True)]
 
     def _length_table(self) -> Part:
         """Return a table of the numbers found by prompt length."""

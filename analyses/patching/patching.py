@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.names import common, side_names
+from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.patching.patching_values import (
     Greedy,
     MixtureOutcomes,
@@ -44,7 +44,7 @@ _CURVES = ("first", "second", "chosen", "judged")
 
 
 @record
-class Patching(Result):
+class Patching(Result, PairRecord):
     """The effect of switching kept sets from a baseline's to a treatment's, per player: a layer or a head.
 
     Attributes:
@@ -115,7 +115,7 @@ class Patching(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return how the outcome changes with all players switched, and with single ones."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
+        baseline, treatment = self.sides
         sets = f"{treatment}'s kept sets"
         if self.same == 1:
             missing = f"{treatment} and {baseline} keep the same entries in every head"
@@ -142,10 +142,10 @@ class Patching(Result):
 
     def title(self) -> str:
         """Return the quantity that the table shows, and both sides."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
+        baseline, treatment = self.sides
         unit = "points of 100" if self.outcome == "score" else "%"
         number = f"change of {WORDS[self.outcome]}, {unit}" if self.shapley else f"over {baseline} everywhere"
-        return f"{number}: {treatment} instead of {baseline}, {common(self.identity.configs)}"
+        return f"{number}: {treatment} instead of {baseline}, {self.identity.shared}"
 
     def shown_columns(self) -> Sequence[str]:
         """Return the columns of players or, without Shapley values, of mixtures."""
@@ -172,7 +172,7 @@ class Patching(Result):
 
     def details(self) -> Sequence[Part]:
         """Return the note on the sum of values, the tables of the greedy path and of mixtures, and notes."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
+        baseline, treatment = self.sides
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []
         floor = text.noise_floor_note(self.named[0].heads.floor_relative_median)
@@ -200,7 +200,7 @@ class Patching(Result):
 
     def _mixture_lines(self) -> list[Line]:
         """Return a line for the baseline's kept sets everywhere, then a line per named mixture."""
-        baseline, _ = side_names(self.baseline, self.treatment)
+        baseline, _ = self.sides
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
     def _sum_note(self) -> list[Part]:

@@ -20,7 +20,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import common, method_names, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.divergence_point import (
     AT_START,
     MOST_SPANS,
@@ -63,8 +63,8 @@ class Divergence(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        first = [Case(name, one.median_first_difference, _after(one)) for name, one in self._named()]
-        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named() if one.kl is not None]
+        first = [Case(name, one.median_first_difference, _after(one)) for name, one in self._named]
+        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
         answers = f"the median KL of {plural(self._answer_count, 'answer')}"
         forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
         return [Claim("the median answer", "first differs from the full cache's", first), *([forced] if kl else [])]
@@ -74,11 +74,11 @@ class Divergence(Result):
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
         length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
-        return " · ".join(filter(None, (f"answers of {length}", every, common(self.identity.configs))))
+        return " · ".join(filter(None, (f"answers of {length}", every, self.identity.shared)))
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named()]
+        return [Line(name, (one,)) for name, one in self._named]
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
@@ -129,9 +129,10 @@ class Divergence(Result):
         """The number of samples with a non-empty answer from the full cache."""
         return sum(length > 0 for length in self.lengths)
 
+    @property
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        """Return (short name, configuration) pairs."""
-        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
+        """The configurations with their names."""
+        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def divergence(answers: WrittenAnswers) -> Divergence:

@@ -12,7 +12,7 @@ from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.names import method_names, plural, short_names
+from perturbkv.analyses.names import plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -114,7 +114,7 @@ class Quality(Result):
         if not average.full:
             return [Claim("evicted caches", "score", [], missing=f"the full cache scores 0, so {NOTHING_TO_LOSE}")]
         full = Case.number("", average.full, average.full_interval, text.points)
-        named = zip(method_names(self.configs), average.methods, strict=True)
+        named = zip(self.identity.names, average.methods, strict=True)
         evicted = [Case.number(name, one.score, one.score_interval, text.points) for name, one in named]
         names = short_names([gain.treatment for gain in average.gains])
         gains = [
@@ -211,7 +211,7 @@ class Quality(Result):
 
     def _column_lines(self, one: ScoreColumn) -> list[Line]:
         """Return the lines of a data set, a kind of task, or the average: full cache, then each configuration."""
-        names = method_names(self.configs)
+        names = self.identity.names
         gains = {gain.treatment: gain for gain in reversed(one.gains)}
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
         for row in rows(self.configs, [one]):

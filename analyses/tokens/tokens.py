@@ -12,7 +12,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
 from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.names import pair_columns, plural, side_names
+from perturbkv.analyses.names import PairRecord, pair_columns, plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
 from perturbkv.analyses.tokens.fates import (
@@ -116,7 +116,7 @@ class Context(Record):
 
 
 @record
-class Tokens(Result):
+class Tokens(Result, PairRecord):
     """The fates of one prompt's tokens in one head under two configurations.
 
     Attributes:
@@ -216,7 +216,7 @@ class Tokens(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
-        head, (first, second) = self.shown, side_names(self.baseline, self.treatment)
+        head, (first, second) = self.shown, self.sides
         kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
         others = f" and {plural(head.treatment_only, 'other')}"
         moved = Case("", head.treatment, text.percent(head.treatment))
@@ -234,7 +234,7 @@ class Tokens(Result):
 
     def title(self) -> str:
         """Return the table's title: both sides, and the way in which its heads were chosen."""
-        first, second = side_names(self.baseline, self.treatment)
+        first, second = self.sides
         layer = f" of layer {self.shown.layer}" if self.chosen == "layer" else ""
         listed = f": heads{layer} that change most, the first is shown" if self.heads else ""
         return f"{second} against {first}{listed}"
@@ -263,7 +263,7 @@ class Tokens(Result):
 
     def _reason(self) -> str:
         """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
-        (first, second), evicted = side_names(self.baseline, self.treatment), map(text.percent, self.evicted_attention)
+        (first, second), evicted = self.sides, map(text.percent, self.evicted_attention)
         shares = f"{first} evicts {next(evicted)} of head {self.shown.name}'s attention, {second} {next(evicted)}."
         if not self.losses or not all(self.losses):
             return f"Why: {shares}\n"
@@ -291,7 +291,7 @@ class Tokens(Result):
 
     def _fate_names(self) -> dict[str, str]:
         """Return fate -> its name on the screen: 'attention alone'."""
-        first, second = side_names(self.baseline, self.treatment)
+        first, second = self.sides
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
 
@@ -336,7 +336,7 @@ class Tokens(Result):
         """Return a table per side of the evicted entries that add most to the output, and their note."""
         if self.losses is None:
             return ["what evicted entries add to the output is not in this trace: an older version measured the sample"]
-        named = zip(side_names(self.baseline, self.treatment), self.losses, strict=True)
+        named = zip(self.sides, self.losses, strict=True)
         return [
             *(self._loss_table(name, lost) if lost else f"{name} evicts nothing" for name, lost in named),
             _OUTPUT_NOTE,

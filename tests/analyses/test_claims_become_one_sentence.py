@@ -8,6 +8,7 @@ import pytest
 
 from perturbkv.analyses import text
 from perturbkv.analyses.conclusions import COMPARED, Case, Claim, compare_sides, conclude, extremes
+from perturbkv.analyses.names import PairRecord, pair_names
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.verdicts import (
     ALIKE,
@@ -140,14 +141,22 @@ def test_what_rounds_to_nothing_is_no_difference() -> None:
     )
 
 
+class Pair(PairRecord):
+    """A baseline and a treatment of one budget."""
+
+    def __init__(self, treatment: str, budget: int) -> None:
+        self.baseline, self.treatment = config("attention", budget), config(treatment, budget)
+
+
 def test_sides_have_a_claim_each_and_many_sides_one_together() -> None:
-    names = ("attention", "two-stage", "random", "value", "hindsight")
-    pairs = [(config(names[0], budget), config(name, budget)) for name in names[1:] for budget in (64, 128)]
+    names = ("two-stage", "random", "value", "hindsight")
+    pairs = [Pair(name, budget) for name in names for budget in (64, 128)]
     ratios = (0.5, 0.6, 2.0, 2.0, 0.7, 0.7, 1, 1)
-    cases = [Case.ratio("", ratio, Interval(ratio - 0.1, ratio + 0.1)) for ratio in ratios]
+    cases = [Case.ratio(name, ratio, Interval(ratio - 0.1, ratio + 0.1))
+             for name, ratio in zip(pair_names(pairs), ratios, strict=True)]  # fmt: skip
     first, second = compare_sides(pairs[:4], cases[:4], "drifts")
     assert (first.subject, first.verb, first.baseline, first.is_name) == ("two-stage", "drifts", "attention", True)
-    assert [(case.name, case.value) for case in first.cases] == [("b=64", 0.5), ("b=128", 0.6)]
+    assert [(case.name, case.value) for case in first.cases] == [("two-stage b=64", 0.5), ("two-stage b=128", 0.6)]
     assert (second.subject, [case.verdict for case in second.cases]) == ("random", [MORE, MORE])
     (together,) = compare_sides(pairs, cases)
     assert (together.subject, together.baseline, together.is_name) == ("the treatment", "its baseline", False)
