@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from perturbkv.analyses import text
 from perturbkv.analyses.measurements import Measurements, measured_steps
-from perturbkv.analyses.names import SIDE, common, common_choices, distinct_choices, plural, short_names
+from perturbkv.analyses.names import SIDE, common, common_choices, distinct_choices, distinct_names, plural
 from perturbkv.configs import layer_types
 from perturbkv.configs.cache_contents import WITHOUT_EVICTION
 from perturbkv.configs.eviction import EvictionConfig
@@ -65,6 +66,20 @@ class RunIdentity:
     byte_shares: tuple[float, ...] = ()
     unevicted: tuple[tuple[str, int], ...] = ()
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The distinct name of each configuration."""
+        return distinct_names(self.configs)
+
+    @cached_property
+    def shared(self) -> str:
+        """The choices that all configurations share, as text."""
+        return common(self.configs)
+
+    def name_of(self, config: EvictionConfig) -> str:
+        """Return the name of one of the configurations."""
+        return self.names[self.configs.index(config)]
+
     def layer(self, index: int) -> int:
         """Return the number of the decoder layer at an index of the measured layers."""
         return layer_types.parse_measured(self.measured_layers)[0][index] if self.measured_layers else index
@@ -73,9 +88,8 @@ class RunIdentity:
         """Return the table of cache bytes by configuration, as a list; empty without `byte_shares`."""
         if not self.byte_shares:
             return []
-        names = [name or config.label() for name, config in zip(short_names(self.configs), self.configs, strict=True)]
         rows = [[name, str(config.bits), f"{share:.2f}"]
-                for name, config, share in zip(names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
+                for name, config, share in zip(self.names, self.configs, self.byte_shares, strict=True)]  # fmt: skip
         return [Table("what is stored: bytes over those of the full cache in 16 bits", _BYTE_HEADINGS, rows)]
 
     def no_eviction_note(self) -> str:
@@ -99,6 +113,10 @@ class RunIdentity:
 
     def lines(self) -> list[str]:
         """Return the lines of a figure's foot: run, configurations, and `no_eviction_note`."""
+        return [self.run_line(), self._configurations_text(), *filter(None, [self.no_eviction_note()])]
+
+    def run_line(self) -> str:
+        """Return the run in one line: model, data, samples, digest and version."""
         words = [
             "RANDOM WEIGHTS" if self.random_weights else "",
             self.model,
@@ -112,11 +130,7 @@ class RunIdentity:
             f"{self.source} {self.trace or 'in memory'}",
             self.made_with,
         ]
-        return [
-            " · ".join(map(escape_line, filter(None, words))),
-            self._configurations_text(),
-            *filter(None, [self.no_eviction_note()]),
-        ]
+        return " · ".join(map(escape_line, filter(None, words)))
 
     def caption_lines(self, sides: bool = True) -> list[str]:
         """Return the sentences of a figure's caption: configurations in words, model and data, `no_eviction_note`.
@@ -164,7 +178,7 @@ class RunIdentity:
         Sides and settings stand apart where each side has every setting: 'snapkv | h2o · b=64 | b=128'.
         """
         parts = self._distinct_parts(lambda _, word: word)
-        return " · ".join(filter(None, (common(self.configs), *(" | ".join(filter(None, part)) for part in parts))))
+        return " · ".join(filter(None, (self.shared, *(" | ".join(filter(None, part)) for part in parts))))
 
     def _distinct_parts(self, write: Callable[[str, str], str]) -> list[list[str]]:
         """Return the distinct sides and the distinct settings, or whole names where not each side has every setting.

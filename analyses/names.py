@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from perturbkv.analyses.sides import DEFAULTS, Pair, configs_of
+from perturbkv.analyses.sides import DEFAULTS, Pair
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.precision import CORRECTED, CORRECTION_OPTIONS, PRECISION_OPTIONS, QUANTISE
+
+
+class PairRecord:
+    """A comparison of two configurations, shown in a notebook by their labels alone."""
+
+    baseline: EvictionConfig
+    treatment: EvictionConfig
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.baseline.label()} → {self.treatment.label()}>"
+
+    @cached_property
+    def sides(self) -> tuple[str, str]:
+        """The names of baseline and treatment, as `side_names` makes them."""
+        return side_names(self.baseline, self.treatment)
+
+
+def pairs_of(comparisons: Iterable[PairRecord]) -> list[Pair]:
+    """Return the baseline and the treatment of each comparison."""
+    return [(comparison.baseline, comparison.treatment) for comparison in comparisons]
 
 
 def pair_columns(baseline: EvictionConfig, treatment: EvictionConfig) -> dict[str, Any]:
@@ -79,9 +100,9 @@ def short_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
     return [_short_label(words, own, varied) for words, own in zip(distinct, texts, strict=True)]
 
 
-def method_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
-    """Return the short name of each configuration; 'evicted' where nothing distinguishes it."""
-    return [name or "evicted" for name in short_names(configs, *without)]
+def distinct_names(configs: Sequence[EvictionConfig], *without: str) -> list[str]:
+    """Return the short name of each configuration, its selection's name where nothing distinguishes it."""
+    return [name or config.selection.name for name, config in zip(short_names(configs, *without), configs, strict=True)]
 
 
 def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Collection[str]) -> str:
@@ -98,40 +119,31 @@ def _short_label(words: Mapping[str, str], texts: Mapping[str, str], varied: Col
     return " ".join(part for part in (sides, *parts) if part and part not in DEFAULTS)
 
 
-def curve_names(configs: Sequence[EvictionConfig]) -> list[str]:
-    """Return a name per curve, from one configuration of each curve; a single curve has its selection's name."""
-    return [name or config.selection.name for name, config in zip(short_names(configs, "budget"), configs, strict=True)]
-
-
-def _side_choices(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[list[str], list[str]]:
-    """Return (policy, selection) texts of baseline and of treatment, with only the options that differ."""
-    both = (baseline, treatment)
-    first, second = (
-        [_with_options(getattr(config, owner), words) for owner in SIDE]
-        for config, words in zip(both, distinct_choices(both), strict=True)
-    )
-    return first, second
-
-
 def side_names(baseline: EvictionConfig, treatment: EvictionConfig) -> tuple[str, str]:
     """Return the names of both sides: the policy or selection in which they differ, else their short names."""
-    differing = [pair for pair in zip(*_side_choices(baseline, treatment), strict=True) if len(set(pair)) > 1]
+    both = (baseline, treatment)
+    texts = [
+        [_with_options(getattr(config, owner), words) for owner in SIDE]
+        for config, words in zip(both, distinct_choices(both), strict=True)
+    ]
+    differing = [pair for pair in zip(*texts, strict=True) if len(set(pair)) > 1]
     if not differing:
-        first, second = short_names((baseline, treatment))
+        first, second = short_names(both)
         return first, second
-    first, second = (":".join(pair[index] for pair in differing) for index in (0, 1))
+    first, second = (":".join(names) for names in zip(*differing, strict=True))
     return first, second
 
 
-def pair_names(pairs: Sequence[Pair]) -> list[str]:
-    """Return distinct names of pairs: the treatments' short names, the treatment's side name for a single pair.
+def pair_names(comparisons: Sequence[PairRecord]) -> list[str]:
+    """Return distinct names of comparisons: the treatments' short names, the treatment's side name for a single one.
 
     The baseline's name follows where pairs share a treatment: 'adakv:two-stage b=64 vs snapkv'.
     """
-    treatments = [
-        name or side_names(*pair)[1]
-        for name, pair in zip(short_names([treatment for _, treatment in pairs]), pairs, strict=True)
-    ]
+    pairs = pairs_of(comparisons)
+    short = short_names([treatment for _, treatment in pairs])
+    treatments = [name or one.sides[1] for name, one in zip(short, comparisons, strict=True)]
+    if len({*treatments}) == len(treatments):
+        return treatments
     baselines = short_names([baseline for baseline, _ in pairs], "budget")
     return [
         f"{treatment} vs {baseline}" if treatments.count(treatment) > 1 and baseline else treatment
@@ -139,12 +151,11 @@ def pair_names(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def pairs_title(pairs: Sequence[Pair], *without: str) -> str:
-    """Return the sides and the shared choices, except `without`: 'two-stage against attention: snapkv b=64'."""
+def pairs_title(comparisons: Sequence[PairRecord], shared: str) -> str:
+    """Return the sides and the shared choices: 'two-stage against attention: snapkv b=64'."""
     baselines, treatments = (
-        " and ".join(dict.fromkeys(names)) for names in zip(*(side_names(*pair) for pair in pairs), strict=True)
+        " and ".join(dict.fromkeys(names)) for names in zip(*(one.sides for one in comparisons), strict=True)
     )
-    shared = common(configs_of(pairs), *without)
     return f"{treatments} against {baselines}" + (f": {shared}" if shared else "")
 
 

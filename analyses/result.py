@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.columns import Line, Record
+from perturbkv.analyses.conclusions import Claim, conclude
 from perturbkv.analyses.identity import RunIdentity
 from perturbkv.display import Part, Table, as_html, as_text
 from perturbkv.errors import ConfigError
@@ -34,12 +35,14 @@ class Result(Record, ABC):
         FIRST: heading of the first column, the lines' names.
         ROWS: what `records` has a row for, where that is finer than the table: `heads`, `samples`.
         HAS_SHARES, HAS_MEDIANS: whether the table holds shares of samples, or medians over samples.
+        SCOPE: what the claims are of, beside the number of samples.
         DOCUMENT: heading in the JSON reference of the keys that the command adds to the result's own.
     """
 
     KEY: ClassVar[str] = ""
     SHOWN: ClassVar[tuple[str, ...]] = ()
     DOCUMENT: ClassVar[str] = "every analysis"
+    SCOPE: ClassVar[str] = ""
     FIRST: ClassVar[str] = "configuration"
     ROWS: ClassVar[str] = ""
     HAS_SHARES: ClassVar[bool] = False
@@ -47,9 +50,17 @@ class Result(Record, ABC):
 
     identity: RunIdentity
 
-    @abstractmethod
+    def claims(self) -> Sequence[Claim]:
+        """Return what the result claims, the answer to its question first; an audit, a diagnosis, claims nothing."""
+        return ()
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: settings, and the number of samples."""
+        return list(filter(None, [self.SCOPE, text.sample_note(self.identity.samples)]))
+
     def conclusion(self) -> str:
-        """Return the conclusion in one sentence with interval and n, or why there is none."""
+        """Return the claims as one sentence, with what they are of."""
+        return conclude(self.claims(), self.scope())
 
     def title(self) -> str:
         """Return the table's title, a few words."""
@@ -149,7 +160,7 @@ class Result(Record, ABC):
 
     def screen(self) -> list[Part]:
         """Return the displayed parts: the conclusion, the run in one line, the table, the notes."""
-        return [self.conclusion(), self.identity.lines()[0], *self.body(), self.notes()]
+        return [self.conclusion(), self.identity.run_line(), *self.body(), self.notes()]
 
 
 Member = TypeVar("Member")
@@ -182,10 +193,6 @@ class Several(Sequenced[MemberResult], Result):
 
     members: tuple[MemberResult, ...]
     identity: RunIdentity
-
-    def conclusion(self) -> str:
-        """Return the members' sentences, a line each."""
-        return "\n".join(member.conclusion() for member in self.members)
 
     def title(self) -> str:
         """Return the title of the first member."""

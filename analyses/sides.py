@@ -24,21 +24,6 @@ Pair = tuple[EvictionConfig, EvictionConfig]
 """Baseline and treatment."""
 
 
-class PairRecord:
-    """A comparison of two configurations, shown in a notebook by their labels alone."""
-
-    baseline: EvictionConfig
-    treatment: EvictionConfig
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.baseline.label()} → {self.treatment.label()}>"
-
-
-def pairs_of(comparisons: Iterable[PairRecord]) -> list[Pair]:
-    """Return the baseline and the treatment of each comparison."""
-    return [(comparison.baseline, comparison.treatment) for comparison in comparisons]
-
-
 Sides = str | Iterable[str]
 """One side of a comparison, or several: a selection, a policy, or policy:selection each."""
 

@@ -1,17 +1,15 @@
-"""Text of results: numbers with their intervals, notes under tables, and sentences that say what to conclude.
+"""Text of results: numbers with their intervals, and notes under tables.
 
-Numbers are as tables show them: rounded, with their interval or range, a dash for NaN. Sentences say less, more, alike
-or undecided, with the numbers and the sample size behind them.
+Numbers are as tables show them: rounded, with their interval or range, a dash for NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from perturbkv.analyses.names import plural, short_names, side_names
-from perturbkv.analyses.sides import Pair
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Interval, OptionalInterval, median_level
 
 if TYPE_CHECKING:
@@ -39,6 +37,11 @@ def percent(share: float, interval: OptionalInterval = None, separator: str = " 
 def points(score: float, interval: OptionalInterval = None, separator: str = " ", end_digits: int = 1) -> str:
     """Return a score or a difference of scores times 100, as papers show it, with its interval: '43.8 [40.1, 47.5]'."""
     return fixed(100 * score, 1) + interval_text(interval, lambda end: fixed(100 * end, end_digits), separator)
+
+
+def points_apart(difference: float, interval: OptionalInterval = None) -> str:
+    """Return a difference of scores or shares in points of 100, with its interval: '3.1 [1.2, 5.0] points'."""
+    return f"{points(difference, interval)} points"
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -141,130 +144,6 @@ def sample_note(samples: int, unit: str = "sample") -> str:
     return f"n = {plural(samples, unit)}{few}"
 
 
-def interval_verdict(interval: OptionalInterval, at: float) -> int | None:
-    """Return 1 for an interval above `at`, −1 for below, 0 if it contains `at`; None without interval."""
-    if interval is None or interval.kind == "range":
-        return None
-    return int(interval.low > at) - int(interval.high < at)
-
-
-LESS, MORE, ALIKE, UNDECIDED, FEW = "less", "more", "alike", "undecided", "few"
-
-
-class Case(NamedTuple):
-    """The ratio of a treatment's number to its baseline's, as one case of a comparison.
-
-    Attributes:
-        name: distinguishes it from the other cases, such as 'b=64'; empty for a single case.
-        ratio: NaN where there is nothing to compare.
-        interval: of the ratio; None or a range where there are too few samples.
-        tied: whether rounding explains the difference.
-    """
-
-    name: str
-    ratio: float
-    interval: OptionalInterval
-    tied: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """LESS, MORE, ALIKE (up to rounding), UNDECIDED (the interval contains 1), or FEW (too few samples)."""
-        if self.tied or equal_in_every_sample(self.ratio, self.interval):
-            return ALIKE
-        side = interval_verdict(self.interval, 1)
-        return FEW if side is None else (UNDECIDED, MORE, LESS)[side]
-
-
-Words = Mapping[Any, tuple[str, str]]
-"""Verdict -> its clause, and the shorter words for it after another verdict's clause."""
-
-
-def comparison(treatment: str, baseline: str, cases: Sequence[Case], where: str = "", verb: str = "perturbs") -> str:
-    """Return the clause that compares two sides: 'two-stage perturbs 17 % [12, 22] less than attention'.
-
-    Of several cases it says in how many, and the least and the largest difference.
-
-    Args:
-        treatment: name of the one side.
-        baseline: name of the other.
-        cases: ratios of the treatment's number to the baseline's.
-        where: text that follows on the baseline's name.
-        verb: what the treatment does.
-    """
-    known = [case for case in cases if not isnan(case.ratio)]
-    verdicts = [case.verdict for case in known]
-    if not known:
-        return f"{treatment} cannot be compared with {baseline}{where}: too little is perturbed"
-    if set(verdicts) == {ALIKE}:
-        return f"{treatment} {verb} as much as {baseline}{where}, up to rounding"
-    if all(_rounds_to_zero(case.ratio, case.interval) for case in known):
-        return f"{treatment} {verb} as much as {baseline}{where}, within 0.5 %"
-    differences = extremes([(case.name, case.ratio, difference(case.ratio, case.interval)) for case in known])
-    if verdicts in ([LESS], [MORE]):
-        return f"{treatment} {verb} {differences} than {baseline}{where}"
-    if FEW in verdicts:
-        return f"too few samples to decide whether {treatment} {verb} less than {baseline}{where}: {differences}"
-    return f"{tally(verdicts, _comparison_words(f'{treatment} {verb}', f'{baseline}{where}'), 'case')}: {differences}"
-
-
-_MOST_CLAUSES = 3
-"""Above so many pairs of sides, one clause speaks of all of them."""
-
-
-def comparisons(pairs: Sequence[Pair], cases: Sequence[Case], where: str = "", verb: str = "perturbs") -> str:
-    """Return a `comparison` clause for each baseline and treatment, over all their settings.
-
-    More than three pairs of sides are compared in one clause, as 'the treatment' with 'its baseline'.
-
-    Args:
-        pairs: baseline and treatment of each case.
-        cases: one per pair.
-        where: text that follows on each baseline's name.
-        verb: what the treatments do.
-    """
-    return "; ".join(
-        comparison(treatment, baseline, [cases[index]._replace(name=name) for index, name in settings], where, verb)
-        for (baseline, treatment), settings in pairs_by_sides(pairs).items()
-    )
-
-
-def pairs_by_sides(pairs: Sequence[Pair]) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Return (baseline's name, treatment's name) -> (index, distinct name) of its pairs.
-
-    More than three combinations of sides are one, of 'its baseline' and 'the treatment'.
-    """
-    indices: dict[tuple[str, str], list[int]] = {}
-    for index, pair in enumerate(pairs):
-        indices.setdefault(side_names(*pair), []).append(index)
-    if len(indices) > _MOST_CLAUSES:
-        indices = {("its baseline", "the treatment"): list(range(len(pairs)))}
-    return {
-        sides: list(zip(members, short_names([pairs[index][1] for index in members]), strict=True))
-        for sides, members in indices.items()
-    }
-
-
-def _comparison_words(treatment: str, baseline: str) -> Words:
-    """Return verdict -> (clause, short word) for a comparison of ratios; `treatment` includes the verb."""
-    return {
-        LESS: (f"{treatment} less than {baseline}", "less"),
-        MORE: (f"{treatment} more than {baseline}", "more"),
-        ALIKE: (f"{treatment} as much as {baseline} up to rounding", "as much"),
-        UNDECIDED: (f"whether {treatment} less than {baseline} is undecided", "undecided"),
-    }
-
-
-def equal_in_every_sample(ratio: float, interval: OptionalInterval) -> bool:
-    """Return whether both sides of a ratio are equal in every sample, as with equal kept sets."""
-    return ratio == 1 and (interval is None or interval.low == interval.high)
-
-
-def _rounds_to_zero(ratio: float, interval: OptionalInterval) -> bool:
-    """Return whether a ratio's difference from 1, and both ends of its interval, are printed as 0 %."""
-    limits = () if interval is None else (interval.low, interval.high)
-    return all(round(100 * (1 - number)) == 0 for number in (ratio, *limits))
-
-
 def difference(ratio: float, interval: OptionalInterval = None) -> str:
     """Return a ratio as a difference: 0.83 as '17 % [12, 22] less', 1.09 as '9 % [3, 15] more'."""
     if ratio <= 1:
@@ -279,45 +158,9 @@ def factor(ratio: float, interval: OptionalInterval = None) -> str:
     return f"{value} ×{separator}{limits}"
 
 
-def extremes(numbers: Sequence[tuple[str, float, str]], preposition: str = "at") -> str:
-    """Return the least and largest of (name, size, text) numbers as text: '3 % at b=64 to 9 % at b=128'.
-
-    A number is its name, its size and its text. NaN is left out; a single number, or equal texts, come without a name.
-    """
-    known = sorted((number for number in numbers if not isnan(number[1])), key=lambda number: number[1])
-    shown = list(dict.fromkeys((known[0], known[-1]))) if known else []
-    if len({words for _, _, words in shown}) < 2:
-        return shown[0][2] if shown else "–"
-    return " to ".join(f"{words} {preposition} {name}" if name else words for name, _, words in shown)
-
-
-def tally(verdicts: Sequence[Any], words: Words, case: str) -> str:
-    """Return the most frequent verdict's clause with its count, then the remaining verdicts with their counts.
-
-    A verdict of None counts as 0, undecided; a single case has its clause alone.
-
-    Args:
-        verdicts: one per case.
-        words: text of each verdict.
-        case: noun for what is counted.
-    """
-    decided = [0 if verdict is None else verdict for verdict in verdicts]
-    first, *others = sorted(set(decided), key=lambda verdict: (-decided.count(verdict), list(words).index(verdict)))
-    clause, count = words[first][0], len(decided)
-    if not others:
-        return clause if count == 1 else f"{clause} in {'both' if count == 2 else f'all {count}'} {case}s"
-    rest = "".join(f", {words[verdict][1]} in {decided.count(verdict)}" for verdict in others)
-    return f"{clause} in {decided.count(first)} of {plural(count, case)}{rest}"
-
-
 def capitalise(text: str, *names: str) -> str:
     """Return the text with a capital first letter, unless it begins with any of `names`."""
     return text if text.startswith(names) else text[:1].upper() + text[1:]
-
-
-def sentence(text: str, *names: str) -> str:
-    """Return the text with a capital first letter, as `capitalise` sets it, and a full stop."""
-    return f"{capitalise(text, *names)}."
 
 
 def complement(interval: OptionalInterval) -> OptionalInterval:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from perturbkv.analyses.stats.intervals import OptionalInterval
 from perturbkv.errors import ConfigError, UnknownNameError
 from perturbkv.trace import Trace
 
@@ -50,6 +51,30 @@ def distance_of(name: str) -> Distance:
 def non_default_terms(distance: str, step: int) -> list[str]:
     """Return the distance and the decode step as text, each where it is not the default (L1, step 0)."""
     return [*([] if distance == "l1" else [str(DISTANCES[distance])]), *([f"step {step}"] if step else [])]
+
+
+LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equivalent", "undecided", "few"
+"""Verdicts on a number over its samples: its interval lies below or above what says nothing; it ties, up to rounding;
+it is as good as equal, within a margin; its interval holds both sides; there are too few samples for an interval."""
+
+
+def interval_verdict(interval: OptionalInterval, at: float) -> int | None:
+    """Return 1 for an interval above `at`, −1 for below, 0 if it contains `at`; None without interval."""
+    if interval is None or interval.kind == "range":
+        return None
+    return int(interval.low > at) - int(interval.high < at)
+
+
+def verdict_at(interval: OptionalInterval, at: float) -> str:
+    """Return MORE for an interval above `at`, LESS for below, UNDECIDED if it contains `at`, FEW without interval."""
+    side = interval_verdict(interval, at)
+    return FEW if side is None else (UNDECIDED, MORE, LESS)[side]
+
+
+def ratio_verdict(ratio: float, interval: OptionalInterval, tied: bool = False) -> str:
+    """Return the verdict on a ratio: ALIKE where rounding explains it, or both sides are equal in every sample."""
+    equal = ratio == 1 and (interval is None or interval.low == interval.high)
+    return ALIKE if tied or equal else verdict_at(interval, 1)
 
 
 TIE_FLOORS = 2

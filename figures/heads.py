@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perturbkv.analyses import text
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.heads.heads import HeadComparisons
-from perturbkv.analyses.names import common, fold, plural, short_names, side_names
+from perturbkv.analyses.names import common, fold, plural, short_names
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
@@ -169,7 +169,7 @@ def _draw_kind(axes: Axes, result: HeadComparison, name: str) -> None:
     """Draw the heads of one kind, "isolated" or "propagated", with title and axis labels."""
     kind: HeadKind = getattr(result, name)
     unit = DISTANCES[result.distance].unit
-    baseline, treatment = side_names(result.baseline, result.treatment)
+    baseline, treatment = result.sides
     ends = axis_limits([kind])
     draw_scatter(axes, kind, result.flagged, ends, square=style.in_use().notes)
     axes.set_xlabel(_axis_label(baseline, name, unit))
@@ -199,7 +199,7 @@ def _axis_label(side: str, name: str, unit: str) -> str:
 
 def _extra_lines(result: HeadComparison) -> int:
     """Return the number of lines of title and axis label beyond those for short names."""
-    baseline, _ = side_names(result.baseline, result.treatment)
+    baseline, _ = result.sides
     unit = DISTANCES[result.distance].unit
     title = _kind_title(result.propagated, "propagated", f"Σ {unit} over {baseline}'s")
     return title.count("\n") + 1 - _TITLE_LINES + _axis_label(baseline, "propagated", unit).count("\n")
@@ -322,7 +322,7 @@ def _name_axes(axes: Sequence[Axes], results: Sequence[HeadComparison], columns:
 
 def _side_names(results: Sequence[HeadComparison]) -> tuple[list[str], list[str]]:
     """Return the distinct names of all baselines and of all treatments."""
-    names = [side_names(result.baseline, result.treatment) for result in results]
+    names = [result.sides for result in results]
     return list(dict.fromkeys(first for first, _ in names)), list(dict.fromkeys(second for _, second in names))
 
 
@@ -342,7 +342,7 @@ def _panels_legend(results: Sequence[HeadComparison]) -> list[object]:
 
 def _side_text(result: HeadComparison, several_baselines: bool, several_treatments: bool) -> str:
     """Return a pair's names, without sides that all panels share."""
-    first, second = side_names(result.baseline, result.treatment)
+    first, second = result.sides
     return f"{first} → {second}" if several_baselines else second if several_treatments else ""
 
 

@@ -20,7 +20,7 @@ from perturbkv.analyses import text
 from perturbkv.analyses.layers.budget_curves import BudgetCurve, BudgetCurves
 from perturbkv.analyses.layers.drift import LastLayer, LayerDrift
 from perturbkv.analyses.layers.layers import DriftSeries, SampleSeries
-from perturbkv.analyses.names import plural, side_names
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.figures import labels, style
 from perturbkv.figures.labels import cache_shares_text, sort_by_cache_share
@@ -122,7 +122,7 @@ def _share_scales(axes: np.ndarray, count: int) -> None:
 
 def _side_entries(result: LayerDrift, colour: Any = "0.3") -> list[Line2D]:
     """Return the legend entries of the baseline (dashed) and the treatment (solid)."""
-    names = side_names(result.baseline, result.treatment)
+    names = result.sides
     return [Line2D([], [], color=colour, linestyle=line, label=name)
             for line, name in zip(_LINES, names, strict=True)]  # fmt: skip
 
@@ -134,7 +134,7 @@ def _drift_label(result: LayerDrift, short: bool = False) -> str:
 
 def _percent_label(result: LayerDrift, short: bool = False) -> str:
     """Return the y label of the treatment's drift in per cent of the baseline's."""
-    first, _ = side_names(result.baseline, result.treatment)
+    first, _ = result.sides
     return f"% of {first}'s, log" if short else f"% of {first}'s drift (log axis)"
 
 
@@ -224,7 +224,7 @@ def draw_last_layer(result: SampleSeries, width_mm: float = style.WIDE_MM) -> Fi
 
 def _foot_text(result: LastLayer) -> str:
     """Return the foot's text on brackets and ties."""
-    first, _ = side_names(result.baseline, result.treatment)
+    first, _ = result.sides
     return (
         f"better: exact 95 % intervals of the share of n = {result.identity.samples} samples · mean ×: drift over "
         f"{first}'s, {style.interval_legend(result.identity.samples)}"
@@ -233,7 +233,7 @@ def _foot_text(result: LastLayer) -> str:
 
 def _name_axes(axes: Sequence[Axes], results: Sequence[LastLayer], columns: int) -> None:
     """Label the axes of the left column and of the lowest panel of each column."""
-    first, _ = side_names(results[0].baseline, results[0].treatment)
+    first, _ = results[0].sides
     for index, panel in enumerate(axes[: len(results)]):
         panel.set_xlabel(f"sample, by {first}" if index + columns >= len(results) else "")
         panel.set_ylabel(f"last layer's drift ({DISTANCES[results[0].distance]})" if index % columns == 0 else "")
@@ -264,7 +264,7 @@ def _draw_samples(axes: Axes, result: LastLayer, font: float) -> None:
 
 def _last_layer_legend(results: Sequence[LastLayer]) -> list[Line2D]:
     """Return the legend entries of both sides and of less, more and tied drift."""
-    hollow, filled = side_names(results[0].baseline, results[0].treatment)
+    hollow, filled = results[0].sides
     entries = [
         Line2D([], [], linestyle="", marker="o", markersize=3.5, markerfacecolor="white", color="0.3", label=hollow),
         Line2D([], [], linestyle="", marker="o", markersize=3.5, color="0.3", label=filled),

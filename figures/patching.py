@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import fold, side_names
+from perturbkv.analyses.names import fold
 from perturbkv.analyses.stats.intervals import Band
 from perturbkv.figures import style
 
@@ -107,7 +107,7 @@ def _draw_mixtures(axes: Axes, result: Patching, letters: int) -> None:
             axes.errorbar([value], [index + offset], xerr=style.error_bars(value, interval), color=colour,
                           marker=marker, markersize=3, linewidth=0.9, gid=f"{name} {one.name}")  # fmt: skip
     axes.set_yticks(range(len(result.named)), [fold(one.name, letters) for one in result.named])
-    baseline, _ = side_names(result.baseline, result.treatment)
+    baseline = result.sides[0]
     axes.set(ylim=(len(result.named) - 0.5, -0.5), xlabel=f"over {baseline}'s everywhere (log axis)")
     style.log_axes(axes, x=True)
     axes.grid(visible=True, axis="x")

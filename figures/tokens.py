@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from perturbkv.analyses.names import side_names
 from perturbkv.analyses.tokens.fates import BASELINE, BOTH, NEITHER, QUESTION, TREATMENT
 from perturbkv.analyses.tokens.tokens import Tokens
 from perturbkv.escaping import escape_line
@@ -71,14 +70,14 @@ def _draw_losses(axes: Axes, result: Tokens, per_row: int) -> None:
 
 def _title(result: Tokens) -> str:
     """Return the figure's title: sample, head, budget and both sides."""
-    first, second = side_names(result.baseline, result.treatment)
+    first, second = result.sides
     head, budget = result.shown, result.baseline.budget
     return f"{escape_line(result.prompt.sample)}, head {head.layer}-{head.head}, b = {budget}: {first} against {second}"
 
 
 def _legend(result: Tokens) -> list[Patch | Line2D]:
     """Return the legend entries of the fates that occur, with their counts, and of both sides' losses."""
-    first, second = side_names(result.baseline, result.treatment)
+    first, second = result.sides
     words = {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
             QUESTION: "question, not compressed"}  # fmt: skip
     handles: list[Patch | Line2D] = [

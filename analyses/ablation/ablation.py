@@ -4,40 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import isnan
 from typing import Any, ClassVar
 
 from perturbkv.analyses import text
-from perturbkv.analyses.ablation.ingredients import BASELINE, Setting, left_out, settings
+from perturbkv.analyses.ablation.ingredients import BASELINE, BRINGS, Setting, left_out, settings
 from perturbkv.analyses.columns import column, record
+from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.names import plural
 from perturbkv.analyses.outcomes import SettingsResult, head_rows
-from perturbkv.analyses.text import (
-    ALIKE,
-    FEW,
-    LESS,
-    MORE,
-    UNDECIDED,
-    Case,
-    comparison,
-    difference,
-    extremes,
-    sample_note,
-    sentence,
-    tally,
-)
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _METHOD = "two-stage"
-_INGREDIENT_PHRASES = {"un-pooling": "un-pooling by itself", "the value norms ν": "the value norms on top of it"}
-_GAIN_WORDS = {
-    LESS: ("less", "less"),
-    MORE: ("more", "more"),
-    ALIKE: ("nothing", "nothing"),
-    UNDECIDED: ("undecided", "undecided"),
-}
+_GAINS = {"un-pooling": "un-pooling by itself", "the value norms ν": "adding the value norms"}
 
 
 @record
@@ -45,6 +25,7 @@ class Ablation(SettingsResult):
     """The gain of each ingredient of the two-stage selection, in every setting of the trace."""
 
     SECTION: ClassVar[str] = "ablation"
+    SCOPE: ClassVar[str] = "propagated, all heads"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = (
         "cache_share",
@@ -61,12 +42,14 @@ class Ablation(SettingsResult):
         "configurations in no setting, as nothing there but controls can be compared"
     )
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return by how much two-stage selection perturbs less than the baseline, and each ingredient's gain."""
         method = _METHOD if self.cases(_METHOD) else self.settings[0].rows[0].name
-        parts = [self._gain_clause(name, phrase) for name, phrase in _INGREDIENT_PHRASES.items()]
-        clauses = "; ".join(filter(None, (comparison(method, BASELINE, self.cases(method)), *parts)))
-        return sentence(f"{clauses} (propagated, all heads; {sample_note(self.identity.samples)})", method)
+        gains = [(phrase, self.cases(name, "brings"), BRINGS[name][0]) for name, phrase in _GAINS.items()]
+        return [
+            Claim(method, "perturbs", self.cases(method), COMPARED, BASELINE, is_name=True),
+            *(Claim(phrase, "perturbs", cases, COMPARED, without) for phrase, cases, without in gains if cases),
+        ]
 
     def title(self) -> str:
         """Return the table's title: the baseline, and the choices of a single setting."""
@@ -118,20 +101,6 @@ class Ablation(SettingsResult):
         several = len({row.alpha for _, row in rows}) > 1
         names = [f"{where} α={row.alpha_text}".strip() if several else where for where, row in rows]
         return [row.propagated.case(name) for name, (_, row) in zip(names, rows, strict=True)]
-
-    def _gain_clause(self, name: str, phrase: str) -> str:
-        """Return a clause on the gain of one ingredient: its size in a single case, else the number of cases."""
-        cases = [case for case in self.cases(name, "brings") if not isnan(case.ratio)]
-        if not cases:
-            return ""
-        verdicts = [case.verdict for case in cases]
-        if set(verdicts) == {ALIKE}:
-            return f"{phrase}: nothing"
-        if len(cases) > 1 and FEW not in verdicts:
-            return f"{phrase}: {tally(verdicts, _GAIN_WORDS, 'case')}"
-        unsure = ", undecided" if verdicts == [UNDECIDED] else ""
-        shown = extremes([(case.name, case.ratio, difference(case.ratio, case.interval)) for case in cases])
-        return f"{phrase}: {shown}{unsure}"
 
 
 def ablation(trace: Trace, step: int = 0) -> Ablation:

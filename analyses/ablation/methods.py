@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, interval, record, table
+from perturbkv.analyses.conclusions import COMPARED, Claim
 from perturbkv.analyses.heads import head_comparison
 from perturbkv.analyses.heads.head_comparison import HeadComparison, HeadKind
 from perturbkv.analyses.identity import identity
@@ -28,10 +29,9 @@ from perturbkv.analyses.outcomes import (
 from perturbkv.analyses.sides import group_settings, matches
 from perturbkv.analyses.stats import equivalence, intervals
 from perturbkv.analyses.stats.arithmetic import ratio
-from perturbkv.analyses.stats.equivalence import BETTER, EQUIVALENT, WORSE, ControlVerdict
+from perturbkv.analyses.stats.equivalence import BETTER, WORSE, ControlVerdict
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval, median_level
-from perturbkv.analyses.text import ALIKE, FEW, LESS, MORE, UNDECIDED, sample_note, sentence, tally
-from perturbkv.analyses.verdicts import MARGIN, check_margin
+from perturbkv.analyses.verdicts import LESS, MARGIN, MORE, check_margin
 from perturbkv.configs.choice import Choice
 from perturbkv.configs.entry_counts import entry_count
 from perturbkv.configs.eviction import EvictionConfig
@@ -78,6 +78,12 @@ class ControlComparison(HeadComparison):
             for kind in (compared.isolated, compared.propagated)
         )
         return cls(**field_values(compared), isolated_verdict=isolated, propagated_verdict=propagated, margin=margin)
+
+    @property
+    def propagated_side(self) -> str:
+        """The verdict on the propagated sums as one of `perturbkv.analyses.verdicts`: better is less."""
+        decided = self.propagated_verdict.verdict
+        return {BETTER: LESS, WORSE: MORE}.get(decided, decided)
 
     @property
     def kinds(self) -> dict[str, tuple[HeadKind, ControlVerdict]]:
@@ -369,6 +375,7 @@ class MethodRanking(SettingsResult):
     """Methods ranked by perturbation, at every budget and granularity with SnapKV and another method."""
 
     SECTION: ClassVar[str] = "ablation --methods"
+    SCOPE: ClassVar[str] = "propagated, all heads"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "propagated_ratio", "over_random", "over_attention")
     FIRST: ClassVar[str] = "method"
@@ -377,39 +384,19 @@ class MethodRanking(SettingsResult):
     settings: tuple[MethodSetting, ...] = column("one per budget and granularity")
     margin: float = column("share of a control's sum within which a method is equivalent to it: δ")
 
-    def conclusion(self) -> str:
-        """Return how often methods perturb less than SnapKV, which one least, and the verdicts against the controls."""
-        rows = [row for setting in self.settings for row in setting.rows]
-        verdicts = [row.propagated.case().verdict for row in rows]
-        if FEW in verdicts:
-            first = "too few samples to decide whose perturbation is lower than snapkv's"
-        else:
-            first = tally(verdicts, _VERDICT_CLAUSES, self._case)
-        best = (_best_text(setting) for setting in self.settings)
-        where = (f" at {name}" if name else "" for name in self.setting_names())
-        least = ";".join(f"{at}: {clause}" for clause, at in zip(best, where, strict=True))
-        note = sample_note(self.identity.samples)
-        against = [self._against(name) for name in CONTROLS] if self.identity.samples >= MIN_SAMPLES else []
-        protected = f" At equal protection {'; '.join(filter(None, against))}." if any(against) else ""
-        counted = sentence(f"{first} (propagated, all heads; {note})", *(row.name for row in rows))
-        return f"{counted} Lowest{least}.{protected}"
-
-    def _against(self, control: str) -> str:
-        """Return how often methods are better, worse, equivalent and undecided against a control; empty without it."""
-        rows = [row for setting in self.settings for row in setting.rows]
-        found = [row.controls[control].propagated_verdict.verdict for row in rows if control in row.controls]
-        words = {
-            BETTER: (f"better than {control}", "better"),
-            WORSE: (f"worse than {control}", "worse"),
-            EQUIVALENT: (f"{self._within} of {control}", self._within),
-            UNDECIDED: (f"undecided against {control}", "undecided"),
-        }
-        return tally(found, words, self._case) if found else ""
-
-    @property
-    def _case(self) -> str:
-        """The noun for what verdicts count: methods of a single setting, else methods × settings."""
-        return "method" if len(self.settings) == 1 else "comparison"
+    def claims(self) -> Sequence[Claim]:
+        """Return how often methods perturb less than SnapKV, and than each control of the same protection."""
+        named = list(zip(self.setting_names(), self.settings, strict=True))
+        rows = [(f"{where} {row.name}".strip(), row) for where, setting in named for row in setting.rows]
+        cases = [row.propagated.case(name) for name, row in rows]
+        claims = [Claim("a method", "perturbs", cases, COMPARED, BASELINE[0])]
+        for control in CONTROLS if self.identity.samples >= MIN_SAMPLES else ():
+            held = [(name, row.controls[control]) for name, row in rows if control in row.controls]
+            against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in held]
+            if against:
+                where = " at equal protection"
+                claims.append(Claim("it", "perturbs", against, COMPARED, control, where, margin=self._within))
+        return claims
 
     @property
     def _within(self) -> str:
@@ -472,23 +459,6 @@ def _control_verdicts(row: Row, kind: str) -> dict[str, str | None]:
         f"against_{name}": row.controls[name].kinds[kind][1].verdict if name in row.controls else None
         for name in CONTROLS
     }
-
-
-_VERDICT_CLAUSES = {
-    LESS: ("perturbation is lower than snapkv's", "lower"),
-    MORE: ("perturbation is higher than snapkv's", "higher"),
-    ALIKE: ("perturbation is snapkv's up to rounding", "equal"),
-    UNDECIDED: ("whether perturbation is lower than snapkv's is undecided", "undecided"),
-}
-
-
-def _best_text(setting: MethodSetting) -> str:
-    """Return the method that perturbs least, with its ratio to SnapKV: 'caote (0.80 [0.70, 0.90])'."""
-    first = setting.rows[0]
-    ratio = text.decimal(first.propagated.sum_ratio, first.propagated.sum_ratio_interval)
-    if first.propagated.sum_ratio < 1:
-        return f"{first.name} ({ratio} of snapkv's)"
-    return f"snapkv ({first.name} is next, {ratio} of it)"
 
 
 def methods(trace: Trace, step: int = 0, only: Sequence[str] = (), margin: float = MARGIN) -> MethodRanking:

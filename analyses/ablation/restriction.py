@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
+from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import identity
 from perturbkv.analyses.names import common
 from perturbkv.analyses.outcomes import Outcome, OutcomeSetting, SettingsResult, head_rows, next_token_kl
 from perturbkv.analyses.sides import group_settings
-from perturbkv.analyses.text import Case, comparison, sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.selections import UNION, reduction
 from perturbkv.display import Part
@@ -125,6 +125,7 @@ class Restriction(SettingsResult):
     """Restricted kept sets against one set per key/value head, in every setting that has both."""
 
     SECTION: ClassVar[str] = "ablation --restrictions"
+    SCOPE: ClassVar[str] = "propagated, all heads, equal budgets"
     ROWS: ClassVar[str] = "heads"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "isolated_ratio", "propagated_ratio", "drift_ratio", "kl_median")
     FIRST: ClassVar[str] = "one set per"
@@ -133,13 +134,11 @@ class Restriction(SettingsResult):
 
     settings: tuple[RestrictionSetting, ...] = column("one per policy, selection, budget and so on")
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return by how much more restricted kept sets perturb than the baseline, without sets per query head."""
-        cases = self.cases()
-        if not cases:
-            return f"This trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query."
-        clause = comparison("a restricted kept set", f"one of single entries per {RESTRICTION_BASELINE} head", cases)
-        return sentence(f"{clause} (propagated, all heads, equal budgets; {sample_note(self.identity.samples)})")
+        baseline = f"one of single entries per {RESTRICTION_BASELINE} head"
+        missing = f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query"
+        return [Claim("a restricted kept set", "perturbs", self.cases(), COMPARED, baseline, missing=missing)]
 
     def cases(self) -> list[Case]:
         """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""

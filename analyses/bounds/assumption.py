@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, long_form, record, table
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.names import common, plural, short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.intervals import OptionalInterval, rare_share_kind
-from perturbkv.analyses.text import extremes, interval_verdict, sample_note, sentence
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.display import Part
 from perturbkv.trace import Trace
@@ -31,6 +31,7 @@ READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window
 """Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
 of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 HEADS = ("layer", "head")
+_WORDS = {MORE: "most heads", LESS: "fewer than half of the heads"}
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 
 
@@ -212,44 +213,38 @@ class Assumption(Result):
         """Reading of σ → entries whose attention is summed."""
         return READINGS
 
-    def conclusion(self) -> str:
-        """Return in how many heads Assumption 1 holds, at the best and the worst budget, and where it fails most."""
-        shares = [
-            (name, reading.share, text.percent(reading.share, reading.share_interval))
-            for name, reading in zip(self._names(), self._stage1_readings(), strict=True)
+    def claims(self) -> Sequence[Claim]:
+        """Return whether Assumption 1 holds in most heads, by the share of heads at each budget and α."""
+        readings = [(name, config.sigma_stage1) for name, config in self._named]
+        cases = [
+            Case.number(name, reading.share, reading.share_interval, text.percent, 0.5) for name, reading in readings
         ]
-        clause = (
-            f"the first stage of {self.selection} keeps more than half of the attention in {extremes(shares)} of heads "
-            f"({sample_note(self.identity.samples)}); {self._failing_heads_clause()}"
-        )
-        verdict = _verdict_clause(
-            [interval_verdict(reading.share_interval, 0.5) for reading in self._stage1_readings()]
-        )
-        return sentence(f"{verdict}: {clause}" if verdict else clause)
+        return [Claim("the paper's assumption", "holds in", cases, _WORDS, noun="configuration")]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claim is of."""
+        return [f"heads with σ > 0.5 in the first stage of {self.selection}", *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: the share that it shows, and the shared choices."""
-        return f"share of heads that keep more than half of the attention: {common(self.identity.configs)}"
+        return f"share of heads that keep more than half of the attention: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration, with its σ of stage 1."""
-        return [
-            Line(name, (config, config.sigma_stage1)) for name, config in zip(self._names(), self.configs, strict=True)
-        ]
+        return [Line(name, (config, config.sigma_stage1)) for name, config in self._named]
 
     def details(self) -> Sequence[Part]:
         """Return a table per reading of σ, and the heads whose mean σ of stage 1 is at most 0.5."""
-        named = list(zip(self._names(), self.configs, strict=True))
         readings = [
             table(
                 f"{title} ({variable})",
-                [Line(name, (config.readings[variable],)) for name, config in named],
+                [Line(name, (config.readings[variable],)) for name, config in self._named],
                 ("share", "weak_count", "weak_layers"),
                 self.FIRST,
             )
             for variable, title in READINGS.items()
         ]
-        weak = [Line(name, (config.sigma_stage1,)) for name, config in named]
+        weak = [Line(name, (config.sigma_stage1,)) for name, config in self._named]
         return [
             *readings,
             table("heads that fail in stage 1", weak, ("weak_names",), self.FIRST),
@@ -269,31 +264,10 @@ class Assumption(Result):
             )
         ]
 
-    def _names(self) -> list[str]:
-        """Return the short name of each configuration, or the selection's name for a single configuration."""
-        return [name or self.selection for name in short_names([config.config for config in self.configs])]
-
-    def _stage1_readings(self) -> list[Reading]:
-        """Return each configuration's σ of stage 1."""
-        return [config.sigma_stage1 for config in self.configs]
-
-    def _failing_heads_clause(self) -> str:
-        """Return a clause on the heads that fail (mean σ ≤ 0.5) at the worst budget: their number and layers."""
-        index = max(range(len(self.configs)), key=lambda index: int(self._stage1_readings()[index].failing.sum()))
-        failing = self._stage1_readings()[index].failing
-        if not failing.any():
-            return "no head fails in the mean over samples"
-        same = all((reading.failing == failing).all() for reading in self._stage1_readings())
-        at = "" if same else f" at {self._names()[index]}"
-        total, counts = int(failing.sum()), failing.sum(axis=1)
-        heads = f"{plural(total, 'head')} of {failing.size} {'fails' if total == 1 else 'fail'}{at}"
-        if failing.all():
-            return f"all {plural(total, 'head')} fail{at}"
-        layer = int(counts.argmax())
-        if 2 * counts[layer] <= total:
-            return f"{heads}, in {plural(int((counts > 0).sum()), 'layer')}"
-        most = "" if counts[layer] == total else f"{counts[layer]} of them "
-        return f"{heads}, {most}in layer {self.identity.layer(layer)}"
+    @property
+    def _named(self) -> list[tuple[str, ConfigAssumption]]:
+        """The configurations with their names."""
+        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Assumption:
@@ -319,13 +293,3 @@ def assumption(trace: Trace, selection: str = "two-stage", step: int = 0) -> Ass
     """
     configs = sigmas(trace, selection, step)
     return Assumption(selection, configs, step, identity(trace, [shown.config for shown in configs], step))
-
-
-def _verdict_clause(verdicts: list[int | None]) -> str:
-    """Return a clause on whether the assumption holds in most heads; empty for too few samples."""
-    if None in verdicts:
-        return ""
-    if len(set(verdicts)) > 1:
-        return "Whether the paper's assumption holds in most heads depends on the budget"
-    clauses = {1: "The paper's assumption holds in most heads", -1: "The paper's assumption fails in most heads"}
-    return clauses.get(verdicts[0] or 0, "Whether the paper's assumption holds in most heads is undecided")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from perturbkv.analyses import text
-from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, RankAgreement, compare_orders
+from perturbkv.analyses.bounds.rank_agreement import CONTENDERS, Concordance, RankAgreement, compare_orders
 from perturbkv.analyses.bounds.ratios import (
     LEVELS,
     Tightness,
@@ -20,14 +19,16 @@ from perturbkv.analyses.bounds.ratios import (
     tightness,
 )
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, short_names
+from perturbkv.analyses.names import short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import complement, extremes, factor, interval_verdict, sample_note, sentence, tally
+from perturbkv.analyses.text import factor, sample_note
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part
@@ -41,16 +42,8 @@ ANALYSIS = "bound-tightness"
 _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 _PER_HEAD = ("least", "median", "largest")
-_ORDER_CLAUSES = {
-    1: ("of two-stage and two-stage-uniform, the one with the lower θ̂ perturbs less in most heads", "in most"),
-    -1: ("of two-stage and two-stage-uniform, the one with the lower θ̂ perturbs more in most heads", "more in most"),
-    0: ("whether θ̂ tells which of two-stage and two-stage-uniform perturbs less is undecided", "undecided"),
-}
-_GAIN_CLAUSES = {
-    1: ("θ̂ tells this more often than the attention given up, 1 − S", "more often"),
-    -1: ("θ̂ tells this less often than the attention given up, 1 − S", "less often"),
-    0: ("whether θ̂ tells this more often than the attention given up, 1 − S, is undecided", "undecided"),
-}
+_ORDER = {MORE: "less in most heads", LESS: "more in most heads"}
+_GAIN = {MORE: "more often", LESS: "less often"}
 _PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
 _RATIOS = ("share", "l_theta", "l_theta_hat", "theta_theta_hat", "hat_relax")
 
@@ -101,14 +94,24 @@ class BoundTightness(Result):
         """The configurations of the selection, by α, then budget."""
         return tuple(self.configs[index] for index in side_indices(self.run, self.selection))
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
-        return sentence(f"{self._looseness_clause()}; {self._order_clause()}")
+        levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
+        factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
+        verb, missing = f"over the perturbation of {self.selection} is", self._no_ratio_reason()
+        tightness = Claim(f"the paper's bound {_BOUND}", verb, factors, missing=missing)
+        return [tightness, *self._order_claims()]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of."""
+        evicted = max(config.evicted_samples for config in self.shown)
+        ordered = min((pair.samples for _, pair in self._ordered_pairs()), default=evicted)
+        order = [f"order: n = {ordered}"] if ordered != evicted else []
+        return ["of heads with σ > 0.5 the median, in parentheses nine in ten", sample_note(evicted), *order]
 
     def title(self) -> str:
         """Return the table's title: the ratios that it shows, and the shared choices."""
-        shared = common(self.identity.configs)
-        return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {shared}"
+        return f"ratios where σ > 0.5, median and 5 to 95 % of samples and heads: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration of the selection."""
@@ -161,21 +164,7 @@ class BoundTightness(Result):
 
     def _named(self) -> list[tuple[str, Tightness]]:
         """Return the shown configurations with their short names."""
-        names = short_names([config.config for config in self.shown])
-        return [(name or self.selection, config) for name, config in zip(names, self.shown, strict=True)]
-
-    def _looseness_clause(self) -> str:
-        """Return a clause with the share of heads with σ > 0.5, and the ratio θ̂ / L in these heads."""
-        quantiles = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
-        if all(isnan(levels[_MEDIAN]) for _, levels in quantiles):
-            return f"there is no bound to judge for {self.selection}: {self._no_ratio_reason()}"
-        factors = [(name, float(levels[_MEDIAN]), _factor_text(levels)) for name, levels in quantiles]
-        covered = [(name, 1 - config.flagged_share, _covered_share(config)) for name, config in self._named()]
-        samples = sample_note(max(config.evicted_samples for config in self.shown)).partition(":")[0]
-        return (
-            f"the paper's bound {_BOUND} covers {extremes(covered)} of heads and is {extremes(factors)} the "
-            f"perturbation of {self.selection} there (median head; in parentheses nine heads in ten; {samples})"
-        )
+        return list(zip(self.identity.names, self.shown, strict=True))
 
     def _no_ratio_reason(self) -> str:
         """Return the reason why θ̂ / L is unknown, as a clause."""
@@ -185,25 +174,22 @@ class BoundTightness(Result):
             return "stage 1 keeps at most half of the attention in every head, where Theorem 3 says nothing"
         return "perturbation and bounds are 0"
 
-    def _order_clause(self) -> str:
-        """Return a clause on how often, of two selections of one stage 1, the lower θ̂ has the lower L.
-
-        And on whether that is more often than with 1 − S in its place, from the paired difference.
-        """
+    def _ordered_pairs(self) -> list[tuple[str, Concordance]]:
+        """Return the comparisons by θ̂ of two selections of one stage 1, with the setting's name."""
         named = zip(self._settings(), self.agreements, strict=True)
-        pairs = [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
+        return [(name, pair) for name, one in named for pair in one.pairs if pair.bound == _BOUND]
+
+    def _order_claims(self) -> list[Claim]:
+        """Return whether, of two selections of one stage 1, the lower θ̂ has the lower L, and more often than 1 − S."""
+        pairs = self._ordered_pairs()
         known = [(name, pair) for name, pair in pairs if pair.samples >= MIN_SAMPLES]
-        if not known:
-            few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else (
-                "θ̂ compares selections of one stage 1, two-stage and two-stage-uniform"
-            )  # fmt: skip
-            return f"whether a lower θ̂ means a lower perturbation cannot be said: {few}"
-        shares = [(name, pair.share, text.percent(pair.share, pair.share_interval)) for name, pair in known]
-        gains = [(name, pair.gain, f"{text.points(pair.gain, pair.gain_interval)} points") for name, pair in known]
-        ordered = tally([interval_verdict(pair.share_interval, 0.5) for _, pair in known], _ORDER_CLAUSES, "setting")
-        gained = tally([interval_verdict(pair.gain_interval, 0) for _, pair in known], _GAIN_CLAUSES, "setting")
-        samples = sample_note(min(pair.samples for _, pair in known))
-        return f"{ordered}: {extremes(shares)}; {gained}: {extremes(gains)} ({samples})"
+        shares = [Case.number(name, pair.share, pair.share_interval, text.percent, 0.5) for name, pair in known]
+        gains = [Case.number(name, pair.gain, pair.gain_interval, text.points_apart, 0) for name, pair in known]
+        few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
+        lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
+        given_up = "the attention given up (1 − S)"
+        order = Claim(lower, "perturbs", shares, _ORDER, noun="setting", missing=few)
+        return [order, *([Claim("θ̂", "tells this", gains, _GAIN, given_up, noun="setting")] if known else [])]
 
     def _settings(self) -> list[str]:
         """Return a short name per setting of several selections."""
@@ -267,11 +253,6 @@ def bound_tightness(trace: Trace, selection: str = "two-stage", step: int = 0) -
         identity=identity(trace, [trace.run.configs[index] for index in side_indices(trace.run, selection)], step),
         left_out=left_out,
     )
-
-
-def _covered_share(config: Tightness) -> str:
-    """Return the share of heads in which σ > 0.5 as text, with its interval."""
-    return text.percent(1 - config.flagged_share, complement(config.flagged_share_interval))
 
 
 def _factor_text(ratios: Floats) -> str:

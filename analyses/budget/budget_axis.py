@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import curve_names
+from perturbkv.analyses.names import distinct_names
 from perturbkv.analyses.sides import sweeps
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import ConfigError
@@ -46,7 +46,7 @@ def named_axes(measured: Measurements, sides: Sequence[str] | None) -> list[tupl
     each: Sequence[str | None] = [None] if sides is None else sides
     curves = dict.fromkeys(tuple(indices) for side in each for indices in sweeps(measured.trace.run, side))
     axes = [axis(measured, indices) for indices in curves]
-    return list(zip(curve_names([curve.configs[0] for curve in axes]), axes, strict=True))
+    return list(zip(distinct_names([curve.configs[0] for curve in axes], "budget"), axes, strict=True))
 
 
 def check_budget_units(configs: Sequence[EvictionConfig], analysis: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from math import isnan
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import Axis, named_axes
 from perturbkv.analyses.budget.criteria import Criterion
 from perturbkv.analyses.columns import Line, Record, column, interval, record
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
@@ -22,7 +22,6 @@ from perturbkv.analyses.sides import Sides, check_sides
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.crossings import Crossing, CrossingRatio, crossing, crossing_ratio
 from perturbkv.analyses.stats.intervals import Band, OptionalInterval
-from perturbkv.analyses.text import sample_note, sentence
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
 from perturbkv.configs.selections import STAGED
@@ -163,10 +162,21 @@ class Cliffs(Sequenced[Cliff], Result):
     members: tuple[Cliff, ...] = column("the first is what the others are compared with", key="methods")
     identity: RunIdentity
 
-    def conclusion(self) -> str:
-        """Return the budget at which each method passes each threshold, and its ratio to the first method's."""
-        clauses = "; ".join(self._threshold_clause(index, threshold) for index, threshold in enumerate(self.thresholds))
-        return sentence(f"median KL of the next token stays {clauses} ({sample_note(self.identity.samples)})")
+    def claims(self) -> Sequence[Claim]:
+        """Return the budget from which on methods stay below each threshold."""
+        shown = [(method.name, one) for method in self.members for one in method.crossings]
+        return [
+            Claim(
+                "median KL of the next token",
+                f"stays below {threshold:g} nat from budget",
+                [
+                    Case(name, one.value, one.budget.removeprefix("*"))
+                    for name, one in shown
+                    if one.threshold == threshold
+                ],
+            )
+            for threshold in self.thresholds
+        ]
 
     def title(self) -> str:
         """Return the table's title."""
@@ -209,16 +219,6 @@ class Cliffs(Sequenced[Cliff], Result):
              "mean_kl": float(method.mean[index])}
             for method in self.members for index, config in enumerate(method.configs)
         ]  # fmt: skip
-
-    def _threshold_clause(self, index: int, threshold: float) -> str:
-        """Return a clause with each method's budget from which on KL stays below a threshold."""
-        where = ", ".join(
-            f"{method.crossings[index].budget.removeprefix('*')} with {method.name}" for method in self.members
-        )
-        first = self.members[0].name
-        ratios = [(method.name, method.ratios[index]) for method in self.members[1:]]
-        needs = [f"{name} needs {method.over_first} of {first}'s" for name, method in ratios if not isnan(method.ratio)]
-        return f"below {threshold:g} nat from budget {where}" + (f" ({', '.join(needs)})" if needs else "")
 
     def _crossing_ratio(self, method: Cliff, index: int) -> CrossingRatio:
         """Return the ratio of a method's crossing to the first method's, for the threshold at `index`."""

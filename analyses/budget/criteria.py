@@ -67,10 +67,6 @@ class Criterion:
             return f"{100 * value:.3g}".replace("-", "−")
         return f"{value:.3g}" if self.name == "kl" else f"{value:.4g}"
 
-    def format_with_unit(self, value: float) -> str:
-        """Return a mean or a bound as text with its unit."""
-        return f"{self.format(value)}{_UNITS[self.name]}"
-
     @property
     def is_lower_limit(self) -> bool:
         """True where means must be at least the limit."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from perturbkv.analyses import columns, measurements, text
+from perturbkv.analyses import columns, measurements, text, verdicts
 from perturbkv.analyses.budget.budget_axis import above_full_caveat, named_axes
 from perturbkv.analyses.budget.criteria import (
     ANALYSIS,
@@ -22,14 +22,13 @@ from perturbkv.analyses.budget.criteria import (
     worst_state,
 )
 from perturbkv.analyses.columns import Line, Record, column, derived, record
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Measurements, has_only_first_token
 from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.sides import Sides, check_sides
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import sentence
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.option import check_number
@@ -48,6 +47,8 @@ _BOUNDS = {
     "drop": "Drop: a bound for any distribution of scores; {few}.",
     "top1": "Same token: exact for single steps, for means over steps a bound for any distribution.",
 }
+_SIDES = {SAFE: verdicts.MORE, NONE: verdicts.LESS, FEW: verdicts.FEW}
+_WORDS = {verdicts.MORE: "a safe budget", verdicts.LESS: "no safe budget"}
 _EXIT_CODES = {SAFE: 0, NONE: 1, FEW: 2}
 
 
@@ -143,6 +144,14 @@ class SafeBudget(Record):
         """Entries that its cache holds over those of the full cache."""
         return None if self.safe is None else self.safe.cache_share
 
+    def case(self) -> Case:
+        """Return the smallest safe budget as a case, or the first limit that fails, at the largest budget."""
+        if self.safe is not None:
+            return Case("", self.safe.config.budget.value, f"{self.safe.config.budget} or more", _SIDES[SAFE])
+        failing = next(limited for limited in self.verdicts if limited.state == self.state)
+        failure = " ".join(failing.failure.split())
+        return Case("", 0.0, f"{failing.criterion.quantity} at budget {failure}", _SIDES[self.state])
+
     @derived()
     def evicted_bytes(self) -> float | None:
         """Bytes of its caches at the length and batch of `cache`."""
@@ -187,16 +196,15 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
         """0 every selection has a safe budget, 1 one has none, 2 there are too few samples to decide."""
         return _EXIT_CODES[worst_state(selection.state for selection in self.members)]
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return the smallest safe budget of each selection, or why it has none."""
+        return [Claim(one.name, "has", [one.case()], _WORDS, is_name=True) for one in self.members]
+
+    def scope(self) -> Sequence[str]:
+        """Return what is safe, the kind of bounds, and the number of samples."""
         limits = " and ".join(str(limited.criterion) for limited in self[0].verdicts)
-        samples = self.identity.samples
-        safe = [f"{selection.name} {selection.safe.config.budget}" for selection in self if selection.safe is not None]
-        missing = [_missing_clause(selection, samples) for selection in self if selection.safe is None]
-        shown = "; ".join([*([", ".join(safe)] if safe else []), *missing])
-        return sentence(
-            f"smallest budget with {limits} (95 % bounds{_kl_assumption(self)}, {plural(samples, 'sample')}): {shown}"
-        )
+        samples = f"n = {plural(self.identity.samples, 'sample')}"
+        return [f"safe: {limits}", f"95 % bounds{_kl_assumption(self)}", samples]
 
     def title(self) -> str:
         """Return the table's title, with the caches whose bytes are counted."""
@@ -262,27 +270,6 @@ class SafeBudgets(Sequenced[SafeBudget], Result):
 def _kl_assumption(result: SafeBudgets) -> str:
     """Return the assumption of the bound on KL, as a phrase; empty without a limit on KL."""
     return ", of KL if lognormal" if any(limited.criterion.name == "kl" for limited in result[0].verdicts) else ""
-
-
-def _missing_clause(selection: SafeBudget, samples: int) -> str:
-    """Return a clause on why a selection has no safe budget: its mean exceeds a limit, or samples are too few."""
-    failing = next(limited for state in (NONE, FEW) for limited in selection.verdicts if limited.state == state)
-    largest, criterion = failing.budgets[0], failing.criterion
-    where = f"at {largest.config.budget}, the largest measured, its {criterion.quantity} is"
-    if failing.state == NONE:
-        return f"{selection.name} has none: {where} {criterion.format_with_unit(largest.mean)}"
-    bound = "has no bound yet" if np.isinf(largest.bound) else f"may be {criterion.format(largest.bound)}"
-    more = _samples_clause(failing, samples)
-    return f"{selection.name} is undecided: {where} {criterion.format(largest.mean)} and {bound}, {more}"
-
-
-def _samples_clause(failing: Verdict, samples: int) -> str:
-    """Return a clause on the number of samples with which a failed limit would pass."""
-    if failing.samples_for is not None:
-        return f"{failing.samples_for:,} samples like these would do"
-    if samples < MIN_SAMPLES:
-        return f"as no bound is given of fewer than {MIN_SAMPLES} samples"
-    return "more samples are needed, how many is unknown"
 
 
 def _format_gib(size: float) -> str:

@@ -7,7 +7,7 @@ tested it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Line, column, record
+from perturbkv.analyses.conclusions import COMPARED, NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.correlation import correlation_tables
 from perturbkv.analyses.correlation.correlation_settings import (
     ANALYSIS,
@@ -28,11 +29,10 @@ from perturbkv.analyses.correlation.correlation_settings import (
     mark_significant_settings,
     pool_prompts,
 )
-from perturbkv.analyses.correlation.correlation_tables import AGAINST, HEADLINE, Overall, format_estimate, format_points
+from perturbkv.analyses.correlation.correlation_tables import HEADLINE, Overall, format_estimate, format_points
 from perturbkv.analyses.correlation.lost_answers import BINS, LOST, Rule, check_bins
 from perturbkv.analyses.correlation.method_identity import (
     NAMES,
-    IdentityBaseline,
     contrasts,
     identity_baselines,
     mark_significant,
@@ -46,102 +46,38 @@ from perturbkv.analyses.multi_trace import as_traces
 from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS, comparable_groups, matches
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES, Estimate
-from perturbkv.analyses.text import interval_verdict, sentence
+from perturbkv.analyses.stats.intervals import Estimate
+from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MORE, UNDECIDED, verdict_at
 from perturbkv.display import Part
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace
 
 _WHO = "the methods of a prompt that perturb its first step more"
-_VERDICTS = {-1: f"{_WHO} score less", 1: f"{_WHO} score more"}
+_EQUAL = f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
+_PERTURBED = {MORE: "more", LESS: "less"}
 _CHANCE = 0.5
 """Share of pairs by chance."""
 NOTHING = 0.1
 """A difference of ρ, or of a share of pairs, whose interval lies within this of 0 is as good as nothing."""
-_UNDECIDED = f"whether {_WHO} score less is undecided"
+_BELOW = {LESS: "below 0", MORE: "above 0", ALIKE: "0"}
+_ABOVE = {MORE: "above 0", LESS: "below 0", ALIKE: "0"}
 
 
-def _rank_clause(result: Correlation) -> str:
-    """Return the clause on ρ: its sign, its value, and its excess over the method identity baseline."""
-    every = result.overall[0]
-    rho = every.strength(HEADLINE).rho
-    if isnan(rho.value):
-        reasons = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in result.settings)))
-        why = " or ".join(reasons) or f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
-        return f"whether methods that perturb more score less cannot be said: {why}"
-    side = interval_verdict(rho.interval, 0) or 0
-    verdict = _VERDICTS.get(side, _UNDECIDED)
-    baseline = every.identity_baselines(HEADLINE).rho
-    more = _baseline_clause(baseline, format_estimate(baseline.beyond, " "), side)
-    return f"{verdict}: ρ = {format_estimate(rho, ' ')} ({_budgets_phrase(result)}{_prompts_note(rho)}); {more}"
-
-
-def _budgets_phrase(result: Correlation) -> str:
-    """Return the number of budgets as '3 budgets, one at a time, '; empty for a single budget."""
-    count = sum(one.strength(HEADLINE).rho.prompts > 0 for one in result.settings)
-    return f"{count} budgets, one at a time, " if count > 1 else ""
-
-
-def _prompts_note(one: Estimate) -> str:
-    """Return the number of prompts as 'n = 12 deciding prompts', marked if too few for an interval."""
-    few = ", too few for an interval" if one.prompts < MIN_SAMPLES else ""
-    return f"n = {plural(one.prompts, 'deciding prompt')}{few}"
-
-
-def _baseline_clause(baseline: IdentityBaseline, beyond: str, side: int) -> str:
-    """Return the clause on whether a statistic exceeds its method identity baseline.
+def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[str, str], margin: str) -> Claim:
+    """Return the claim that a statistic differs from its method identity baseline, which is negligible within `margin`.
 
     Args:
-        baseline: of the statistic.
-        beyond: text of the statistic less its baseline.
-        side: sign of the statistic, −1 or 1; 0 where it is undecided.
+        statistic: its name.
+        beyond: the statistic less its baseline.
+        shown: its text.
+        words: of its sides of 0.
+        margin: `NOTHING` as text.
     """
-    if isnan(baseline.beyond.value):
-        return "how much of it the methods' names alone tell cannot be said: no data set has two such prompts"
-    verdict = interval_verdict(baseline.beyond.interval, 0)
-    if verdict is None:
-        return f"less what the methods' names alone tell: {beyond}, of too few prompts to say whether that is more"
-    if side and verdict:
-        return f"that is {'more' if verdict == side else 'less'} than the methods' names tell (less these: {beyond})"
-    if _is_negligible(baseline.beyond):
-        return f"what is shown is no more than the methods' names tell (less these: {beyond})"
-    if verdict:
-        return f"less what the methods' names tell it is {beyond}"
-    return f"whether that is more than the methods' names tell is undecided (less these: {beyond})"
-
-
-def _is_negligible(beyond: Estimate) -> bool:
-    """Return whether the interval of a statistic's excess over its baseline lies within ±`NOTHING`."""
-    ends = beyond.interval
-    return ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING
-
-
-def _area_clause(result: Correlation) -> str:
-    """Return the clause on the share of pairs with the lost answer more perturbed, and its excess over the baseline."""
-    every = result.overall[0]
-    area, baseline = every.strength(HEADLINE).auc, every.identity_baselines(HEADLINE).auc
-    if isnan(area.value):
-        return " or ".join(dict.fromkeys(one.no_areas_reason() for one in result.settings))
-    share, side = text.percent(area.value, area.interval), interval_verdict(area.interval, _CHANCE) or 0
-    clause = (
-        f"a lost answer is perturbed more than a kept one of its prompt in {share} of pairs ({_prompts_note(area)})"
-    )
-    return f"{clause}; {_baseline_clause(baseline, f'{format_points(baseline.beyond)} points', side)}"
-
-
-def _contrast_clause(every: Overall) -> str:
-    """Return the clause that propagated L1 correlates more, or less, with scores than the evicted attention 1 − S does.
-
-    Empty where that is undecided, or ρ does not exceed the method identity baseline: then the difference says nothing
-    of the values, which 1 − S ignores.
-    """
-    one = every.contrast(HEADLINE, AGAINST)
-    verdict = interval_verdict(one.rho.interval, 0)
-    if not verdict or interval_verdict(every.identity_baselines(HEADLINE).rho.beyond.interval, 0) != -1:
-        return ""
-    difference = f"ρ differs by {format_estimate(one.rho, ' ')}, {_prompts_note(one.rho)}"
-    more = "more" if verdict < 0 else "less"
-    return f"{NAMES[HEADLINE]} tells {more} than the attention given up ({NAMES[AGAINST]}): {difference}"
+    ends, verdict = beyond.interval, verdict_at(beyond.interval, 0)
+    if verdict == UNDECIDED and ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING:
+        verdict = EQUIVALENT
+    case, missing = Case("", beyond.value, shown, verdict), "no data set has two such prompts"
+    return Claim(f"{statistic} less what the methods' names tell", "is", [case], words, margin=margin, missing=missing)
 
 
 _TESTS = (
@@ -179,16 +115,46 @@ class Correlation(Result):
     across: tuple[AcrossBudgets, ...] = column("for many reasons; empty where no method has three budgets")
     prompts: tuple[tuple[int, str], ...]
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return the correlation of propagated L1 with scores and lost answers, also less the identity baseline."""
         samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
         if not answered:
-            return (
-                f"The full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g}): there is "
-                "nothing that eviction can lose."
-            )
-        clauses = _rank_clause(self), _area_clause(self), _contrast_clause(self.overall[0])
-        return sentence("; ".join(filter(None, clauses)))
+            none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
+            return [Claim(_WHO, "score", [], COMPARED, missing=f"{none}, so {NOTHING_TO_LOSE}")]
+        strength, names = self.overall[0].strength(HEADLINE), self.overall[0].identity_baselines(HEADLINE)
+        rho, area, less_rho, less_area = strength.rho, strength.auc, names.rho.beyond, names.auc.beyond
+        unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
+        unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
+        scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
+        pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
+        kept, most = "a kept one of its prompt", " in most pairs"
+        return [
+            Claim(_WHO, "score", [scores], COMPARED, missing=" or ".join(unranked) or _EQUAL),
+            *(
+                []
+                if isnan(rho.value)
+                else [_beyond_claim("ρ", less_rho, format_estimate(less_rho, " "), _BELOW, "within 0.1")]
+            ),
+            Claim("a lost answer", "is perturbed", [pairs], _PERTURBED, kept, most, missing=" or ".join(unpaired)),
+            *(
+                []
+                if isnan(area.value)
+                else [
+                    _beyond_claim(
+                        "this share", less_area, f"{format_points(less_area)} points", _ABOVE, "within 10 points"
+                    )
+                ]
+            ),
+        ]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: the budgets, and the prompts behind ρ and behind pairs of answers."""
+        strength = self.overall[0].strength(HEADLINE)
+        budgets = sum(one.strength(HEADLINE).rho.prompts > 0 for one in self.settings)
+        several = [f"{budgets} budgets, one at a time"] if budgets > 1 else []
+        prompts = {"ρ": strength.rho.prompts, "pairs": strength.auc.prompts}
+        deciding = [f"{name}: n = {plural(count, 'deciding prompt')}" for name, count in prompts.items() if count]
+        return [*several, *(deciding or super().scope())]
 
     def title(self) -> str:
         """Return the single setting, or that the table shows each prompt's mean over all budgets."""

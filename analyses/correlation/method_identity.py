@@ -42,7 +42,7 @@ from perturbkv.analyses.stats.permutation import (
     prompt_permutations,
 )
 from perturbkv.analyses.stats.rank_correlation import kendall, mean_ranks, spearman
-from perturbkv.analyses.text import interval_verdict
+from perturbkv.analyses.verdicts import interval_verdict
 
 DIFFERENCES = StatisticKind(3 / 8, limits=(-2, 2))
 """A mean of differences between two rank correlations of the same prompt."""

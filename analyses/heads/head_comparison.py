@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perturbkv.analyses.columns import Record, column, derived, interval, long_form, record
+from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import EVIDENCE, Floats, Measurements
-from perturbkv.analyses.sides import PairRecord
+from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import half_share, median, quantiles, ratio
 from perturbkv.analyses.stats.intervals import RATIO, OptionalInterval, share_kind
 from perturbkv.analyses.stats.permutation import SignFlips
-from perturbkv.analyses.text import Case, decimal
-from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, verdicts
+from perturbkv.analyses.text import decimal
+from perturbkv.analyses.verdicts import distance_of, equal_isolated, equal_propagated, ratio_verdict, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.trace import Trace
 
@@ -97,9 +98,14 @@ class HeadKind(Record):
         """Mean over heads and samples of the treatment."""
         return float(self.treatment_mean.mean())
 
+    @property
+    def sum_verdict(self) -> str:
+        """The verdict on the ratio of sums, ALIKE where every head ties in every sample."""
+        return ratio_verdict(self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
+
     def case(self, name: str = "") -> Case:
         """Return the ratio of sums as a named case of a comparison, tied where every head ties in every sample."""
-        return Case(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
+        return Case.ratio(name, self.sum_ratio, self.sum_ratio_interval, not self.differences.any())
 
     def records(self, layers: Sequence[int], **labels: Any) -> Iterator[dict[str, Any]]:
         """Yield a row per layer and head: labels, both sides' means over samples, their noise floor, the verdict."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import isnan
 from typing import Any, ClassVar, overload
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, long_form, record
+from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.heads.head_comparison import (
     ANALYSIS,
     HEADS,
@@ -20,16 +22,13 @@ from perturbkv.analyses.heads.head_comparison import (
 )
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, short_names, side_names
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_of, pairs_title, plural
 from perturbkv.analyses.result import Result, Sequenced
-from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs, pairs_of
-from perturbkv.analyses.text import Case, comparisons, sample_note, sentence
+from perturbkv.analyses.sides import Sides, choose_sides, configs_of, pairs
 from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
 from perturbkv.display import Part
 from perturbkv.errors import ConfigError
 from perturbkv.trace import Trace
-
-_KINDS = ("isolated", "propagated")
 
 
 @record
@@ -69,33 +68,34 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         changed = tuple(one for one in self.changed if one.config in shown)
         return HeadComparisons(members, replace(self.identity, configs=tuple(shown)), changed)
 
-    def conclusion(self) -> str:
-        """Return by how much the treatments perturb more or less, and for a single pair the share of better heads."""
-        pairs, first = pairs_of(self.members), self.members[0]
-        clause = comparisons(pairs, self._cases("propagated"))
+    def claims(self) -> Sequence[Claim]:
+        """Return by how much the treatments perturb more or less."""
+        return compare_sides(self.members, self._cases("propagated"))
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of, for a single pair with the share of better heads."""
+        first = self.members[0]
         heads = text.percent(first.propagated.better_share, first.propagated.better_share_interval)
         share = [f"{heads} of the heads better"] if len(self) == 1 else []
-        terms = non_default_terms(first.distance, first.step)
-        where = ["propagated, sum over heads", *share, *terms, sample_note(self.identity.samples)]
-        return sentence(f"{clause} ({'; '.join(where)})", *(side_names(*pair)[1] for pair in pairs))
+        return ["propagated, sum over heads", *share, *non_default_terms(first.distance, first.step), *super().scope()]
 
     def title(self) -> str:
         """Return the table's title: distance, sides, and the choices that all configurations share."""
-        return f"perturbation ({DISTANCES[self.members[0].distance]}) of {pairs_title(pairs_of(self.members))}"
+        distance = DISTANCES[self.members[0].distance]
+        return f"perturbation ({distance}) of {pairs_title(self.members, self.identity.shared)}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair and kind of perturbation."""
         return [
             Line(name if kind is pair.isolated else "", (kind, pair, kind.sign_flips))
-            for pair, name in zip(self.members, pair_names(pairs_of(self.members)), strict=True)
+            for pair, name in zip(self.members, self._names, strict=True)
             for kind in (pair.isolated, pair.propagated)
         ]
 
     def caveats(self) -> Sequence[str]:
         """Return notes on parts of a loss, differing isolated perturbation, weak tests, and heads with σ ≤ 0.5."""
-        names = dict(zip(self.identity.configs, short_names(self.identity.configs), strict=True))
         return [
-            *(one.note(names[one.config]) for one in self.changed),
+            *(one.note(self.identity.name_of(one.config)) for one in self.changed),
             *self._disagreement_note(),
             *self.members[0].propagated.sign_flips.power_caveat(),
             *self._flagged_note(),
@@ -122,19 +122,20 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         """
         return [row for pair in self.members for kind in (pair.isolated, pair.propagated) for row in _rows(pair, kind)]
 
+    @cached_property
+    def _names(self) -> list[str]:
+        """A distinct name per pair."""
+        return pair_names(self.members)
+
     def _cases(self, kind: str) -> list[Case]:
         """Return each pair's ratio of perturbation as a case; `kind` is isolated or propagated."""
         kinds: list[HeadKind] = [getattr(pair, kind) for pair in self.members]
-        return [each.case(name) for name, each in zip(pair_names(pairs_of(self.members)), kinds, strict=True)]
+        return [each.case(name) for name, each in zip(self._names, kinds, strict=True)]
 
     def _disagreement_note(self) -> list[str]:
         """Return the note on pairs with different isolated and propagated verdicts; empty without such."""
-        verdicts = ([case.verdict for case in self._cases(kind)] for kind in _KINDS)
-        different = sum(isolated != propagated for isolated, propagated in zip(*verdicts, strict=True))
-        if not different or len(self) > 1:
-            return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
-        (case,) = self._cases("isolated")
-        return [f"Isolated perturbation says otherwise: {text.difference(case.ratio, case.interval)}."]
+        different = sum(pair.isolated.sum_verdict != pair.propagated.sum_verdict for pair in self.members)
+        return [f"Isolated perturbation says otherwise in {different} of {len(self)} cases."] if different else []
 
     def _flagged_note(self) -> list[str]:
         """Return the note on the number of heads with σ ≤ 0.5 of staged treatments; empty for none."""
@@ -152,8 +153,7 @@ class HeadComparisons(Sequenced[HeadComparison], Result):
         }
         if not seconds:
             return []
-        names = [name or config.label() for name, config in zip(short_names(list(seconds)), seconds, strict=True)]
-        own = ", ".join(f"{name} {value:.2f} s" for name, value in zip(names, seconds.values(), strict=True))
+        own = ", ".join(f"{self.identity.name_of(config)} {value:.2f} s" for config, value in seconds.items())
         full = self.members[0].prefill_seconds_full
         return [f"Prefill, mean over samples, masks dense: {own}; the full one {full:.2f} s."]
 

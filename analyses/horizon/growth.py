@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.measurements import Floats, Measurements, measured_steps
-from perturbkv.analyses.sides import Pair, PairRecord, pairs
+from perturbkv.analyses.names import PairRecord
+from perturbkv.analyses.sides import Pair, pairs
 from perturbkv.analyses.stats import intervals, permutation
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, Interval, OptionalInterval, StatisticKind
 from perturbkv.analyses.stats.permutation import SignFlips
-from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import TIE_FLOORS
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
@@ -273,8 +274,8 @@ class Advantage(PairRecord, Record):
     def cases(self, name: str = "") -> tuple[Case, Case]:
         """Return the ratios of the first and of the last third as named cases of comparisons."""
         return (
-            Case(name, self.first_ratio, self.first_ratio_interval),
-            Case(name, self.last_ratio, self.last_ratio_interval),
+            Case.ratio(name, self.first_ratio, self.first_ratio_interval),
+            Case.ratio(name, self.last_ratio, self.last_ratio_interval),
         )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, record, table
+from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.horizon.growth import (
     ANALYSIS,
     FLOORS,
@@ -32,19 +33,11 @@ from perturbkv.analyses.horizon.growth import (
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, method_names, plural, side_names
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sides import choose_sides, pairs_of, side_indices
-from perturbkv.analyses.text import (
-    comparison,
-    extremes,
-    factor,
-    interval_verdict,
-    pairs_by_sides,
-    sample_note,
-    sentence,
-    tally,
-)
+from perturbkv.analyses.sides import choose_sides, side_indices
+from perturbkv.analyses.text import factor, sample_note
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -52,11 +45,7 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 _LISTED = 6
-_GROWTH_CLAUSES = {
-    1: ("the error grows", "it grows"),
-    -1: ("the error shrinks", "it shrinks"),
-    0: ("whether the error grows is undecided", "it is undecided"),
-}
+_GROWTH = {MORE: "grows", LESS: "shrinks"}
 _ISOLATED = ("kind", "first", "last", "growth", "head_counts")
 
 
@@ -85,15 +74,26 @@ class Horizon(Result):
         "each later side against the first, where the trace holds both alike in everything else"
     )
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return whether a selection's advantage lasts, and whether the error grows."""
-        clauses = [*self._advantage_clauses(), self._growth_clause()]
-        names = [side_names(*pair)[1] for pair in pairs_of(self.advantages)]
-        return sentence(f"{'; '.join(clauses)} ({sample_note(self.samples_with_growth)})", *names)
+        cases = [one.cases(self.identity.name_of(one.treatment)) for one in self.advantages]
+        first = compare_sides(
+            self.advantages, [one for one, _ in cases], where=f" in the first third of {self.steps} decode steps"
+        )
+        last = compare_sides(self.advantages, [one for _, one in cases], where=" in the last third")
+        curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
+        growth = [Case.number(name, curve.growth, curve.growth_interval, factor, 1) for name, curve in curves]
+        where, rounding = " from the first third to the last", "it is within rounding"
+        grows = Claim("the error", "", growth, _GROWTH, where=where, noun="configuration", missing=rounding)
+        return [*(claim for both in zip(first, last, strict=True) for claim in both), grows]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of."""
+        return ["propagated, all heads", sample_note(self.samples_with_growth)]
 
     def title(self) -> str:
         """Return the table's title: the quantity, the number of steps and the shared choices."""
-        return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {common(self.identity.configs)}"
+        return f"propagated Σ L / Σ ‖o_h‖₁ over {self.steps} decode steps: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
@@ -159,30 +159,7 @@ class Horizon(Result):
 
     def _named_configs(self) -> list[tuple[str, ConfigHorizon]]:
         """Return (short name, configuration) pairs."""
-        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
-
-    def _advantage_clauses(self) -> list[str]:
-        """Return clauses on whether treatments perturb less in the first third of the steps, and in the last."""
-        clauses = []
-        for (baseline, treatment), settings in pairs_by_sides(pairs_of(self.advantages)).items():
-            first, last = zip(*(self.advantages[index].cases(name) for index, name in settings), strict=True)
-            where = f" in the first third of {self.steps} decode steps"
-            clauses += [comparison(treatment, baseline, first, where)]
-            clauses += [comparison("it", baseline, last, " in the last third")]
-        return clauses
-
-    def _growth_clause(self) -> str:
-        """Return a clause on whether propagated perturbation grows from the first third of the steps to the last."""
-        curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
-        known = [(name, curve) for name, curve in curves if not isnan(curve.growth)]
-        if not known:
-            return "whether the error grows cannot be told from rounding"
-        factors = extremes(
-            [(name, curve.growth, factor(curve.growth, curve.growth_interval)) for name, curve in known], "of"
-        )
-        verdicts = [interval_verdict(curve.growth_interval, 1) for _, curve in known]
-        clause = "the error changes" if None in verdicts else tally(verdicts, _GROWTH_CLAUSES, "configuration")
-        return f"{clause}, last third over first: {factors}"
+        return list(zip(self.identity.names, self.configs, strict=True))
 
     def _fastest_heads(self, curve: Curve) -> str:
         """Return the heads whose perturbation grows beyond chance as text, the fastest first: '3-1 ×4.2 0-2 ×3.9'."""

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, interval, record
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import drift_values
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, curve_names, method_names, plural
+from perturbkv.analyses.names import common, distinct_names
 from perturbkv.analyses.result import Result, Sequenced
 from perturbkv.analyses.sides import Sides, choose_sides, sweeps
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, Band, Interval, OptionalInterval
-from perturbkv.analyses.text import extremes
 from perturbkv.analyses.verdicts import DISTANCES
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -28,8 +28,6 @@ from perturbkv.trace import Trace
 
 ANALYSIS = "layers --budgets"
 BUDGET = ("budget",)
-_MOST_CURVES = 2
-"""Largest number of curves with a clause each; of more, the least and the largest share are given."""
 
 
 @record
@@ -163,6 +161,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     """
 
     SECTION: ClassVar[str] = "layers"
+    SCOPE: ClassVar[str] = "share of samples"
     KEY: ClassVar[str] = "budgets"
     SHOWN: ClassVar[tuple[str, ...]] = ("kept", "cache_share", "drift", "kl", "top1")
     HAS_SHARES: ClassVar[bool] = True
@@ -174,15 +173,11 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     step: int = column("decode step, from 0")
     identity: RunIdentity
 
-    def conclusion(self) -> str:
-        """Return the top-1 agreement with the full run at the smallest and the largest budget."""
-        counts = f"(n = {plural(self.identity.samples, 'sample')})"
-        if len(self.members) > _MOST_CURVES:
-            shares = [(name, *_agreement(curve, index)) for name, curve, index in self._points()]
-            span = extremes(shares, "with")
-            return f"The share of samples whose next token is the full run's goes from {span} {counts}."
-        clauses = (f"{_agreement_range(curve)} of samples with {curve.name}" for curve in self.members)
-        return f"The next token is the full run's in {', in '.join(clauses)} {counts}."
+    def claims(self) -> Sequence[Claim]:
+        """Return the least and the largest top-1 agreement with the full run."""
+        points = ((name, curve.at(index)) for name, curve, index in self._points())
+        cases = [Case.number(name, point.top1, point.top1_interval, text.percent) for name, point in points]
+        return [Claim("the next token", "is the full run's in", cases)]
 
     def title(self) -> str:
         """Return the table's title: the distance, and the choices that all configurations share."""
@@ -196,8 +191,7 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
     def _points(self) -> list[tuple[str, BudgetCurve, int]]:
         """Return (configuration's name, curve, index of the budget) for every configuration."""
         points = [(curve, index) for curve in self.members for index in range(len(curve.configs))]
-        names = method_names([curve.configs[index] for curve, index in points])
-        return [(name, *point) for name, point in zip(names, points, strict=True)]
+        return [(name, *point) for name, point in zip(self.identity.names, points, strict=True)]
 
     def caveats(self) -> Sequence[str]:
         """Return the note on cache shares above 1; empty without such shares."""
@@ -237,18 +231,6 @@ class BudgetCurves(Sequenced[BudgetCurve], Result):
             }
 
 
-def _agreement(curve: BudgetCurve, index: int) -> tuple[float, str]:
-    """Return the top-1 agreement at one budget: the share of samples, and its text with interval."""
-    point = curve.at(index)
-    return point.top1, text.percent(point.top1, point.top1_interval)
-
-
-def _agreement_range(curve: BudgetCurve) -> str:
-    """Return the top-1 agreement at the smallest and largest budget: '25 % [3, 65] (b=0.01) to 88 % (b=0.4)'."""
-    ends = dict.fromkeys((0, len(curve.budgets) - 1))
-    return " to ".join(f"{_agreement(curve, index)[1]} (b={curve.budgets[index]})" for index in ends)
-
-
 def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: int = 0) -> BudgetCurves:
     """Return a curve per side (a selection, a policy, or policy:selection) and setting.
 
@@ -257,7 +239,7 @@ def summarise(trace: Trace, sides: Sequence[str], distance: str = "l1", step: in
     measured = Measurements(trace, ANALYSIS, step)
     run = measured.trace.run
     groups = [indices for side in sides for indices in sweeps(run, side)]
-    names = curve_names([run.configs[indices[0]] for indices in groups])
+    names = distinct_names([run.configs[indices[0]] for indices in groups], "budget")
     curves = tuple(budget_curve(measured, name, indices, distance) for name, indices in zip(names, groups, strict=True))
     floor = float(np.median(measured["logit_kl_noise_floor"]))
     shown = [config for curve in curves for config in curve.configs]

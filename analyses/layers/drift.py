@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Record, column, derived, interval, record
+from perturbkv.analyses.conclusions import Case
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.sides import PairRecord
+from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.stats import intervals
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import POSITIVE, RATIO, Band, OptionalInterval
-from perturbkv.analyses.text import Case
 from perturbkv.analyses.verdicts import distance_of, equal_layers, verdicts
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.schema import VARIABLES
@@ -124,7 +124,7 @@ class LayerDrift(DriftPair):
     def case(self, name: str = "") -> Case:
         """Return the ratio of mean drifts after the last layer as a named case of a comparison."""
         last = self.after(-1)
-        return Case(name, last.mean_ratio, last.mean_ratio_interval, last.tied)
+        return Case.ratio(name, last.mean_ratio, last.mean_ratio_interval, last.tied)
 
 
 def summarise(

@@ -5,13 +5,14 @@ Paper, figures 3a, 3b, 5 and 6.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, long_form, record, table
+from perturbkv.analyses.conclusions import Case, Claim, compare_sides
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.layers.drift import (
     ANALYSIS,
@@ -25,22 +26,47 @@ from perturbkv.analyses.layers.drift import (
     compare_samples,
 )
 from perturbkv.analyses.measurements import Measurements
-from perturbkv.analyses.names import pair_columns, pair_names, pairs_title, plural, side_names
+from perturbkv.analyses.names import pair_columns, pair_names, pairs_title
 from perturbkv.analyses.result import Result, Sequenced, Several
-from perturbkv.analyses.sides import Pair, Sides, all_series, configs_of, pairs_of
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import comparisons, extremes, interval_verdict, sample_note, sentence, tally
-from perturbkv.analyses.verdicts import DISTANCES, non_default_terms
+from perturbkv.analyses.sides import Sides, all_series, configs_of
+from perturbkv.analyses.verdicts import DISTANCES, LESS, MORE, non_default_terms
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
           "noise_floor", "verdict")  # fmt: skip
+_SHARES = {MORE: "most samples", LESS: "fewer than half of the samples"}
+Drift = TypeVar("Drift", bound=DriftPair)
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
 
-class _LayerTable(ABC):
-    """The conclusion, title and table lines on drift by layer, shared by one series and several."""
+class _DriftTable(Generic[Drift], Result):
+    """A table of drift, by layer or by sample, of one series or of several."""
+
+    members: tuple[Any, ...]
+
+    @cached_property
+    def pairs(self) -> list[Drift]:
+        """The drifts, one per pair of configurations."""
+        return [pair for one in self.members for pair in (one if isinstance(one, Sequenced) else [one])]
+
+    @cached_property
+    def _named(self) -> list[tuple[str, Drift]]:
+        """The drifts with their distinct names."""
+        return list(zip(pair_names(self.pairs), self.pairs, strict=True))
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of."""
+        return [*non_default_terms(self.pairs[0].distance, self.pairs[0].step), *super().scope()]
+
+    def title(self) -> str:
+        """Return the table's title: distance, baseline, treatments and shared choices."""
+        distance = DISTANCES[self.pairs[0].distance]
+        return f"{distance} drift after the last layer, {pairs_title(self.pairs, self.identity.shared)}"
+
+
+class _LayerTable(_DriftTable[LayerDrift]):
+    """The claims and table lines on drift by layer."""
 
     ROWS: ClassVar[str] = "layers"
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -50,46 +76,29 @@ class _LayerTable(ABC):
         "mean_ratio",
         "layer_counts",
     )
-    HAS_MEDIANS = True
+    SCOPE: ClassVar[str] = "mean over samples"
+    HAS_MEDIANS: ClassVar[bool] = True
 
-    @abstractmethod
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
-
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return whether the treatments' streams drift less after the last layer, by the means over samples."""
-        drifts, first = self._drifts(), self._drifts()[0]
-        pairs = pairs_of(drifts)
-        clause = comparisons(pairs, [drift.case() for drift in drifts], " by the last layer", "drifts")
-        layers = f"{int((first.verdict == 1).sum())} of {plural(len(first.verdict), 'layer')} drift less"
-        where = [
-            "mean over samples",
-            *([layers] if len(drifts) == 1 else []),
-            *non_default_terms(first.distance, first.step),
-        ]
-        return _sentence(f"{clause} ({'; '.join([*where, sample_note(first.identity.samples)])})", pairs)
-
-    def title(self) -> str:
-        """Return the table's title: distance, baseline, treatments and shared choices."""
-        return _title(self._drifts())
+        cases = [drift.case(name) for name, drift in self._named]
+        return compare_sides(self.pairs, cases, "drifts", " by the last layer")
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair, with its last layer and the number of layers in which the treatment drifts less."""
-        drifts = self._drifts()
-        return [Line(name, (drift, drift.after(-1)))
-                for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]  # fmt: skip
+        return [Line(name, (drift, drift.after(-1))) for name, drift in self._named]
 
     def details(self) -> Sequence[Part]:
         """Return a table of the first, the middle and the last layer, and the definitions of drift and tie."""
-        drifts = self._drifts()
+        drifts = self.pairs
         last = len(drifts[0].ratio) - 1
         lines = [
             Line(f"{name}, layer {drift.identity.layer(layer)}", (drift.after(layer),))
-            for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)
+            for name, drift in self._named
             for layer in dict.fromkeys((0, last // 2, last))
         ]
         return [
-            table(f"{_title(drifts).partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
+            table(f"{self.title().partition(':')[0]}, by layer", lines, _AFTER, "configuration"),
             f"Drift: {text.DRIFT_NOTE.partition(': ')[2]}",
             text.TIES_NOTE,
             *(f"Noise floor: {drift.noise_floor[-1]:.1e} after the last layer (mean)."
@@ -108,10 +117,6 @@ class DriftSeries(_LayerTable, Sequenced[LayerDrift], Result):
 
     members: tuple[LayerDrift, ...] = column("one per budget", key="drifts")
     identity: RunIdentity
-
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
-        return self.members
 
     def caveats(self) -> Sequence[str]:
         """Return the note that only equal drifts tie, where the trace holds no noise floor."""
@@ -135,21 +140,7 @@ class LayerDrifts(_LayerTable, Several[DriftSeries]):
     @derived()
     def drifts(self) -> tuple[LayerDrift, ...]:
         """One per pair of configurations."""
-        return tuple(drift for series in self.members for drift in series)
-
-    def _drifts(self) -> Sequence[LayerDrift]:
-        """Return the drifts, one per pair of configurations."""
-        return self.drifts
-
-
-def _title(drifts: Sequence[DriftPair]) -> str:
-    """Return the title of a table of drifts: distance, sides and shared choices."""
-    return f"{DISTANCES[drifts[0].distance]} drift after the last layer, {pairs_title(pairs_of(drifts))}"
-
-
-def _sentence(clause: str, pairs: Sequence[Pair]) -> str:
-    """Return the clause as a sentence; a treatment's name at its start keeps its case."""
-    return sentence(clause, *(side_names(*pair)[1] for pair in pairs))
+        return tuple(self.pairs)
 
 
 def _layer_rows(drift: LayerDrift) -> list[dict[str, Any]]:
@@ -200,50 +191,28 @@ def layer_drift(
     return LayerDrifts(tuple(members), identity(trace, configs_of(chain(*series)), step))
 
 
-class _SampleTable(ABC):
-    """The conclusion, title and table lines on single samples' drift, shared by one series and several."""
+class _SampleTable(_DriftTable[LastLayer]):
+    """The claims and table lines on single samples' drift."""
 
     ROWS: ClassVar[str] = "samples"
     SHOWN: ClassVar[tuple[str, ...]] = ("cache_share", "improved_share", "sample_counts", "mean_ratio")
-    HAS_SHARES = True
+    SCOPE: ClassVar[str] = "after the last layer"
+    HAS_SHARES: ClassVar[bool] = True
 
-    @abstractmethod
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
-
-    def conclusion(self) -> str:
-        """Return in how many samples the treatments drift less than their baselines, by exact intervals."""
-        drifts, first = self._drifts(), self._drifts()[0]
-        pairs, names = pairs_of(drifts), pair_names(pairs_of(drifts))
-        sides = list(dict.fromkeys(side_names(*pair) for pair in pairs))
-        baseline, treatment = sides[0] if len(sides) == 1 else ("its baseline", "the treatment")
-        shares = extremes([
-            (name, drift.improved_share, text.percent(drift.improved_share, drift.improved_share_interval))
-            for name, drift in zip(names, drifts, strict=True)
-        ])  # fmt: skip
-        words = {
-            1: (f"{treatment} drifts less than {baseline} in most samples", "in most"),
-            -1: (f"{treatment} drifts less than {baseline} in fewer than half of the samples", "in fewer than half"),
-            0: (f"whether {treatment} drifts less than {baseline} in most samples is undecided", "undecided"),
-        }
-        where = [
-            "after the last layer",
-            *non_default_terms(first.distance, first.step),
-            f"n = {plural(first.identity.samples, 'sample')}",
+    def claims(self) -> Sequence[Claim]:
+        """Return whether the treatments drift less than their baselines in most samples, by exact intervals."""
+        sides = {one.sides for one in self.pairs}
+        is_name = len(sides) == 1
+        baseline, treatment = sides.pop() if is_name else ("its baseline", "the treatment")
+        cases = [
+            Case.number(name, one.improved_share, one.improved_share_interval, text.percent, 0.5, one.identity.samples)
+            for name, one in self._named
         ]
-        clause = f"too few samples to decide whether {treatment} drifts less than {baseline} in most"
-        if first.identity.samples >= MIN_SAMPLES:
-            clause = tally([interval_verdict(drift.improved_share_interval, 0.5) for drift in drifts], words, "case")
-        return _sentence(f"{clause}: in {shares} ({'; '.join(where)})", pairs)
-
-    def title(self) -> str:
-        """Return the table's title: distance, baseline, treatments and shared choices."""
-        return _title(self._drifts())
+        return [Claim(treatment, f"drifts less than {baseline} in", cases, _SHARES, is_name=is_name)]
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""
-        drifts = self._drifts()
-        return [Line(name, (drift,)) for name, drift in zip(pair_names(pairs_of(drifts)), drifts, strict=True)]
+        return [Line(name, (drift,)) for name, drift in self._named]
 
 
 @record
@@ -257,10 +226,6 @@ class SampleSeries(_SampleTable, Sequenced[LastLayer], Result):
 
     members: tuple[LastLayer, ...] = column("one per budget", key="per_sample")
     identity: RunIdentity
-
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
-        return self.members
 
     def records(self) -> list[dict[str, Any]]:
         """Return a row per budget × sample, largest drift of the baseline first; drifts in the distance's unit.
@@ -278,11 +243,7 @@ class SampleDrifts(_SampleTable, Several[SampleSeries]):
     @derived()
     def per_sample(self) -> tuple[LastLayer, ...]:
         """With `--per-sample`: the last layer sample by sample, one per pair of configurations."""
-        return tuple(drift for series in self.members for drift in series)
-
-    def _drifts(self) -> Sequence[LastLayer]:
-        """Return the drifts, one per pair of configurations."""
-        return self.per_sample
+        return tuple(self.pairs)
 
 
 def _sample_rows(drift: LastLayer) -> list[dict[str, Any]]:

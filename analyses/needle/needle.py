@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,10 +10,11 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, record, table
+from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import common, method_names, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.needle.retrieval import (
     ANALYSIS,
     RankedBudget,
@@ -30,8 +30,8 @@ from perturbkv.analyses.needle.retrieval import (
 )
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import LEAST_CONFIGS
-from perturbkv.analyses.stats.intervals import MIN_SAMPLES
-from perturbkv.analyses.text import extremes, interval_verdict, sentence, tally
+from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.display import Part
 from perturbkv.trace import Trace
 
@@ -39,11 +39,7 @@ if TYPE_CHECKING:
     from perturbkv.captions import CaptionedFigure
 
 
-_PREDICTION_CLAUSES = {
-    -1: ("methods that perturb a prompt's first step more find fewer digits", "fewer"),
-    1: ("methods that perturb a prompt's first step more find more digits", "more"),
-    0: ("whether methods that perturb a prompt's first step more find fewer digits is undecided", "undecided"),
-}
+_PREDICTED = {LESS: "fewer digits", MORE: "more digits"}
 _RANKS_NOTE = (
     "ρ < 0: the more perturbed of a prompt's methods find less. Only methods of one budget, one granularity and one "
     "protection are ranked. ρ is a mean over the n prompts whose methods differ, its interval is over them. L1, θ (of "
@@ -88,18 +84,24 @@ class Needle(Result):
     measured: dict[str, Floats]
     correlation: RetrievalCorrelations = column("rank correlations between perturbation and retrieval")
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return the shares of numbers found by the best and worst method, and whether perturbation predicts it."""
-        full = text.percent(self.full.score, self.full.score_interval)
-        prompts = f"n = {plural(self.identity.samples, 'prompt')}"
         if not self.full.score:
-            return f"Even the full cache finds no number ({full}; {prompts}): there is nothing that eviction can lose."
-        clauses = f"{self._retrieval_clause()}; the full cache finds {full} ({prompts}); {self._prediction_clause()}"
-        return sentence(clauses, *self._names())
+            missing = f"the full cache finds no number, so {NOTHING_TO_LOSE}"
+            return [Claim("evicted caches", "find", [], missing=missing)]
+        found = [Case.number(name, one.score, one.score_interval, text.percent) for name, one in self._named_methods()]
+        evicted = Claim("an evicted cache", "finds the number in", found[1:])
+        return [evicted, Claim("the full cache", "finds it in", found[:1]), self._prediction()]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of."""
+        deciding = [budget.principal().deciding for budget in self.correlation.budgets]
+        ranked = [f"ρ: n = {plural(min(filter(None, deciding)), 'deciding prompt')}"] if any(deciding) else []
+        return ["share of prompts", f"n = {plural(self.identity.samples, 'prompt')}", *ranked]
 
     def title(self) -> str:
         """Return the table's title: the haystack, the scenario and the shared choices."""
-        return f"needle in {self.haystack}, {self.scenario}: {common(self.identity.configs)}"
+        return f"needle in {self.haystack}, {self.scenario}: {self.identity.shared}"
 
     def lines(self) -> Sequence[Line]:
         """Return a line per method, the full cache first."""
@@ -139,13 +141,9 @@ class Needle(Result):
         """Return a figure of the rank correlation of every measure with numbers and with leading digits found."""
         return self._draw("Needle.plot_correlation", width_mm, style)
 
-    def _names(self) -> list[str]:
-        """Return the short name of each evicted method."""
-        return method_names(self.identity.configs)
-
     def _named_methods(self) -> list[tuple[str, Retrieval]]:
         """Return (name, retrieval) pairs: the full cache, then all methods."""
-        return [("full cache", self.full), *zip(self._names(), self.methods, strict=True)]
+        return [("full cache", self.full), *zip(self.identity.names, self.methods, strict=True)]
 
     def _length_table(self) -> Part:
         """Return a table of the numbers found by prompt length."""
@@ -174,33 +172,13 @@ class Needle(Result):
             _RANKS_NOTE,
         ]
 
-    def _retrieval_clause(self) -> str:
-        """Return a clause on the methods with the largest and smallest share of numbers found."""
-        ordered = sorted(zip(self._names(), self.methods, strict=True), key=lambda pair: pair[1].score)
-        (worst, least), (best, most) = ordered[0], ordered[-1]
-        shares = [text.percent(method.score, method.score_interval) for method in (least, most)]
-        if len(ordered) == 1:
-            return f"from the evicted cache {shares[0]} of the numbers are found"
-        if least.score == most.score:
-            each = "both" if len(ordered) == 2 else f"all {len(ordered)}"
-            return f"{each} methods find {shares[0]} of the numbers"
-        unsure = " (their intervals overlap)" if _intervals_overlap(least, most) else ""
-        return f"{best} finds {shares[1]} of the numbers, {worst} {shares[0]}{unsure}"
-
-    def _prediction_clause(self) -> str:
-        """Return a clause on whether methods with more perturbation at the first step find fewer digits."""
-        correlations = [budget.principal() for budget in self.correlation.budgets]
-        known = [each for each in correlations if not isnan(each.rho)]
-        if not known:
-            few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
-            return f"whether those that perturb more find less cannot be said: {few}"
-        rho = extremes([("", each.rho, text.decimal(each.rho, each.rho_interval)) for each in known])
-        prompts = min(each.deciding for each in known)
-        number = f"ρ = {rho} (n = {plural(prompts, 'deciding prompt')})"
-        if prompts < MIN_SAMPLES:
-            return f"too few samples to decide whether those that perturb more find fewer digits: {number}"
-        verdicts = [interval_verdict(each.rho_interval, 0) for each in known]
-        return f"{tally(verdicts, _PREDICTION_CLAUSES, 'budget')}: {number}"
+    def _prediction(self) -> Claim:
+        """Return whether methods with more perturbation at the first step find fewer digits."""
+        correlations = [(budget.name, budget.principal()) for budget in self.correlation.budgets]
+        cases = [Case.number(f"b={name}", one.rho, one.rho_interval, _rho_text, 0) for name, one in correlations]
+        few = "no two methods of a prompt differ" if correlations else "too few methods share a budget"
+        subject = "methods that perturb a prompt's first step more"
+        return Claim(subject, "find", cases, _PREDICTED, noun="budget", missing=few)
 
 
 def needle(trace: Trace) -> Needle:
@@ -254,7 +232,6 @@ def _outcomes(method: Retrieval, sample: int) -> dict[str, float]:
     return {name: float(answers[sample]) for name, answers in method.answers.items()}
 
 
-def _intervals_overlap(least: Retrieval, most: Retrieval) -> bool:
-    """Return whether the exact intervals of two methods' scores overlap; False without intervals."""
-    low, high = most.score_interval, least.score_interval
-    return low is not None and high is not None and low.low <= high.high
+def _rho_text(rho: float, interval: OptionalInterval) -> str:
+    """Return a rank correlation with its interval as text: 'ρ = −0.50 [−0.80, −0.20]'."""
+    return f"ρ = {text.decimal(rho, interval)}"

@@ -10,8 +10,9 @@ import numpy as np
 import perturbkv
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, column, derived, record, table
+from perturbkv.analyses.conclusions import COMPARED, Case, Claim
 from perturbkv.analyses.identity import RunIdentity
-from perturbkv.analyses.names import common, plural, side_names
+from perturbkv.analyses.names import PairRecord
 from perturbkv.analyses.patching.patching_values import (
     Greedy,
     MixtureOutcomes,
@@ -25,8 +26,8 @@ from perturbkv.analyses.patching.patching_values import (
 )
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.stats.coalition import GreedyPath, Orders
-from perturbkv.analyses.stats.intervals import COVERED, MIN_SAMPLES, OptionalInterval
-from perturbkv.analyses.text import interval_verdict, sentence
+from perturbkv.analyses.stats.intervals import COVERED, OptionalInterval
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.patching import Game, PatchingConfig
 from perturbkv.display import Part
@@ -36,14 +37,14 @@ from perturbkv.storage.patching_file import PatchingStore
 MOST = 36
 """Largest number of players in a table; of more players those with the largest values are shown."""
 WORDS = {"drift": "the last layer's drift", "kl": "the next token's KL", "score": "the answers' score"}
-_ROUNDING = 1e-9
+_CHANGED = {LESS: "lower", MORE: "higher"}
 _PLAYERS = ("value", "alone", "last", "order_error")
 _MIXTURES = ("cache_share", "sum_ratio", "drift_ratio", "kl_median", "score")
 _CURVES = ("first", "second", "chosen", "judged")
 
 
 @record
-class Patching(Result):
+class Patching(Result, PairRecord):
     """The effect of switching kept sets from a baseline's to a treatment's, per player: a layer or a head.
 
     Attributes:
@@ -112,26 +113,39 @@ class Patching(Result):
         """Names of the players."""
         return list(map(str, self.game.players))
 
-    def conclusion(self) -> str:
-        """Return the layers or heads that change the outcome most, and the change with all players switched."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
-        step = f", step {self.step}" if self.step else ""
-        where = f"({plural(self.samples, 'sample')}, budget {self.baseline.budget}{step})"
+    def claims(self) -> Sequence[Claim]:
+        """Return how the outcome changes with all players switched, and with single ones."""
+        baseline, treatment = self.sides
+        sets = f"{treatment}'s kept sets"
         if self.same == 1:
-            return f"{treatment} and {baseline} keep the same entries in every head {where}."
+            missing = f"{treatment} and {baseline} keep the same entries in every head"
+            return [Claim(sets, "perturb", [], COMPARED, f"{baseline}'s", missing=missing)]
         if self.shapley is None:
-            ratios = "; ".join(
-                f"{one.name} {text.decimal(one.heads.sum_ratio, one.heads.sum_ratio_interval)}" for one in self.named
-            )
-            return f"The propagated sum over {baseline}'s: {ratios} {where}."
-        return sentence(f"{self._largest_values_clause(self.shapley, baseline, treatment)} {where}", treatment)
+            mixtures = [one.heads.case(one.name) for one in self.named]
+            return [Claim(sets, "perturb", mixtures, COMPARED, f"{baseline}'s", noun="mixture", is_name=True)]
+        values, player = self.shapley, self.by[:-1]
+        total = Case.number("", values.total, values.total_interval, text.percent, 0)
+        single = [
+            Case.number(f"{player} {one.player}", one.value, one.value_interval, text.percent, 0)
+            for one in values.players
+        ]
+        whole = Claim(f"{sets} instead of {baseline}'s", f"make {WORDS[self.outcome]}", [total], _CHANGED, is_name=True)
+        return [whole, Claim(f"a single {player}", "makes it", single, _CHANGED, noun=player)]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of, with the number of intervals that leave out 0 by chance."""
+        count = 0 if self.shapley is None else len(self.shapley.players)
+        leave_out = text.decimal((1 - COVERED) * count, digits=1)
+        chance = f"by chance alone up to {leave_out} of {count} intervals leave out 0"
+        step = [f"step {self.step}"] if self.step else []
+        return [*([chance] if count else []), f"budget {self.baseline.budget}", *step, *super().scope()]
 
     def title(self) -> str:
         """Return the quantity that the table shows, and both sides."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
+        baseline, treatment = self.sides
         unit = "points of 100" if self.outcome == "score" else "%"
         number = f"change of {WORDS[self.outcome]}, {unit}" if self.shapley else f"over {baseline} everywhere"
-        return f"{number}: {treatment} instead of {baseline}, {common(self.identity.configs)}"
+        return f"{number}: {treatment} instead of {baseline}, {self.identity.shared}"
 
     def shown_columns(self) -> Sequence[str]:
         """Return the columns of players or, without Shapley values, of mixtures."""
@@ -158,7 +172,7 @@ class Patching(Result):
 
     def details(self) -> Sequence[Part]:
         """Return the note on the sum of values, the tables of the greedy path and of mixtures, and notes."""
-        baseline, treatment = side_names(self.baseline, self.treatment)
+        baseline, treatment = self.sides
         title = f"{treatment}'s kept sets instead of {baseline}'s: over the baseline's"
         mixtures = [table(title, self._mixture_lines(), _MIXTURES, "mixture")] if self.shapley else []
         floor = text.noise_floor_note(self.named[0].heads.floor_relative_median)
@@ -184,27 +198,9 @@ class Patching(Result):
             for number, sample in enumerate(self.sample_ids)
         ]
 
-    def _largest_values_clause(self, values: Shapley, baseline: str, treatment: str) -> str:
-        """Return a clause with the three largest Shapley values and the change with all players switched."""
-        outcome, players = WORDS[self.outcome], values.players
-        whole = f"all {len(players)} {self.by} together {text.percent(values.total, values.total_interval)}"
-        if self.samples < MIN_SAMPLES:
-            return f"too few samples to decide which {self.by} change {outcome}: {whole}"
-        order = np.argsort(-np.abs(values.value), kind="stable")[:3]
-        largest = [players[index] for index in order if abs(players[index].value) > _ROUNDING]
-        named = ", ".join(
-            f"{self.by[:-1]} {one.player} {text.percent(one.value, one.value_interval)}" for one in largest
-        )
-        sure = sum(bool(interval_verdict(player.value_interval, 0.0)) for player in players)
-        chance = text.decimal((1 - COVERED) * len(players), digits=1)
-        known = f"of {len(players)} intervals {sure} leave out 0, by chance alone up to {chance} would"
-        return (
-            f"with {treatment}'s kept sets instead of {baseline}'s {outcome} changes most by {named}; {known}; {whole}"
-        )
-
     def _mixture_lines(self) -> list[Line]:
         """Return a line for the baseline's kept sets everywhere, then a line per named mixture."""
-        baseline, _ = side_names(self.baseline, self.treatment)
+        baseline, _ = self.sides
         return [Line(f"{baseline} everywhere", (self,)), *(Line(one.name, (one, one.heads)) for one in self.named)]
 
     def _sum_note(self) -> list[Part]:

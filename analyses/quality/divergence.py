@@ -16,10 +16,11 @@ import numpy as np
 from perturbkv.analyses import columns, text
 from perturbkv.analyses.budget.budget_axis import above_full_caveat
 from perturbkv.analyses.columns import Line, column, record
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, answers_identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats
-from perturbkv.analyses.names import common, method_names, plural
+from perturbkv.analyses.names import plural
 from perturbkv.analyses.quality.divergence_point import (
     AT_START,
     MOST_SPANS,
@@ -28,7 +29,6 @@ from perturbkv.analyses.quality.divergence_point import (
     span_means,
 )
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.text import extremes, sample_note, sentence
 from perturbkv.display import Part
 from perturbkv.storage.answers_file import WrittenAnswers, check_answers
 
@@ -61,36 +61,24 @@ class Divergence(Result):
         "KL of a cache that keeps everything, per span; empty where KL was not measured", unit="nat", dims=("span",)
     )
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        named, share = self._named_with_shares()
-        medians = [(name, one.median_first_difference) for name, one in named]
-        never = sum(isinf(median) for _, median in medians)
-        if never:
-            clauses = [
-                f"half of the answers, or more, are the full cache's with {never} of {len(medians)} configurations"
-            ]
-        else:
-            counts = [(name, median, plural(int(median), "token")) for name, median in medians]
-            clauses = [f"the median answer first differs from the full cache's after {extremes(counts, 'with')}"]
-        forced = [(name, one.kl, _format_kl(one)) for name, one in named if one.kl is not None]
-        if forced:
-            answers = plural(self._answer_count, "answer")
-            clauses.append(
-                f"where every cache reads the full one's, the median KL of {answers} is {extremes(forced, 'with')}"
-            )
-        return sentence(f"{'; '.join(clauses)} ({sample_note(len(self.samples))}{share})")
+        first = [Case(name, one.median_first_difference, _after(one)) for name, one in self._named]
+        kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
+        answers = f"the median KL of {plural(self._answer_count, 'answer')}"
+        forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
+        return [Claim("the median answer", "first differs from the full cache's", first), *([forced] if kl else [])]
 
     def title(self) -> str:
         """Return the table's title: answers' lengths, how often caches were compressed, and shared choices."""
         every = f"compressed again above {self.compress_every:,} entries" if self.compress_every else "compressed once"
         least, most = min(self.lengths), max(self.lengths)
         length = plural(most, "token") if least == most else f"{least:,} to {plural(most, 'token')}"
-        return " · ".join(filter(None, (f"answers of {length}", every, common(self.identity.configs))))
+        return " · ".join(filter(None, (f"answers of {length}", every, self.identity.shared)))
 
     def lines(self) -> Sequence[Line]:
         """Return a line per configuration."""
-        return [Line(name, (one,)) for name, one in self._named()]
+        return [Line(name, (one,)) for name, one in self._named]
 
     def interval_note(self) -> str:
         """Return the line on n and intervals."""
@@ -141,17 +129,10 @@ class Divergence(Result):
         """The number of samples with a non-empty answer from the full cache."""
         return sum(length > 0 for length in self.lengths)
 
+    @property
     def _named(self) -> list[tuple[str, DivergencePoint]]:
-        """Return (short name, configuration) pairs."""
-        return list(zip(method_names(self.identity.configs), self.configs, strict=True))
-
-    def _named_with_shares(self) -> tuple[list[tuple[str, DivergencePoint]], str]:
-        """Return (name, configuration) pairs, and the common cache share as text; differing shares are in the names."""
-        start = " at the start" if self.compress_every else ""
-        shares = [f"cache share {text.cache_share(one.cache_share)}{start}" for one in self.configs]
-        if len(set(shares)) == 1:
-            return self._named(), f"; {shares[0]}"
-        return [(f"{name} ({share})", one) for (name, one), share in zip(self._named(), shares, strict=True)], ""
+        """The configurations with their names."""
+        return list(zip(self.identity.names, self.configs, strict=True))
 
 
 def divergence(answers: WrittenAnswers) -> Divergence:
@@ -186,6 +167,12 @@ def divergence(answers: WrittenAnswers) -> Divergence:
         configs=tuple(divergence_point(read, config, span) for config in answers.run.configs),
         noise_floor=np.nanmean(floors, axis=0),
     )
+
+
+def _after(one: DivergencePoint) -> str:
+    """Return after how many tokens the median answer differs: 'after 3 tokens', or 'never'."""
+    median = one.median_first_difference
+    return "never" if isinf(median) else f"after {plural(int(median), 'token')}"
 
 
 def _format_kl(one: DivergencePoint) -> str:

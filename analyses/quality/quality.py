@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
-from math import isnan
 from typing import Any, ClassVar
 
 from perturbkv.analyses import columns, measurements, text
 from perturbkv.analyses.columns import Line, Record, column, derived, record
+from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.multi_trace import as_traces
-from perturbkv.analyses.names import method_names, plural, short_names
+from perturbkv.analyses.names import plural, short_names
 from perturbkv.analyses.quality import score_tables
 from perturbkv.analyses.quality.graded_tasks import Task, partial_configs, shared_configs, tasks
 from perturbkv.analyses.quality.score_columns import (
@@ -24,7 +23,6 @@ from perturbkv.analyses.quality.score_columns import (
     Gain,
     Layout,
     MethodScore,
-    Row,
     ScoreColumn,
     ScoreDifference,
     by_dataset,
@@ -34,8 +32,8 @@ from perturbkv.analyses.quality.score_columns import (
 )
 from perturbkv.analyses.quality.score_columns import layout as lay_out
 from perturbkv.analyses.result import Result
-from perturbkv.analyses.sides import CACHE_SIZE_CHOICES, comparable_groups, pairs
-from perturbkv.analyses.text import Words, interval_verdict, sentence, tally
+from perturbkv.analyses.sides import comparable_groups, pairs
+from perturbkv.analyses.verdicts import LESS, MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.configs.run import RunConfig
 from perturbkv.display import Part, Table
@@ -44,10 +42,7 @@ from perturbkv.trace import Trace
 
 _MOST_NAMED = 4
 """Largest number of data sets that are named in a figure's foot."""
-_MOST_BEST = 3
-"""Budgets whose best method a conclusion names; of more the least and the largest."""
-_ROUNDED = 0.005
-"""Cache shares that differ by less are printed alike."""
+_SCORED = {MORE: "higher", LESS: "lower"}
 
 
 @record
@@ -113,16 +108,31 @@ class Quality(Result):
     kinds: tuple[ScoreColumn, ...] = column("one per kind of task: the mean over its data sets")
     average: ScoreColumn = column("the mean over all data sets, each of which counts the same")
 
-    def conclusion(self) -> str:
-        """Return the full cache's score, each budget's best method, and how often the treatment beats the baseline."""
+    def claims(self) -> Sequence[Claim]:
+        """Return the full cache's score, the least and the largest of the evicted ones, and whether treatments gain."""
         average = self.average
-        full, over = text.points(average.full, average.full_interval), _data_phrase(average)
         if not average.full:
-            return f"Even the full cache scores 0 ({over}): there is nothing that eviction can lose."
-        best = "; ".join(self._best_of_groups())
-        contest = self._treatment_clause()
-        clauses = [f"the full cache scores {full} of 100 ({over})", best, *([contest] if contest else [])]
-        return sentence("; ".join(clauses), *short_names(self.configs))
+            return [Claim("evicted caches", "score", [], missing=f"the full cache scores 0, so {NOTHING_TO_LOSE}")]
+        full = Case.number("", average.full, average.full_interval, text.points)
+        named = zip(self.identity.names, average.methods, strict=True)
+        evicted = [Case.number(name, one.score, one.score_interval, text.points) for name, one in named]
+        names = short_names([gain.treatment for gain in average.gains])
+        gains = [
+            Case.number(name, gain.difference, gain.difference_interval, text.points_apart, 0)
+            for name, gain in zip(names, average.gains, strict=True)
+        ]
+        contest = Claim(self.treatment, "scores", gains, _SCORED, self.baseline)
+        return [
+            Claim("the full cache", "scores", [full], where=" of 100"),
+            Claim("an evicted cache", "scores", evicted),
+            *([contest] if gains else []),
+        ]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: the average of data sets, where there are several, and the samples."""
+        count = len(self.average.tasks)
+        average = [f"average of {count} data sets"] if count > 1 else []
+        return [*average, text.sample_note(self.average.samples)]
 
     def title(self) -> str:
         """Return the data set, or that it is an average of several, and the baseline."""
@@ -201,7 +211,7 @@ class Quality(Result):
 
     def _column_lines(self, one: ScoreColumn) -> list[Line]:
         """Return the lines of a data set, a kind of task, or the average: full cache, then each configuration."""
-        names = method_names(self.configs)
+        names = self.identity.names
         gains = {gain.treatment: gain for gain in reversed(one.gains)}
         lines = [Line(FULL, (ShownScore(1.0, None, one, None),))]
         for row in rows(self.configs, [one]):
@@ -210,29 +220,6 @@ class Quality(Result):
                 shown = ShownScore(method.cache_share, method, one, gains.get(method.config))
                 lines.append(Line(names[row.index], (shown,)))
         return lines
-
-    def _best_of_groups(self) -> list[str]:
-        """Return a clause on each group's best method; for more than three groups, the smallest and largest budgets."""
-        names = method_names(self.configs, "budget", *CACHE_SIZE_CHOICES)
-        evicted = rows(self.configs, [self.average])[1:]
-        groups = [list(group) for _, group in groupby(evicted, key=lambda row: row.group)]
-        ends = (evicted[0].budget, evicted[-1].budget)
-        shown = [group for group in groups if len(groups) <= _MOST_BEST or group[0].budget in ends]
-        return [f"at b={group[0].group} {_best_clause(group, self.configs, names)}" for group in shown]
-
-    def _treatment_clause(self) -> str:
-        """Return the clause on how often the treatment outscores the baseline; empty without pairs."""
-        if not self.pairs:
-            return ""
-        words: Words = {
-            1: (f"{self.treatment} scores higher than {self.baseline}", "higher"),
-            -1: (f"{self.treatment} scores lower than {self.baseline}", "lower"),
-            0: (f"whether {self.treatment} scores higher than {self.baseline} is undecided", "undecided"),
-        }
-        gains = self.average.gains
-        verdicts = tally([interval_verdict(gain.difference_interval, 0) for gain in gains], words, "case")
-        difference = text.points(gains[0].difference, gains[0].difference_interval)
-        return f"{verdicts} (difference {difference})" if len(self.pairs) == 1 else verdicts
 
 
 def _format_score(value: float, interval: Any) -> str:
@@ -243,33 +230,6 @@ def _format_score(value: float, interval: Any) -> str:
 def _format_difference(difference: ScoreDifference | None) -> str:
     """Return a difference of scores × 100, its interval on a second line; empty for None."""
     return "" if difference is None else _format_score(difference.difference, difference.difference_interval)
-
-
-def _best_clause(group: Sequence[Row], configs: Sequence[EvictionConfig], names: Sequence[str]) -> str:
-    """Return the clause on a group's best methods: 'two-stage scores best by looking, 45.1 [40.2, 50.0]'."""
-    first = max(group, key=lambda row: row.cells[0].value)
-    index = first.index or 0
-    score = text.points(first.cells[0].value, first.cells[0].interval) + _share_clause(
-        first.cache_share, configs[index]
-    )
-    if len(group) == 1:
-        return f"{names[index]} scores {score}"
-    best = [names[row.index or 0] for row in group if row.cells[0].best]
-    if not best:
-        return f"all {len(group)} methods score {score}"
-    return f"{' and '.join(best)} {'score alike and' if len(best) > 1 else 'scores'} best by looking, {score}"
-
-
-def _share_clause(share: float, config: EvictionConfig) -> str:
-    """Return the cache share as ' (cache share 1.20)'; empty if unknown or equal to the budget."""
-    alike = isinstance(config.budget.value, float) and abs(share - config.budget.value) < _ROUNDED
-    return "" if isnan(share) or alike else f" (cache share {text.cache_share(share)})"
-
-
-def _data_phrase(one: ScoreColumn) -> str:
-    """Return the number of samples and data sets: '24 samples', 'the average of 3 data sets, 24 samples'."""
-    samples = plural(one.samples, "sample")
-    return samples if len(one.tasks) == 1 else f"the average of {len(one.tasks)} data sets, {samples}"
 
 
 def quality(traces: Trace | Iterable[Trace], *, baseline: str = "attention", treatment: str = "two-stage") -> Quality:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from perturbkv.analyses.columns import Record, column, derived, interval, record
-from perturbkv.analyses.names import method_names
+from perturbkv.analyses.names import distinct_names
 from perturbkv.analyses.quality.graded_tasks import Task
 from perturbkv.analyses.sides import comparable_groups
 from perturbkv.analyses.stats import intervals
@@ -311,7 +311,7 @@ def layout(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn], av
 
 def rows(configs: Sequence[EvictionConfig], columns: Sequence[ScoreColumn]) -> tuple[Row, ...]:
     """Return the row of the full cache, then of every configuration by budget, shares of a prompt before entries."""
-    names = method_names(configs, "budget")
+    names = distinct_names(configs, "budget")
     shares = cache_shares(list({task.dataset: task for one in columns for task in one.tasks}.values()))
     groups = comparable_groups(configs)
     full = Row(None, FULL, "", "", 1.0, tuple(Cell(one.full, one.full_interval, best=False) for one in columns))

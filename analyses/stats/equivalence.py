@@ -26,10 +26,9 @@ from perturbkv.analyses.measurements import Floats
 from perturbkv.analyses.stats import intervals, one_sided
 from perturbkv.analyses.stats.arithmetic import ratio
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, RATIO, OptionalInterval
-from perturbkv.analyses.text import ALIKE, LESS, MORE, Case
-from perturbkv.analyses.verdicts import MARGIN
+from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, LESS, MARGIN, MORE, UNDECIDED, ratio_verdict
 
-BETTER, WORSE, EQUIVALENT, UNDECIDED = "better", "worse", "equivalent", "undecided"
+BETTER, WORSE = "better", "worse"
 ONE_SIDED = dataclasses.replace(RATIO, level=1 - 2 * one_sided.RISK)
 """A ratio's interval whose ends are one-sided bounds at 5 % each: 90 %."""
 POWER = 0.8
@@ -90,7 +89,7 @@ def decide(method: Floats, control: Floats, margin: float = MARGIN, tied: bool =
     whole, bounds = intervals.of_ratio(method, control), intervals.of_ratio(method, control, ONE_SIDED)
     least, most = 1 / (1 + margin), 1 + margin
     within = tied or (bounds is not None and least <= bounds.low and bounds.high <= most)
-    side = Case("", value, whole, tied).verdict
+    side = ratio_verdict(value, whole, tied)
     verdict = {LESS: BETTER, MORE: WORSE, ALIKE: EQUIVALENT}.get(side, EQUIVALENT if within else UNDECIDED)
     needed = None
     if verdict == UNDECIDED and whole is not None and whole.low > 0:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from perturbkv.analyses import text
 from perturbkv.analyses.columns import Line, Record, column, derived, record, table
+from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
-from perturbkv.analyses.names import pair_columns, plural, side_names
+from perturbkv.analyses.names import PairRecord, pair_columns, plural
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import choose_sides, pairs
 from perturbkv.analyses.tokens.fates import (
@@ -115,7 +116,7 @@ class Context(Record):
 
 
 @record
-class Tokens(Result):
+class Tokens(Result, PairRecord):
     """The fates of one prompt's tokens in one head under two configurations.
 
     Attributes:
@@ -213,23 +214,27 @@ class Tokens(Result):
         """Evicted entries of the treatment that add most to the output, the largest first; null: not in the trace."""
         return self.losses and self.losses[1]
 
-    def conclusion(self) -> str:
+    def claims(self) -> Sequence[Claim]:
         """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
-        head, (first, second) = self.shown, side_names(self.baseline, self.treatment)
-        why = {"": "", "layer": " changes most in its layer", "model": " changes most of all"}[self.chosen]
-        opening = f"Of '{escape_line(self.sample)}', head {head.name}{why}:"
-        if not head.baseline_only and not head.treatment_only:
-            same = f"{second} keeps the same {plural(head.both, 'token')} as {first}"
-            return f"{opening} {same} (b = {self.baseline.budget})."
+        head, (first, second) = self.shown, self.sides
         kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
-        moved = f"{text.percent(head.treatment)} of its norm instead of {text.percent(head.baseline)}"
-        others = plural(head.treatment_only, "other")
-        where = f"(isolated, b = {self.baseline.budget})"
-        return f"{opening} {second} keeps {kept}, and {others}; its output moves by {moved} {where}."
+        others = f" and {plural(head.treatment_only, 'other')}"
+        moved = Case("", head.treatment, text.percent(head.treatment))
+        instead = f" of its norm, with {first} by {text.percent(head.baseline)}"
+        return [
+            Claim(second, "keeps", [Case("", head.both, kept)], where=others, is_name=True),
+            Claim("its output", "moves by", [moved], where=instead),
+        ]
+
+    def scope(self) -> Sequence[str]:
+        """Return what the claims are of: one head of one prompt."""
+        why = {"": "", "layer": ", which changes most in its layer", "model": ", which changes most of all"}
+        head = f"head {self.shown.name} of '{escape_line(self.sample)}'{why[self.chosen]}"
+        return [head, f"isolated, b = {self.baseline.budget}"]
 
     def title(self) -> str:
         """Return the table's title: both sides, and the way in which its heads were chosen."""
-        first, second = side_names(self.baseline, self.treatment)
+        first, second = self.sides
         layer = f" of layer {self.shown.layer}" if self.chosen == "layer" else ""
         listed = f": heads{layer} that change most, the first is shown" if self.heads else ""
         return f"{second} against {first}{listed}"
@@ -258,7 +263,7 @@ class Tokens(Result):
 
     def _reason(self) -> str:
         """Return how much of the head's attention each side evicts, and which of its evicted entries adds most."""
-        (first, second), evicted = side_names(self.baseline, self.treatment), map(text.percent, self.evicted_attention)
+        (first, second), evicted = self.sides, map(text.percent, self.evicted_attention)
         shares = f"{first} evicts {next(evicted)} of head {self.shown.name}'s attention, {second} {next(evicted)}."
         if not self.losses or not all(self.losses):
             return f"Why: {shares}\n"
@@ -286,7 +291,7 @@ class Tokens(Result):
 
     def _fate_names(self) -> dict[str, str]:
         """Return fate -> its name on the screen: 'attention alone'."""
-        first, second = side_names(self.baseline, self.treatment)
+        first, second = self.sides
         return {BOTH: "both keep", BASELINE: f"{first} alone", TREATMENT: f"{second} alone", NEITHER: "both evict",
                 QUESTION: "question, not compressed"}  # fmt: skip
 
@@ -331,7 +336,7 @@ class Tokens(Result):
         """Return a table per side of the evicted entries that add most to the output, and their note."""
         if self.losses is None:
             return ["what evicted entries add to the output is not in this trace: an older version measured the sample"]
-        named = zip(side_names(self.baseline, self.treatment), self.losses, strict=True)
+        named = zip(self.sides, self.losses, strict=True)
         return [
             *(self._loss_table(name, lost) if lost else f"{name} evicts nothing" for name, lost in named),
             _OUTPUT_NOTE,

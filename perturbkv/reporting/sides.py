@@ -17,7 +17,7 @@ from perturbkv.analyses.heads import head_comparison, heads
 from perturbkv.analyses.heads.head_comparison import HeadComparison, better_share, sum_ratio
 from perturbkv.analyses.layers import drift as layers
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import curve_names, short_names
+from perturbkv.analyses.names import distinct_names, short_names
 from perturbkv.analyses.sides import budget_order, pairs, sweeps
 from perturbkv.analyses.stats.intervals import DIFFERENCE, Band, OptionalInterval, estimate_mean
 from perturbkv.analyses.verdicts import DISTANCES, equal_isolated, equal_layers, equal_propagated, verdicts
@@ -76,7 +76,8 @@ def run_sides(run: RunConfig) -> Sides:
     side = tuple(side_of[config] for config in range(len(run.configs)))
     budgets = tuple(dict.fromkeys(one.budget for one in sorted(run.configs, key=lambda one: budget_order(one)[1:])))
     budget = tuple(budgets.index(config.budget) for config in run.configs)
-    names = make_distinct([escape_line(name) for name in curve_names([run.configs[group[0]] for group in groups])])
+    firsts = [run.configs[group[0]] for group in groups]
+    names = make_distinct([escape_line(name) for name in distinct_names(firsts, "budget")])
     usual = {side[config] for pair in _usual_pairs(run) for config in pair}
     pairs, left_out = _pairs_by_budget(side, budget, usual)
     return Sides(names, budgets, side, budget, pairs, left_out)

@@ -14,20 +14,7 @@ from perturbkv.analyses.bounds.bound_tightness import bound_tightness
 from perturbkv.analyses.horizon.horizon import horizon
 from perturbkv.analyses.needle.needle import Needle, needle
 from perturbkv.analyses.stats.intervals import Interval
-from perturbkv.analyses.text import (
-    ALIKE,
-    FEW,
-    LESS,
-    MORE,
-    UNDECIDED,
-    Case,
-    comparison,
-    difference,
-    extremes,
-    interval_verdict,
-    sample_note,
-    tally,
-)
+from perturbkv.analyses.verdicts import ALIKE, FEW, LESS, MORE, UNDECIDED, interval_verdict
 from perturbkv.trace import Trace
 from tests.analyses.test_ablation_by_hand import CHAIN
 from tests.analyses.test_ablation_by_hand import made as chain
@@ -69,79 +56,79 @@ def test_the_assumption_is_judged_by_the_interval_of_the_share(
     assert row["weak_count"] == f"{sum(weak.values())} of 32"
 
 
-def test_the_conclusion_of_the_assumption_names_verdict_share_n_and_where_it_fails() -> None:
-    said = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]])).conclusion()
-    assert said.startswith("The paper's assumption holds in most heads: the first stage of two-stage keeps more than ")
-    assert "in 75 % [" in said
-    assert said.endswith("of heads (n = 8 samples); 8 heads of 32 fail, in layer 0.")
-    both = assumption(sigmas([[0.4] * 4, [0.9] * 4], budgets=(64, 128))).conclusion()
-    assert both.startswith("Whether the paper's assumption holds in most heads depends on the budget: ")
-    assert both.endswith("all 32 heads fail at b=64.")
+def test_the_conclusion_of_the_assumption_names_verdict_share_and_n() -> None:
+    assert assumption(sigmas([[0.4, 0.9, 0.9, 0.9]])).conclusion() == (
+        "The paper's assumption holds in most heads: 75 % [59, 91] (heads with σ > 0.5 in the first stage of "
+        "two-stage; n = 8 samples)."
+    )
+    (both,) = assumption(sigmas([[0.4] * 4, [0.9] * 4], budgets=(64, 128))).claims()
+    assert [(case.name, case.value, case.verdict) for case in both.cases] == [("b=64", 0, LESS), ("b=128", 1, MORE)]
 
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_few_samples_judge_no_assumption(samples: int) -> None:
     result = assumption(sigmas([[0.4, 0.9, 0.9, 0.9]], samples))
     assert interval_verdict(result.configs[0].sigma_stage1.share_interval, 0.5) is None
-    assert result.conclusion().startswith("The first stage of two-stage keeps more than half of the attention in 75 %")
+    assert [case.verdict for case in result.claims()[0].cases] == [FEW]
 
 
 def test_the_conclusion_names_the_selection_that_was_asked_for() -> None:
-    trace = sigmas([[0.9] * 4])
-    assert "the first stage of snapkv keeps" in assumption(trace, "snapkv").conclusion()
+    assert assumption(sigmas([[0.9] * 4]), "snapkv").scope()[0] == "heads with σ > 0.5 in the first stage of snapkv"
 
 
 def test_a_bound_is_told_by_how_far_it_lies_above_and_how_it_orders() -> None:
-    said = bound_tightness(one_config()).conclusion()  # L/θ̂ of 1/4, 1/4 and 3/5: quantiles 0.25 and 0.565
-    assert said.startswith(
-        "The paper's bound θ̂ covers 75 % (50 … 100) of heads and is 4.0 × (1.8 to 4.0) the perturbation of two-stage "
+    assert bound_tightness(one_config()).conclusion() == (  # L/θ̂ of 1/4, 1/4 and 3/5: quantiles 0.25 and 0.565
+        "The paper's bound θ̂ over the perturbation of two-stage is 4.0 × (1.8 to 4.0); "
+        "whether the one of two-stage and two-stage-uniform with the lower θ̂ perturbs less in most heads cannot "
+        "be said: the trace lacks one of them (of heads with σ > 0.5 the median, in parentheses nine in ten; n = 2 "
+        "samples: ranges, too few for intervals)."
     )
-    assert "nine heads in ten; n = 2 samples" in said
-    assert said.endswith("cannot be said: θ̂ compares selections of one stage 1, two-stage and two-stage-uniform.")
 
 
 @pytest.mark.parametrize(
-    ("theta", "share", "verdict", "words"),
+    ("theta", "share", "verdict"),
     [
-        ([[10, 20, 30]] * 8, 1, 1, "the one with the lower θ̂ perturbs less in most heads: 100 % ["),
-        ([[10, 30, 20]] * 8, 0, -1, "the one with the lower θ̂ perturbs more in most heads: 0 % ["),
-        ([[10, 20, 30], [10, 30, 20]] * 4, 0.5, 0, "whether θ̂ tells which of two-stage and two-stage-uniform perturbs"),
+        ([[10, 20, 30]] * 8, 1, MORE),
+        ([[10, 30, 20]] * 8, 0, LESS),
+        ([[10, 20, 30], [10, 30, 20]] * 4, 0.5, UNDECIDED),
     ],
 )
-def test_a_bound_orders_the_two_selections_of_one_stage_1_or_not(
-    theta: Any, share: float, verdict: int, words: str
-) -> None:
+def test_a_bound_orders_the_two_selections_of_one_stage_1_or_not(theta: Any, share: float, verdict: str) -> None:
     result = bound_tightness(bounds([[1, 2, 3]] * len(theta), theta))
     (pair,) = [one for one in result.agreements[0].pairs if one.bound == "θ̂"]
     assert (pair.share, pair.samples) == (share, 8)
-    assert interval_verdict(pair.share_interval, 0.5) == verdict
-    assert words in result.conclusion()
-    assert "whether θ̂ tells this more often than the attention given up, 1 − S, is undecided" in result.conclusion()
-    assert "undecided: 0.0 [−36.9, 36.9] points" in result.conclusion()  # eight alike: 1 − 0.025^(1/8) may differ
+    _, order, gain = result.claims()
+    assert [(case.value, case.verdict) for case in order.cases] == [(share, verdict)]
+    # eight alike: 1 − 0.025^(1/8) may differ
+    assert [(case.verdict, case.text) for case in gain.cases] == [(UNDECIDED, "0.0 [−36.9, 36.9] points")]
 
 
 def test_four_samples_say_nothing_of_the_order() -> None:
     result = bound_tightness(bounds([[1, 2, 3]] * 4, [[10, 20, 30]] * 4))
     assert all(np.isnan(one.agreement) for one in result.agreements[0].pairs)
-    assert result.conclusion().endswith("cannot be said: too few samples hold heads in which σ > 0.5 and both differ.")
+    order = result.claims()[-1]
+    assert (order.cases, order.missing) == ([], "too few samples hold heads in which σ > 0.5 and both differ")
 
 
 def test_a_bound_that_says_nothing_is_said_to() -> None:
     flagged = bound_tightness(bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, sigma=0.5))
     assert [one.flagged_share for one in flagged.configs] == [1, 1, 1]
-    assert flagged.conclusion().startswith("There is no bound to judge for two-stage: stage 1 keeps at most half")
+    assert flagged.conclusion().startswith(
+        "Nothing can be said of the paper's bound θ̂: stage 1 keeps at most half of the attention in every head"
+    )
     nothing = bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, configs=THREE)
     nothing.arrays["evicted"][:] = 0  # type: ignore[index]
     result = bound_tightness(nothing)
     assert [one.evicted_samples for one in result.configs] == [0, 0, 0]
-    assert "for two-stage: nothing was evicted; " in result.conclusion()
+    assert result.claims()[0].missing == "nothing was evicted"
 
 
 def test_a_gain_is_taken_apart() -> None:
     said = ablation(chain(CHAIN, [10, 8, 6, 3, 1], samples=8)).conclusion()
     assert said == (
-        "two-stage perturbs 70 % [70, 70] less than attention; un-pooling by itself: 40 % [40, 40] less; the value "
-        "norms on top of it: 50 % [50, 50] less (propagated, all heads; n = 8 samples)."
+        "two-stage perturbs 70 % [70, 70] less than attention; un-pooling by itself perturbs 40 % [40, 40] less than "
+        "attention; adding the value norms perturbs 50 % [50, 50] less than two-stage-uniform (propagated, all heads; "
+        "n = 8 samples)."
     )
 
 
@@ -171,9 +158,10 @@ def test_a_gain_in_half_of_the_samples_is_undecided() -> None:
 def test_few_samples_tell_a_gain_without_a_verdict(factors: list[float]) -> None:
     result = ablation(varying(factors))
     assert verdicts(result) == ([FEW], [ALIKE], [FEW])
-    (case,) = result.cases("two-stage")
-    assert case.ratio == pytest.approx(0.5)
-    assert case.interval == (None if len(factors) == 1 else Interval(pytest.approx(0.4), pytest.approx(0.6), "range"))
+    (kind,) = (row.propagated for row in result.settings[0].rows if row.name == "two-stage")
+    assert kind.sum_ratio == result.cases("two-stage")[0].value == pytest.approx(0.5)
+    ends = None if len(factors) == 1 else Interval(pytest.approx(0.4), pytest.approx(0.6), "range")
+    assert kind.sum_ratio_interval == ends
 
 
 def test_settings_are_counted_and_both_ends_told() -> None:
@@ -191,7 +179,7 @@ def test_a_trace_without_the_two_stages_speaks_of_what_it_holds() -> None:
 
 def test_a_baseline_that_perturbs_nothing_is_compared_with_nothing() -> None:
     said = ablation(chain(CHAIN, [0] * 5, samples=8)).conclusion()
-    assert said.startswith("two-stage cannot be compared with attention: too little is perturbed (")
+    assert said.startswith("Whether two-stage perturbs less than attention cannot be said: too little is perturbed; ")
 
 
 def led(first: float, last: float, samples: int = 8) -> Trace:
@@ -219,9 +207,10 @@ def test_an_advantage_lasts_or_turns(last: float, verdict: str) -> None:
 
 def test_an_advantage_and_growth_are_one_sentence() -> None:
     assert horizon(led(0.5, 0.75)).conclusion() == (
-        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; it perturbs 25 % "
-        "[25, 25] less than attention in the last third; the error grows in both configurations, last third over "
-        "first: 1.12 × [1.12, 1.13] of attention to 1.69 × [1.69, 1.69] of two-stage (n = 8 samples)."
+        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; two-stage perturbs "
+        "25 % [25, 25] less than attention in the last third; the error grows from the first third to the last in both "
+        "configurations: 1.12 × [1.12, 1.13] at attention to 1.69 × [1.69, 1.69] at two-stage (propagated, all heads; "
+        "n = 8 samples)."
     )
 
 
@@ -241,15 +230,20 @@ def test_few_samples_decide_no_advantage_and_no_growth(samples: int) -> None:
     assert (advantage.first_ratio, advantage.last_ratio) == pytest.approx((0.5, 0.75))
     growth = [config.curves["propagated"].growth_interval for config in result.configs]
     assert [interval_verdict(interval, 1) for interval in growth] == [None, None]
-    assert "the error changes, last third over first: " in result.conclusion()
+    assert [case.verdict for case in result.claims()[-1].cases] == [FEW, FEW]
 
 
 def test_growth_alone_and_growth_within_rounding() -> None:
     alone = horizon(growing(8), "attention").conclusion()
-    assert alone == "The error grows, last third over first: 1.12 × [1.12, 1.13] (n = 8 samples)."
+    assert alone == (
+        "The error grows from the first third to the last: 1.12 × [1.12, 1.13] (propagated, all heads; n = 8 samples)."
+    )
     rounding = horizon(growing(8, floor=9.0))
     assert [np.isnan(one.first_ratio) for one in rounding.advantages] == [True]
-    assert "two-stage cannot be compared with attention in the first third" in rounding.conclusion()
+    assert rounding.conclusion().startswith("Whether two-stage perturbs less than attention in the first third of 6 ")
+    assert "whether the error grows from the first third to the last cannot be said: it is within" in (
+        rounding.conclusion()
+    )
     assert np.isnan([config.curves["propagated"].growth for config in rounding.configs]).all()
     assert rounding.caveats()[0] == "A dash: within two noise floors."
 
@@ -261,10 +255,10 @@ def needles(scores: Any, moved: Any, full: Any = None) -> Trace:
 def test_a_needle_is_found_by_the_best_and_the_worst() -> None:
     said = needle(needles([[1, 1, 0]] * 8, [0.1, 0.2, 0.9])).conclusion()
     assert said.startswith(
-        "two-stage finds 100 % [63, 100] of the numbers, random 0 % [0, 37]; the full cache finds 100 % [63, 100] "
-        "(n = 8 prompts); methods that perturb a prompt's first step more find fewer digits: ρ = −0.87 ["
+        "An evicted cache finds the number in 0 % [0, 37] at random to 100 % [63, 100] at two-stage; the full cache "
+        "finds it in 100 % [63, 100]; methods that perturb a prompt's first step more find fewer digits: ρ = −0.87 ["
     )
-    assert said.endswith("(n = 8 deciding prompts).")
+    assert said.endswith("(share of prompts; n = 8 prompts; ρ: n = 8 deciding prompts).")
 
 
 def verdict(result: Needle) -> tuple[float, int | None]:
@@ -279,53 +273,22 @@ def test_perturbation_predicts_misleads_or_decides_nothing() -> None:
     assert verdict(needle(needles([[1, 0, 0], [0, 1, 1]] * 4, [0.1, 0.2, 0.9])))[1] == 0
     alike = needle(needles([[1, 1, 1]] * 8, [0.1, 0.2, 0.9]))
     assert [budget.principal().deciding for budget in alike.correlation.budgets] == [0]
-    assert "no two methods of a prompt differ" in alike.conclusion()
-
-
-def test_methods_whose_intervals_overlap_say_so() -> None:
-    assert "(their intervals overlap)" in needle(needles([[1, 0, 0]] + [[1, 1, 1]] * 7, [0.1, 0.2, 0.9])).conclusion()
-    equal = needle(needles([[1, 0, 0], [0, 1, 1]] * 4, [0.1, 0.2, 0.9]))
-    assert {method.score for method in equal.methods} == {0.5}
-    assert "overlap" not in equal.conclusion()
+    assert alike.claims()[-1].missing == "no two methods of a prompt differ"
+    assert alike.conclusion().endswith(
+        "cannot be said: no two methods of a prompt differ (share of prompts; n = 8 prompts)."
+    )
 
 
 def test_few_prompts_decide_nothing_and_two_methods_have_no_ranks() -> None:
     single = needle(needles([[1, 1, 0]], [0.1, 0.2, 0.9]))
     assert verdict(single) == (-0.87, None)
-    assert "too few samples to decide" in single.conclusion()
+    assert [case.verdict for case in single.claims()[-1].cases] == [FEW]
     two = needle(answers([[1, 0]], [1], [[0.1, 0.2]]))
     assert two.correlation.budgets == ()
-    assert "too few methods share a budget" in two.conclusion()
+    assert two.claims()[-1].missing == "too few methods share a budget"
 
 
 def test_a_full_cache_that_finds_nothing_has_nothing_to_lose() -> None:
     result = needle(needles([[0, 0, 0]] * 8, [0.1, 0.2, 0.9], full=[0] * 8))
     assert (result.full.score, result.correlation.samples) == (0, 0)
-    assert "nothing that eviction can lose" in result.conclusion()
-
-
-def test_parts_of_sentences() -> None:
-    assert [sample_note(number) for number in (1, 4, 8)] == [
-        "one sample: no interval", "n = 4 samples: ranges, too few for intervals", "n = 8 samples"]  # fmt: skip
-    assert difference(0.83, Interval(0.78, 0.88)) == "17 % [12, 22] less"
-    assert difference(3.1, Interval(2.4, 4.0)) == "210 % [140, 300] more"
-    assert [interval_verdict(Interval(*found), 1) for found in ((0.5, 0.9), (0.9, 1.1), (1.1, 2))] == [-1, 0, 1]
-    assert interval_verdict(Interval(0.5, 0.9, "range"), 1) is interval_verdict(None, 1) is None
-    words = {1: ("it grows", "grows"), 0: ("undecided", "undecided")}
-    assert tally([1, 0, 0], words, "case") == "undecided in 2 of 3 cases, grows in 1"
-    assert tally([1, 1], words, "case") == "it grows in both cases"
-    assert extremes([("a", 2.0, "two"), ("b", 1.0, "one"), ("c", float("nan"), "–")]) == "one at b to two at a"
-    assert comparison("a", "b", [Case("", 1.0, None)]) == "a perturbs as much as b, up to rounding"
-    ends = ((0.5, 0.9), (0.9, 1.1), (1.1, 2))
-    cases = [Case("", 1.01, Interval(*pair)) for pair in ends] + [Case("", 0.7, None), Case("", 0.7, None, tied=True)]
-    assert [case.verdict for case in cases] == [LESS, UNDECIDED, MORE, FEW, ALIKE]
-
-
-@pytest.mark.parametrize("kind", ["range", "interval"])
-def test_what_rounds_to_nothing_is_no_difference(kind: str) -> None:
-    """It read '0 % (0 … 0) more'; with an end that is seen, or a case that is, the numbers stand."""
-    near, seen = Interval(0.996, 1.004, kind), Interval(0.99, 1.002, kind)
-    assert comparison("a", "b", [Case("", 1.003, near)], " there") == "a perturbs as much as b there, within 0.5 %"
-    assert comparison("a", "b", [Case("x", 1.003, near), Case("y", 0.997, None)]).endswith("as much as b, within 0.5 %")
-    assert "within" not in comparison("a", "b", [Case("", 0.998, seen)])
-    assert "within" not in comparison("a", "b", [Case("x", 1.003, near), Case("y", 1.2, Interval(1.1, 1.3, kind))])
+    assert result.conclusion().startswith("Nothing can be said of evicted caches: the full cache finds no number, so ")

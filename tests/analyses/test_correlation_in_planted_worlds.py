@@ -20,6 +20,7 @@ from perturbkv.analyses.correlation.method_identity import (
 )
 from perturbkv.analyses.stats.intervals import Estimate
 from perturbkv.analyses.stats.permutation import prompt_permutations, score_permutation_nulls
+from perturbkv.analyses.verdicts import EQUIVALENT, LESS, MORE, UNDECIDED
 from tests.support.linked import answered, methods
 
 WORLDS = 400
@@ -27,6 +28,11 @@ WORLDS = 400
 
 def holds(one: Estimate, value: float) -> bool:
     return one.interval is not None and one.interval.low - 1e-12 <= value <= one.interval.high + 1e-12
+
+
+def verdicts(result: Correlation) -> list[str]:
+    """On ρ, on ρ less what names tell, on the share of pairs, and on this share less what names tell."""
+    return [case.verdict for claim in result.claims() for case in claim.cases]
 
 
 def test_a_perfect_link_is_found_whole() -> None:
@@ -37,10 +43,11 @@ def test_a_perfect_link_is_found_whole() -> None:
     assert (one.rho.value, one.tau.value, one.auc.value) == pytest.approx((-1, -1, 1))
     names = result.settings[0].identity_baselines("propagated")
     assert (names.rho.significant, names.auc.significant) == (True, True)
-    said = " ".join(result.conclusion().split())
-    assert "score less: ρ = −1.00" in said
-    assert "in 100 %" in said
-    assert said.count("that is more than the methods' names tell") == 2
+    assert verdicts(result) == [LESS, LESS, MORE, MORE]  # and each is more than the methods' names tell
+    assert [case.text.partition(" [")[0] for claim in result.claims() for case in claim.cases][::2] == [
+        "ρ = −1.00",
+        "100 %",
+    ]
 
 
 @pytest.mark.slow
@@ -127,10 +134,6 @@ def by_methods_alone(draw: np.random.Generator, moved: list[float], scores: list
     return each, np.clip(np.array(scores) + 0.25 * draw.standard_normal((count, len(scores))), 0, 1)
 
 
-def told(result: Correlation) -> str:
-    return " ".join(result.conclusion().split())
-
-
 def test_a_link_that_the_methods_names_make_is_told_as_such_and_has_no_star() -> None:
     moved, scores = by_methods_alone(np.random.default_rng(3), [0.1, 0.2, 0.3, 0.4, 0.5], [0.9, 0.7, 0.5, 0.4, 0.2])
     result = correlation(answered(methods(5), scores, np.ones(40), {"propagated": moved}))
@@ -138,24 +141,24 @@ def test_a_link_that_the_methods_names_make_is_told_as_such_and_has_no_star() ->
     assert rho.interval is not None
     assert rho.interval.high < -0.4
     assert result.settings[0].control("propagated").rho.p < 0.001  # the methods do differ
-    assert told(result).count("what is shown is no more than the methods' names tell (less these: ") == 2
+    assert verdicts(result)[1::2] == [EQUIVALENT, EQUIVALENT]
     assert not any(one.significant for names in result.settings[0].names for one in (names.rho, names.auc))
     assert "*" not in repr(result).replace("*: it and less names", "").replace("*: it\nand less", "")
 
 
-def test_a_measure_beats_the_attention_given_up_in_words_only_where_more_than_names_is_linked() -> None:
+def test_a_measure_beats_the_attention_given_up_where_names_alone_are_linked_too() -> None:
     draw = np.random.default_rng(3)
     named, scores = by_methods_alone(draw, [0.1, 0.2, 0.3, 0.4, 0.5], [0.9, 0.7, 0.5, 0.4, 0.2])
     noise = draw.random((40, 5))
     own = np.clip(1.2 - 2 * noise + 0.2 * draw.standard_normal((40, 5)), 0, 1)
-    for moved, score, said in ((named, scores, False), (noise, own, True)):
+    for moved, score, beyond in ((named, scores, EQUIVALENT), (noise, own, LESS)):
         result = correlation(
             answered(methods(5), score, np.ones(40), {"propagated": moved, "lost": draw.random((40, 5))})
         )
         contrast = result.overall[0].contrast("propagated", "lost").rho.interval
         assert contrast is not None
         assert contrast.high < 0
-        assert ("tells more than the attention given up (1 − S)" in told(result)) == said
+        assert verdicts(result)[1] == beyond
 
 
 def test_where_a_prompts_own_perturbation_goes_against_the_names_that_is_said() -> None:
@@ -166,8 +169,8 @@ def test_where_a_prompts_own_perturbation_goes_against_the_names_that_is_said() 
     result = correlation(
         answered(methods(5), np.clip(1.2 - 2 * level + 1.5 * noise, 0, 1), np.ones(40), {"propagated": moved})
     )
-    assert "score less: ρ = " in told(result)
-    assert "that is less than the methods' names tell (less these: 0." in told(result)
+    assert verdicts(result)[:2] == [LESS, MORE]
+    assert "score less: ρ = " in result.conclusion()
 
 
 def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> None:
@@ -181,7 +184,7 @@ def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> No
     assert rho.interval.low > 0
     assert names.beyond.interval is not None
     assert names.beyond.interval.high < 0
-    assert "that is less than the methods' names tell" in told(result)
+    assert verdicts(result)[:2] == [MORE, LESS]
     assert not names.significant
 
 
@@ -193,9 +196,9 @@ def test_few_prompts_leave_it_undecided_whether_a_link_is_more_than_names() -> N
         draw = np.random.default_rng(seed)
         moved = draw.lognormal(size=(8, 4))
         scores = np.clip(0.5 - 0.3 * np.log(moved) + 0.25 * draw.standard_normal((8, 4)), 0, 1)
-        said.append(told(correlation(answered(methods(4), scores, np.ones(8), {"propagated": moved}))))
-    assert not any("no more than the methods' names tell" in one for one in said)
-    assert any("whether that is more than the methods' names tell is undecided" in one for one in said)
+        said += verdicts(correlation(answered(methods(4), scores, np.ones(8), {"propagated": moved})))[1::2]
+    assert EQUIVALENT not in said
+    assert UNDECIDED in said
 
 
 def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -> None:
@@ -206,7 +209,7 @@ def test_methods_that_fare_otherwise_in_another_data_set_are_names_there_too() -
     result = correlation([answered(methods(5), scores, np.ones(20), {"propagated": moved}, dataset=name)
                    for name, (moved, scores) in zip("ab", parts, strict=True)])  # fmt: skip
     assert holds(result.overall[0].identity_baselines("propagated").rho.beyond, 0)
-    assert "no more than the methods' names tell" in told(result)
+    assert EQUIVALENT in verdicts(result)[1::2]
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perturbkv.analyses.correlation.correlation import correlation
+from perturbkv.analyses.correlation.correlation import Correlation, correlation
 from perturbkv.analyses.correlation.method_identity import MEASURES
+from perturbkv.analyses.verdicts import FEW
 from perturbkv.display import Table
 from perturbkv.errors import ConfigError, PerturbkvError, TraceError
 from perturbkv.selection.grid import configuration
@@ -27,26 +28,35 @@ def made(scores: Any = MIXED, full: Any = (1,) * 6, **more: Any) -> Trace:
     return answered(methods(3), scores, full, {"propagated": MOVED}, **more)
 
 
+def unknown(result: Correlation) -> list[str]:
+    """Why what the result would claim cannot be said."""
+    return [claim.missing for claim in result.claims() if all(np.isnan(case.value) for case in claim.cases)]
+
+
+RANKS, AREAS = "no two methods of a prompt score differently", "no answer is lost"
+
+
 @pytest.mark.parametrize(
-    ("scores", "full", "said", "silence", "shown"),
+    ("scores", "full", "reasons", "silence", "shown"),
     [
-        (MIXED, np.zeros(6), "The full cache answers none of 6 prompts (score > 0): there is nothing that eviction can",
+        (MIXED, np.zeros(6),
+         ["the full cache answers none of 6 prompts (score > 0), so there is nothing that eviction can lose"],
          "the full cache answers no prompt", False),
-        (np.ones((6, 3)), np.ones(6), "no two methods of a prompt score differently; no answer is lost.",
-         "no answer is lost; no two methods of a prompt score differently", False),
-        (np.zeros((6, 3)), np.ones(6), "no two methods of a prompt score differently; every answer is lost.",
-         "every answer is lost; no two methods of a prompt score differently", False),
-        (0.6 + MIXED / 4, np.ones(6), "; no answer is lost.", "no answer is lost", True),
-        (MIXED / 4, np.ones(6), "; every answer is lost.", "every answer is lost", True),
+        (np.ones((6, 3)), np.ones(6), [RANKS, AREAS], f"{AREAS}; {RANKS}", False),
+        (np.zeros((6, 3)), np.ones(6), [RANKS, "every answer is lost"], f"every answer is lost; {RANKS}", False),
+        (0.6 + MIXED / 4, np.ones(6), [AREAS], AREAS, True),
+        (MIXED / 4, np.ones(6), ["every answer is lost"], "every answer is lost", True),
         (np.repeat([[1, 0], [1, 0], [0, 1]], 3, axis=1).reshape(6, 3), np.ones(6),
-         "; no prompt has lost and kept answers.",
-         "no prompt has lost and kept answers; no two methods of a prompt score differently", False),
+         [RANKS, "no prompt has lost and kept answers"], f"no prompt has lost and kept answers; {RANKS}", False),
     ],
     ids=["none answered", "all right", "all lost", "all kept, graded", "all lost, graded", "alike within prompts"],
 )  # fmt: skip
-def test_what_there_is_nothing_to_tell_of_is_told(scores: Any, full: Any, said: str, silence: str, shown: bool) -> None:
+def test_what_there_is_nothing_to_tell_of_is_told(
+    scores: Any, full: Any, reasons: list[str], silence: str, shown: bool
+) -> None:
     result = correlation(made(scores, full))
-    assert said in " ".join(result.conclusion().split())
+    assert unknown(result) == reasons
+    assert all(f"cannot be said: {reason}" in result.conclusion() for reason in reasons)
     assert result.settings[0].undecided_reason == silence
     told = " ".join(repr(result).split())
     assert silence in told
@@ -61,16 +71,13 @@ def test_methods_that_perturb_alike_have_no_ranks_whatever_they_score() -> None:
     result = correlation(
         answered(methods(3), MIXED, np.ones(6), {"propagated": np.ones((6, 3)), "lost": np.full((6, 3), 0.5)})
     )
-    assert "cannot be said: no two methods of a prompt perturb differently" in " ".join(result.conclusion().split())
+    assert unknown(result) == ["no two methods of a prompt perturb differently"]
     assert result.settings[0].strength("propagated").auc.value == 0.5
 
 
 def test_fewer_than_five_prompts_have_ranges_and_are_called_too_few() -> None:
     result = correlation(answered(methods(3), MIXED[:3], np.ones(3), {"propagated": MOVED[:3]}))
-    said = " ".join(result.conclusion().split())
-    assert "too few for an interval" in said
-    assert "less what the methods' names alone tell: " in said
-    assert "of too few prompts to say whether that is more" in said
+    assert {case.verdict for claim in result.claims() for case in claim.cases} == {FEW}
     interval = result.settings[0].strength("propagated").rho.interval
     assert interval is not None
     assert interval.kind == "range"
@@ -82,7 +89,7 @@ def test_a_single_prompt_of_its_data_set_has_no_others_to_hold_the_names_against
     result = correlation(parts)
     assert result.overall[0].strength("propagated").rho.prompts == 2
     assert result.overall[0].identity_baselines("propagated").rho.beyond.prompts == 0
-    assert "cannot be said: no data set has two such prompts" in " ".join(result.conclusion().split())
+    assert {*unknown(result)} == {"no data set has two such prompts"}
     json.dumps(result.to_dict(), allow_nan=False)
 
 

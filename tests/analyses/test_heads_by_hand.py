@@ -16,7 +16,15 @@ from perturbkv.analyses.measurements import Measurements
 from perturbkv.analyses.sides import pairs
 from perturbkv.analyses.stats.intervals import Interval
 from perturbkv.analyses.text import intervals_note
-from perturbkv.analyses.verdicts import equal_isolated, equal_layers, equal_propagated, equal_whole, verdicts
+from perturbkv.analyses.verdicts import (
+    ALIKE,
+    FEW,
+    equal_isolated,
+    equal_layers,
+    equal_propagated,
+    equal_whole,
+    verdicts,
+)
 from perturbkv.configs.choice import parse
 from perturbkv.configs.entry_counts import Budget
 from perturbkv.configs.eviction import EvictionConfig
@@ -372,5 +380,5 @@ def test_a_sum_is_tied_only_where_every_head_ties_in_every_sample() -> None:
     baseline = np.full((2, 1, 1), 1.0)
     opposite = compare_kind(baseline, baseline + np.array([0.5, -0.5])[:, None, None], floor, norm, flagged)
     rounded = compare_kind(baseline, baseline + 1e-3, floor, norm, flagged)
-    assert (opposite.tied, opposite.case().tied) == (1, False)
-    assert (rounded.tied, rounded.case().tied) == (1, True)
+    assert (opposite.tied, opposite.case().verdict) == (1, FEW)
+    assert (rounded.tied, rounded.case().verdict) == (1, ALIKE)

@@ -11,7 +11,7 @@ import pytest
 from perturbkv.analyses.ablation.methods import control, methods, protection, settings
 from perturbkv.analyses.heads.heads import compare_heads
 from perturbkv.analyses.identity import identity
-from perturbkv.analyses.text import LESS, MORE
+from perturbkv.analyses.verdicts import EQUIVALENT, FEW, LESS, MORE, UNDECIDED
 from perturbkv.errors import ConfigError, TraceError
 from perturbkv.selection.policies.registry import normalise
 from perturbkv.trace import Trace
@@ -86,15 +86,16 @@ def test_rows_are_ordered_by_what_they_perturb_and_held_against_both_controls() 
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_the_conclusion_counts_verdicts_and_names_the_best() -> None:
+def test_the_conclusion_counts_verdicts_and_names_the_least_and_the_largest() -> None:
     result = methods(one_head({**L1, **BY_CHANCE}))
     assert [row.propagated.case().verdict for row in result.settings[0].rows] == [LESS, LESS, MORE]
     assert result.conclusion() == (
-        "Perturbation is lower than snapkv's in 2 of 3 methods, higher in 1 (propagated, all heads; n = 6 samples). "
-        "Lowest: snapkv:two-stage (0.80 [0.80, 0.80] of snapkv's). At equal protection better than random in 2 of 3 "
-        "methods, worse in 1; better than attention in 2 of 3 methods, worse in 1."
+        "A method perturbs less than snapkv in 2 of 3 cases, more in 1: 20 % [20, 20] less at snapkv:two-stage to 20 "
+        "% [20, 20] more at h2o; it perturbs less than random at equal protection in 2 of 3 cases, more in 1: 90 % "
+        "[90, 90] less at tova to 100 % [100, 100] more at h2o; it perturbs less than attention at equal protection in "
+        "2 of 3 cases, more in 1: 50 % [50, 50] less at tova to 50 % [50, 50] more at h2o (propagated, all heads; n = "
+        "6 samples)."
     )
-    assert "snapkv (h2o is next, 2.40 [" in methods(one_head({SNAPKV: 5.0, H2O: 12.0})).conclusion()
 
 
 def test_a_line_shows_the_ratios_over_both_controls_and_the_verdicts() -> None:
@@ -142,11 +143,13 @@ def test_a_verdict_is_told_in_words(ratio: float, spread: float, margin: float, 
 
 
 def test_the_conclusion_counts_verdicts_at_equal_protection() -> None:
-    told = methods(noisy(1.0, 1e-2)).conclusion()
-    assert told.endswith("At equal protection better than random; within 5 % of attention.")
-    told = methods(noisy(1.0, 0.1)).conclusion()
-    assert told.endswith("At equal protection better than random; undecided against attention.")
-    assert "At equal protection" not in methods(noisy(1.0, 0.1, samples=4)).conclusion()
+    _, random, attention = methods(noisy(1.0, 1e-2)).claims()
+    assert [case.verdict for claim in (random, attention) for case in claim.cases] == [LESS, EQUIVALENT]
+    assert attention.clause().startswith("it perturbs as much as attention at equal protection, within 5 %: 0 % [")
+    _, _, attention = methods(noisy(1.0, 0.1)).claims()
+    assert [case.verdict for case in attention.cases] == [UNDECIDED]
+    (few,) = methods(noisy(1.0, 0.1, samples=4)).claims()
+    assert [case.verdict for case in few.cases] == [FEW]
 
 
 def test_sets_that_keep_the_same_are_equivalent_and_few_samples_decide_nothing() -> None:
@@ -171,7 +174,9 @@ def test_budgets_and_granularities_stand_apart() -> None:
 
 def test_verdicts_over_several_budgets_count_comparisons_and_not_methods() -> None:
     other = {config(name, 64, **KV): number for name, number in (("attention", 4.0), ("tova:attention", 3.0))}
-    assert "lower than snapkv's in 3 of 4 comparisons, higher in 1" in methods(one_head({**L1, **other})).conclusion()
+    snapkv = methods(one_head({**L1, **other})).claims()[0]
+    assert sorted(case.verdict for case in snapkv.cases) == [LESS] * 3 + [MORE]
+    assert [case.name for case in snapkv.cases][0] == "b=64 tova"
 
 
 def test_a_budget_at_which_nothing_is_evicted_is_said() -> None:

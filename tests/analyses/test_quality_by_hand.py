@@ -14,6 +14,7 @@ from scipy import stats
 
 from perturbkv.analyses.quality.quality import Quality, quality
 from perturbkv.analyses.stats.intervals import OptionalInterval
+from perturbkv.analyses.verdicts import LESS, MORE, UNDECIDED
 from perturbkv.configs.task_kinds import KINDS, kind_of
 from perturbkv.display import Table
 from perturbkv.errors import TraceError
@@ -284,24 +285,39 @@ def test_runs_without_the_pair_have_no_gains_and_say_nothing_of_them() -> None:
     assert "random" in named.conclusion()
 
 
-def test_the_conclusion_tells_the_best_and_how_often_the_treatment_wins() -> None:
-    said = quality(three()).conclusion()
-    assert said.startswith("The full cache scores 40.0 [")
-    assert "the average of 2 data sets, 11 samples" in said
-    assert "at b=0.2 two-stage scores best by looking, " in said
+def test_the_conclusion_tells_the_scores_and_how_often_the_treatment_wins() -> None:
+    result = quality(three())
+    full, evicted, contest = result.claims()
+    assert [case.text.partition(" [")[0] for case in full.cases] == ["40.0"]
+    assert [case.value for case in evicted.cases] == [one.score for one in result.average.methods]
+    assert (contest.subject, contest.baseline) == ("two-stage", "attention")
+    assert result.scope() == ["average of 2 data sets", "n = 11 samples"]
     same = quality(graded("qasper", [1, 1, 1], [[0.5, 0.5, 0.5]] * 3)).conclusion()
-    assert (
-        "at b=0.2 all 3 methods score 50.0 (50.0 … 50.0); whether two-stage scores higher than attention is und" in same
+    assert same == (
+        "The full cache scores 100.0 (100.0 … 100.0) of 100; an evicted cache scores 50.0 (50.0 … 50.0); too few "
+        "samples to decide whether two-stage scores higher than attention: 0.0 (0.0 … 0.0) points (n = 3 samples: "
+        "ranges, too few for intervals)."
     )
-    assert same.endswith("is undecided (difference 0.0 (0.0 … 0.0)).")
-    alone = quality(graded("qasper", [1, 1, 1], [[0.5]] * 3, CONFIGS[:1])).conclusion()
-    assert alone.endswith("at b=0.2 evicted scores 50.0 (50.0 … 50.0).")
-    clear = quality(graded("qasper", [1] * 6, [[0.1, 0.6, 0], [0.2, 0.7, 0], [0.1, 0.7, 0]] * 2)).conclusion()
-    assert "; two-stage scores higher than attention (difference 53.3 [" in clear
-    fewer = quality(graded("qasper", [1] * 6, [[0.6, 0.1, 0], [0.7, 0.2, 0], [0.7, 0.1, 0]] * 2)).conclusion()
-    assert "; two-stage scores lower than attention (difference −53.3 [" in fewer
+    alone = quality(graded("qasper", [1, 1, 1], [[0.5]] * 3, CONFIGS[:1]))
+    assert len(alone.claims()) == 2
+
+
+@pytest.mark.parametrize(("rows", "verdict", "difference"), [
+    ([[0.1, 0.6, 0], [0.2, 0.7, 0], [0.1, 0.7, 0]], MORE, "53.3 ["),
+    ([[0.6, 0.1, 0], [0.7, 0.2, 0], [0.7, 0.1, 0]], LESS, "−53.3 ["),
+])  # fmt: skip
+def test_a_gain_or_a_loss_of_six_samples_is_decided(rows: Any, verdict: str, difference: str) -> None:
+    (case,) = quality(graded("qasper", [1] * 6, rows * 2)).claims()[-1].cases
+    assert case.verdict == verdict
+    assert case.text.startswith(difference)
+
+
+def test_a_full_cache_that_scores_nothing_has_nothing_to_lose() -> None:
     lost = quality(graded("qasper", [0, 0, 0], [[0, 0, 0]] * 3)).conclusion()
-    assert lost == "Even the full cache scores 0 (3 samples): there is nothing that eviction can lose."
+    assert lost == (
+        "Nothing can be said of evicted caches: the full cache scores 0, so there is nothing that eviction can lose (n "
+        "= 3 samples: ranges, too few for intervals)."
+    )
 
 
 def test_a_clear_gain_is_decided() -> None:
@@ -309,7 +325,7 @@ def test_a_clear_gain_is_decided() -> None:
     rows = [[0.2, 0.6 + step, 0.5, 0.5 + step * (-1) ** place]
             for place, step in enumerate(np.linspace(0, 0.05, 8))]  # fmt: skip
     made: Quality = quality(graded("qasper", [0.9] * 8, rows, configs))
-    assert "two-stage scores higher than attention in 1 of 2 cases, undecided in 1" in made.conclusion()
+    assert [(case.name, case.verdict) for case in made.claims()[-1].cases] == [("b=0.2", MORE), ("b=0.4", UNDECIDED)]
 
 
 def test_all_data_sets_stand_in_the_foot_until_they_are_many() -> None:

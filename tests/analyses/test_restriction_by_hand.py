@@ -8,7 +8,7 @@ import pytest
 from perturbkv.analyses.ablation.restriction import restriction, settings
 from perturbkv.analyses.names import common
 from perturbkv.analyses.sides import group_by_selection, pairs
-from perturbkv.analyses.text import MORE
+from perturbkv.analyses.verdicts import MORE
 from perturbkv.configs.eviction import EvictionConfig
 from perturbkv.errors import TraceError
 from perturbkv.trace import Trace

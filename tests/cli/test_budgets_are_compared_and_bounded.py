@@ -34,10 +34,10 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--max-kl", 0.1, "--compare", "attention"], 0, "attention 0.4"),
-        (["--max-kl", 0.1], 1, "two-stage has none: at 0.8, the largest measured, its mean KL is 0.5 nat"),
-        (["--max-drop", 10], 0, "attention 0.2, two-stage 0.1"),
-        (["--max-drop", 1], 2, "samples like these would do"),
+        (["--max-kl", 0.1, "--compare", "attention"], 0, "attention has a safe budget: 0.4 or more"),
+        (["--max-kl", 0.1], 1, "two-stage has no safe budget: mean KL at budget 0.8: 0.5"),
+        (["--max-drop", 10], 0, "attention has a safe budget: 0.2 or more; two-stage has a safe budget: 0.1 or more"),
+        (["--max-drop", 1], 2, "would do; too few samples to decide whether two-stage"),
         (["--max-drop", 1, "--max-kl", 0.1], 1, "mean KL ≤ 0.1 nat and mean drop of the score ≤ 1 points"),
     ],
 )
@@ -57,7 +57,7 @@ def test_selections_are_taken_with_commas_too(perturbkv: Run, path: Path) -> Non
         "budget", path, "--max-drop", 10, "--compare", "attention,two-stage", "-o", "out", "--format", "png"
     )
     assert ran.code == 0, ran.err
-    assert "attention 0.2, two-stage 0.1" in " ".join(ran.out.split())
+    assert "attention has a safe budget: 0.2 or more; two-stage has a safe budget: 0.1" in " ".join(ran.out.split())
     refused(
         perturbkv("budget", path, "--max-drop", 10, "--compare", "attention,attention"),
         "expected different values for --compare, got attention twice",

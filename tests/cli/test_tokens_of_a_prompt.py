@@ -29,7 +29,7 @@ def traced(perturbkv: Run, tiny: list[object]) -> Path:
 def test_the_prompt_is_shown_with_its_fates(perturbkv: Run, traced: Path) -> None:
     ran = perturbkv("tokens", traced, "--sample", "p1", "--layer", 1, "--head", 3, "--all")
     assert ran.code == 0
-    assert ran.out.startswith("Of 'p1', head 1-3:")
+    assert "(head 1-3 of 'p1'; isolated, b = " in " ".join(ran.out.split())
     shown = re.sub(r"\[[-=]|[-=]\]|\{\+|\+\}", "", ran.out.partition("both evict")[2])
     assert "".join(SENTENCE.split()) in "".join(shown.replace("␣", " ").split())
     assert "\x1b" not in ran.out

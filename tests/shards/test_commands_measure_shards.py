@@ -85,7 +85,11 @@ def test_a_shard_that_is_none_is_one_line(
 
 def test_a_shard_needs_a_place_and_a_trace(perturbkv: Run, tiny: list[object], tmp_path: Path) -> None:
     refused(perturbkv("heads", *tiny, "--shard", "1/2"), "expected --output with --shard, got none")
-    refused(perturbkv("generate", *tiny, "-o", "out", "--shard", "1/2"), "No such option: --shard", "perturbkv generate --help")
+    refused(
+        perturbkv("generate", *tiny, "-o", "out", "--shard", "1/2"),
+        "No such option: --shard",
+        "perturbkv generate --help",
+    )
     refused(perturbkv("merge", "nothing"), "expected a trace or shards of one in nothing, got neither")
     refused(
         perturbkv("merge", "t.h5.shard-1-of-3.journal"), "got its shard 1/3; perturbkv merge t.h5 joins all of them"
