@@ -52,7 +52,7 @@ def page(before: str) -> str:
 def _results() -> list[type[Result]]:
     for module in pkgutil.walk_packages(analyses.__path__, f"{analyses.__name__}."):
         importlib.import_module(module.name)
-    return sorted((kind for kind in _subclasses(Result) if "SECTION" in vars(kind)), key=_heading)
+    return sorted(dict.fromkeys(kind for kind in _subclasses(Result) if "SECTION" in vars(kind)), key=_heading)
 
 
 def _heading(kind: type[Record]) -> str:
