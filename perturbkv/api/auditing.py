@@ -10,7 +10,7 @@ from perturbkv.api.inputs import check_model, collect_prompts
 from perturbkv.auditing import audit_dump as measure_dump
 from perturbkv.auditing import audit_eviction, load_eviction, open_dump
 from perturbkv.configs.audit_settings import AUTO, SITUATIONS, AuditSettings
-from perturbkv.configs.entry_counts import Budget
+from perturbkv.configs.entry_counts import Budget, as_budget
 from perturbkv.configs.resources import Resources
 from perturbkv.datasets.encode import Prompt
 from perturbkv.models import user_model
@@ -80,7 +80,7 @@ def audit(
     'exact'
     """
     settings = AuditSettings(steps, tuple(situations), losses, tuple(allow), positions, plain_use)
-    external = load_eviction(eviction, None if budget is None else Budget.of(budget))
+    external = load_eviction(eviction, None if budget is None else as_budget(budget))
     collected = collect_prompts(prompts)
     check_model(model)
     source = {"dataset": collected.dataset, "seed": str(collected.seed)}

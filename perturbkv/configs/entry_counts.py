@@ -34,13 +34,6 @@ class Budget:
             )
 
     @classmethod
-    def of(cls, value: Budget | float | str) -> Budget:
-        """Return a budget, unchanged or made from a number or a text. Raises BudgetError."""
-        if isinstance(value, Budget):
-            return value
-        return cls.parse(value) if isinstance(value, str) else cls(value)
-
-    @classmethod
     def parse(cls, text: str) -> Self:
         """Return the budget written as text: `128` is entries, `0.05` a fraction of the prompt. Raises BudgetError."""
         several = [part.strip() for part in text.split(",")]
@@ -61,6 +54,13 @@ class Budget:
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+def as_budget(value: Budget | float | str) -> Budget:
+    """Return a budget, unchanged or made from a number or a text. Raises BudgetError."""
+    if isinstance(value, Budget):
+        return value
+    return Budget.parse(value) if isinstance(value, str) else Budget(value)
 
 
 def parse_entries(what: str, text: str) -> int | float:

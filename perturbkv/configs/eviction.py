@@ -15,7 +15,7 @@ from perturbkv.configs import selections
 from perturbkv.configs.alpha_table import AlphaTable
 from perturbkv.configs.cache_contents import PAGES_READ, SPARSE_PREFILL, CacheContents, contents_of
 from perturbkv.configs.choice import DEEPEST, Choice, as_choice
-from perturbkv.configs.entry_counts import Budget, entry_count, parse_entries
+from perturbkv.configs.entry_counts import Budget, as_budget, entry_count, parse_entries
 from perturbkv.configs.option import LARGEST, Option, check_number, check_whole, complete_choice
 from perturbkv.configs.precision import CORRECTION_OPTIONS, FULL, NONE, PRECISION_OPTIONS, entries_in_bytes, number_bits
 from perturbkv.configs.selections import (
@@ -147,7 +147,7 @@ class EvictionConfig:
         correction: Choice | str = NONE,
     ) -> None:
         fields = {
-            "budget": Budget.of(budget),
+            "budget": as_budget(budget),
             "policy": as_choice(policy),
             "selection": _resolve_choice("selection", selection, SELECTION_OPTIONS),
             "window": window,
