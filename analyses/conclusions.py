@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple
 
-from perturbkv.analyses.names import PairRecord, plural
+from perturbkv.analyses.names import PairRecord, plural, short_names
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES, OptionalInterval
 from perturbkv.analyses.text import capitalise, difference
 from perturbkv.analyses.verdicts import ALIKE, EQUIVALENT, FEW, LESS, MORE, UNDECIDED, ratio_verdict, verdict_at
@@ -42,8 +42,10 @@ class Case(NamedTuple):
     def ratio(cls, name: str, ratio: float, interval: OptionalInterval, tied: bool = False) -> Case:
         """Return a treatment's number over its baseline's as a case; `tied`: rounding explains the difference."""
         verdict = ratio_verdict(ratio, interval, tied)
+        if verdict == ALIKE:
+            return cls(name, ratio, "0 %", ALIKE)
         ends = () if interval is None else (interval.low, interval.high)
-        if verdict != ALIKE and all(abs(100 * (1 - number)) <= 0.5 for number in (ratio, *ends)):
+        if all(abs(100 * (1 - number)) <= 0.5 for number in (ratio, *ends)):
             return cls(name, ratio, "within 0.5 %", EQUIVALENT)
         return cls(name, ratio, difference(ratio, interval), verdict)
 
@@ -64,8 +66,8 @@ class Case(NamedTuple):
             value: the number.
             interval: of the number.
             write: makes their text.
-            null: the number that says nothing; None: no verdict.
-            samples: behind an interval that is exact, and so known of too few samples, too.
+            null: the number of no effect; None: no verdict.
+            samples: their number, where the interval is exact and so exists for fewer than five, too.
         """
         verdict = "" if null is None else FEW if samples < MIN_SAMPLES else verdict_at(interval, null)
         return cls(name, value, write(value, interval), verdict)
@@ -110,6 +112,8 @@ class Claim:
             return self._statement(numbers)
         if {*verdicts} == {ALIKE}:
             return self._verdict_clause(ALIKE)
+        if EQUIVALENT in verdicts:
+            verdicts = [EQUIVALENT if one == ALIKE else one for one in verdicts]
         if FEW in verdicts:
             return f"too few samples to decide {self._question()}: {numbers}"
         if len(known) == 1 and numbers.endswith(self._word(verdicts[0])):
@@ -135,7 +139,7 @@ class Claim:
             return f"{self._question()} is undecided"
         than = "as" if verdict in (ALIKE, EQUIVALENT) else "than"
         within = {ALIKE: "up to rounding", EQUIVALENT: self.margin}.get(verdict, "")
-        return ", ".join(filter(None, (self._statement(self._word(verdict), than), within)))
+        return " ".join(filter(None, (self._statement(self._word(verdict), than), within)))
 
     def _count(self, verdicts: Sequence[str]) -> str:
         """Return the most frequent verdict's clause with its count, then the other verdicts with theirs."""
@@ -144,8 +148,8 @@ class Claim:
         clause, count = self._verdict_clause(first), len(verdicts)
         if not others:
             return clause if count == 1 else f"{clause} in {'both' if count == 2 else f'all {count}'} {self.noun}s"
-        rest = "".join(f", {self._word(verdict)} in {verdicts.count(verdict)}" for verdict in others)
-        return f"{clause} in {verdicts.count(first)} of {plural(count, self.noun)}{rest}"
+        rest = ", ".join(f"{self._word(verdict)}: {verdicts.count(verdict)}" for verdict in others)
+        return f"{clause} in {verdicts.count(first)} of {plural(count, self.noun)} ({rest})"
 
 
 def extremes(cases: Sequence[Case]) -> str:
@@ -169,7 +173,8 @@ def compare_sides(
 ) -> list[Claim]:
     """Return a claim for each baseline and treatment, over all their settings.
 
-    More than three combinations of sides are one claim, of 'the treatment' and 'its baseline'.
+    More than three combinations of sides are one claim, of 'the treatment' and 'its baseline'. A case is named by what
+    distinguishes it within its claim.
 
     Args:
         comparisons: of pairs of configurations.
@@ -177,13 +182,15 @@ def compare_sides(
         verb: what treatments do.
         where: text after each baseline's name.
     """
-    members: dict[tuple[str, str], list[Case]] = {}
-    for comparison, case in zip(comparisons, cases, strict=True):
-        members.setdefault(comparison.sides, []).append(case)
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, comparison in enumerate(comparisons):
+        members.setdefault(comparison.sides, []).append(index)
     is_name = len(members) <= _MOST_CLAIMS
     if not is_name:
-        members = {("its baseline", "the treatment"): list(cases)}
-    return [
-        Claim(treatment, verb, own, COMPARED, baseline, where, is_name=is_name)
-        for (baseline, treatment), own in members.items()
-    ]
+        members = {("its baseline", "the treatment"): list(range(len(comparisons)))}
+    claims = []
+    for (baseline, treatment), indices in members.items():
+        names = short_names([comparisons[index].treatment for index in indices])
+        own = [cases[index]._replace(name=name) for index, name in zip(indices, names, strict=True)]
+        claims.append(Claim(treatment, verb, own, COMPARED, baseline, where, is_name=is_name))
+    return claims

@@ -17,7 +17,7 @@ from perturbkv.display import Part
 from perturbkv.trace import Trace
 
 _METHOD = "two-stage"
-_GAINS = {"un-pooling": "un-pooling by itself", "the value norms ν": "adding the value norms"}
+_GAINS = {"un-pooling": "two-stage-uniform (un-pooling alone)", "the value norms ν": "two-stage (value norms added)"}
 
 
 @record

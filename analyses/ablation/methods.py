@@ -389,13 +389,15 @@ class MethodRanking(SettingsResult):
         named = list(zip(self.setting_names(), self.settings, strict=True))
         rows = [(f"{where} {row.name}".strip(), row) for where, setting in named for row in setting.rows]
         cases = [row.propagated.case(name) for name, row in rows]
-        claims = [Claim("a method", "perturbs", cases, COMPARED, BASELINE[0])]
+        only = rows[0][1].name if len(rows) == 1 else ""
+        claims = [Claim(only or "a method", "perturbs", cases, COMPARED, BASELINE[0], is_name=only != "")]
         for control in CONTROLS if self.identity.samples >= MIN_SAMPLES else ():
             held = [(name, row.controls[control]) for name, row in rows if control in row.controls]
             against = [one.propagated.case(name)._replace(verdict=one.propagated_side) for name, one in held]
             if against:
                 where = " at equal protection"
-                claims.append(Claim("it", "perturbs", against, COMPARED, control, where, margin=self._within))
+                subject = held[0][0] if len(held) == 1 else "a method"
+                claims.append(Claim(subject, "perturbs", against, COMPARED, control, where, margin=self._within))
         return claims
 
     @property

@@ -137,8 +137,12 @@ class Restriction(SettingsResult):
     def claims(self) -> Sequence[Claim]:
         """Return by how much more restricted kept sets perturb than the baseline, without sets per query head."""
         baseline = f"one of single entries per {RESTRICTION_BASELINE} head"
-        missing = f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query"
-        return [Claim("a restricted kept set", "perturbs", self.cases(), COMPARED, baseline, missing=missing)]
+        cases, none = (
+            self.cases(),
+            f"this trace holds no shared sets and no blocks, only {RESTRICTION_BASELINE} and query",
+        )
+        missing = "too little is perturbed" if cases else none
+        return [Claim("a restricted kept set", "perturbs", cases, COMPARED, baseline, missing=missing)]
 
     def cases(self) -> list[Case]:
         """Return the ratio of propagated perturbation of every restriction in every setting, as cases."""

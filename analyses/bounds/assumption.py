@@ -31,7 +31,7 @@ READINGS = {"sigma_topk": "top ⌊αb⌋ of A", "sigma_stage1": "stage 1, window
 """Variable -> entries whose attention is summed: σ as the paper states it, as the selection's first stage has it, and
 of the whole kept set, which the paper's figure 4 plots (METHOD: Assumption 1)."""
 HEADS = ("layer", "head")
-_WORDS = {MORE: "most heads", LESS: "fewer than half of the heads"}
+_WORDS = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
 _MOST_LISTED, _MOST_LAYERS = 40, 5
 
 
@@ -219,7 +219,7 @@ class Assumption(Result):
         cases = [
             Case.number(name, reading.share, reading.share_interval, text.percent, 0.5) for name, reading in readings
         ]
-        return [Claim("the paper's assumption", "holds in", cases, _WORDS, noun="configuration")]
+        return [Claim("the paper's assumption", "holds", cases, _WORDS, noun="configuration")]
 
     def scope(self) -> Sequence[str]:
         """Return what the claim is of."""

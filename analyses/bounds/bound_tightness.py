@@ -23,7 +23,7 @@ from perturbkv.analyses.conclusions import Case, Claim
 from perturbkv.analyses.identity import RunIdentity, identity
 from perturbkv.analyses.json_values import config_columns
 from perturbkv.analyses.measurements import Floats, Measurements
-from perturbkv.analyses.names import short_names
+from perturbkv.analyses.names import plural, short_names
 from perturbkv.analyses.result import Result
 from perturbkv.analyses.sides import side_indices
 from perturbkv.analyses.stats.intervals import MIN_SAMPLES
@@ -42,7 +42,7 @@ ANALYSIS = "bound-tightness"
 _BOUND = "θ̂"
 _LOW, _MEDIAN, _HIGH = (LEVELS.index(level) for level in (0.05, 0.5, 0.95))
 _PER_HEAD = ("least", "median", "largest")
-_ORDER = {MORE: "less in most heads", LESS: "more in most heads"}
+_ORDER = {MORE: "in most heads", LESS: "in fewer than half of the heads"}
 _GAIN = {MORE: "more often", LESS: "less often"}
 _PICKS_TITLE = f"the better of two selections, by a bound; {_BOUND} where both have one stage 1, heads with σ > 0.5"
 _RATIOS = ("share", "l_theta", "l_theta_hat", "theta_theta_hat", "hat_relax")
@@ -98,16 +98,17 @@ class BoundTightness(Result):
         """Return by what factor θ̂ exceeds the perturbation L, and whether a lower θ̂ means a lower L at one stage 1."""
         levels = [(name, config.spreads["L/θ̂"].evidence) for name, config in self._named()]
         factors = [Case(name, float(each[_MEDIAN]), _factor_text(each)) for name, each in levels]
-        verb, missing = f"over the perturbation of {self.selection} is", self._no_ratio_reason()
-        tightness = Claim(f"the paper's bound {_BOUND}", verb, factors, missing=missing)
+        subject = f"the ratio of the paper's bound {_BOUND} to the perturbation of {self.selection}"
+        tightness = Claim(subject, "is", factors, missing=self._no_ratio_reason())
         return [tightness, *self._order_claims()]
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
         evicted = max(config.evicted_samples for config in self.shown)
-        ordered = min((pair.samples for _, pair in self._ordered_pairs()), default=evicted)
-        order = [f"order: n = {ordered}"] if ordered != evicted else []
-        return ["of heads with σ > 0.5 the median, in parentheses nine in ten", sample_note(evicted), *order]
+        known = [pair.samples for _, pair in self._ordered_pairs() if pair.samples >= MIN_SAMPLES]
+        ordered = min(known, default=evicted)
+        order = [f"order: n = {plural(ordered, 'sample')}"] if ordered != evicted else []
+        return ["median over heads with σ > 0.5, nine in ten in parentheses", sample_note(evicted), *order]
 
     def title(self) -> str:
         """Return the table's title: the ratios that it shows, and the shared choices."""
@@ -188,8 +189,8 @@ class BoundTightness(Result):
         few = "too few samples hold heads in which σ > 0.5 and both differ" if pairs else "the trace lacks one of them"
         lower = "the one of two-stage and two-stage-uniform with the lower θ̂"
         given_up = "the attention given up (1 − S)"
-        order = Claim(lower, "perturbs", shares, _ORDER, noun="setting", missing=few)
-        return [order, *([Claim("θ̂", "tells this", gains, _GAIN, given_up, noun="setting")] if known else [])]
+        order = Claim(lower, "perturbs less", shares, _ORDER, noun="setting", missing=few)
+        return [order, *([Claim("θ̂", "picks the better one", gains, _GAIN, given_up, noun="setting")] if known else [])]
 
     def _settings(self) -> list[str]:
         """Return a short name per setting of several selections."""

@@ -167,8 +167,8 @@ class Cliffs(Sequenced[Cliff], Result):
         shown = [(method.name, one) for method in self.members for one in method.crossings]
         return [
             Claim(
-                "median KL of the next token",
-                f"stays below {threshold:g} nat from budget",
+                f"median KL of the next token below {threshold:g} nat",
+                "needs a budget of",
                 [
                     Case(name, one.value, one.budget.removeprefix("*"))
                     for name, one in shown

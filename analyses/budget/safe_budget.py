@@ -149,8 +149,9 @@ class SafeBudget(Record):
         if self.safe is not None:
             return Case("", self.safe.config.budget.value, f"{self.safe.config.budget} or more", _SIDES[SAFE])
         failing = next(limited for limited in self.verdicts if limited.state == self.state)
-        failure = " ".join(failing.failure.split())
-        return Case("", 0.0, f"{failing.criterion.quantity} at budget {failure}", _SIDES[self.state])
+        budget, _, why = " ".join(failing.failure.split()).replace(";", ",").partition(": ")
+        text = f"at {budget}, the largest, {failing.criterion.quantity} is {why}"
+        return Case("", 0.0, text, _SIDES[self.state])
 
     @derived()
     def evicted_bytes(self) -> float | None:

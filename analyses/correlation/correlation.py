@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perturbkv.analyses import measurements, text
 from perturbkv.analyses.columns import Line, column, record
-from perturbkv.analyses.conclusions import COMPARED, NOTHING_TO_LOSE, Case, Claim
+from perturbkv.analyses.conclusions import NOTHING_TO_LOSE, Case, Claim
 from perturbkv.analyses.correlation import correlation_tables
 from perturbkv.analyses.correlation.correlation_settings import (
     ANALYSIS,
@@ -54,7 +54,8 @@ from perturbkv.trace import Trace
 
 _WHO = "the methods of a prompt that perturb its first step more"
 _EQUAL = f"{NAMES[HEADLINE]} is the same under all methods of a prompt"
-_PERTURBED = {MORE: "more", LESS: "less"}
+_LOST = {MORE: "in most pairs", LESS: "in fewer than half of the pairs"}
+_SCORE = {LESS: "lower", MORE: "higher", ALIKE: "the same"}
 _CHANCE = 0.5
 """Share of pairs by chance."""
 NOTHING = 0.1
@@ -77,7 +78,7 @@ def _beyond_claim(statistic: str, beyond: Estimate, shown: str, words: Mapping[s
     if verdict == UNDECIDED and ends is not None and max(abs(ends.low), abs(ends.high)) <= NOTHING:
         verdict = EQUIVALENT
     case, missing = Case("", beyond.value, shown, verdict), "no data set has two such prompts"
-    return Claim(f"{statistic} less what the methods' names tell", "is", [case], words, margin=margin, missing=missing)
+    return Claim(f"{statistic} minus what the methods' names tell", "is", [case], words, margin=margin, missing=missing)
 
 
 _TESTS = (
@@ -120,28 +121,32 @@ class Correlation(Result):
         samples, answered = (sum(getattr(part, name) for part in self.parts) for name in ("samples", "answered"))
         if not answered:
             none = f"the full cache answers none of {plural(samples, 'prompt')} (score > {self.rule.right:g})"
-            return [Claim(_WHO, "score", [], COMPARED, missing=f"{none}, so {NOTHING_TO_LOSE}")]
+            return [Claim(_WHO, "score", [], _SCORE, missing=f"{none}, so {NOTHING_TO_LOSE}")]
         strength, names = self.overall[0].strength(HEADLINE), self.overall[0].identity_baselines(HEADLINE)
         rho, area, less_rho, less_area = strength.rho, strength.auc, names.rho.beyond, names.auc.beyond
         unranked = dict.fromkeys(filter(None, (one.no_ranks_reason() for one in self.settings)))
         unpaired = dict.fromkeys(one.no_areas_reason() for one in self.settings)
         scores = Case("", rho.value, f"ρ = {format_estimate(rho, ' ')}", verdict_at(rho.interval, 0))
         pairs = Case.number("", area.value, area.interval, text.percent, _CHANCE)
-        kept, most = "a kept one of its prompt", " in most pairs"
+        more = "is perturbed more than a kept one of its prompt"
         return [
-            Claim(_WHO, "score", [scores], COMPARED, missing=" or ".join(unranked) or _EQUAL),
+            Claim(_WHO, "score", [scores], _SCORE, missing=" or ".join(unranked) or _EQUAL),
             *(
                 []
                 if isnan(rho.value)
-                else [_beyond_claim("ρ", less_rho, format_estimate(less_rho, " "), _BELOW, "within 0.1")]
+                else [_beyond_claim("ρ", less_rho, format_estimate(less_rho, " "), _BELOW, f"within {NOTHING:g}")]
             ),
-            Claim("a lost answer", "is perturbed", [pairs], _PERTURBED, kept, most, missing=" or ".join(unpaired)),
+            Claim("a lost answer", more, [pairs], _LOST, missing=" or ".join(unpaired)),
             *(
                 []
                 if isnan(area.value)
                 else [
                     _beyond_claim(
-                        "this share", less_area, f"{format_points(less_area)} points", _ABOVE, "within 10 points"
+                        "this share",
+                        less_area,
+                        f"{format_points(less_area)} points",
+                        _ABOVE,
+                        f"within {100 * NOTHING:g} points",
                     )
                 ]
             ),

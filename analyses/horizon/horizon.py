@@ -77,9 +77,7 @@ class Horizon(Result):
     def claims(self) -> Sequence[Claim]:
         """Return whether a selection's advantage lasts, and whether the error grows."""
         cases = [one.cases(self.identity.name_of(one.treatment)) for one in self.advantages]
-        first = compare_sides(
-            self.advantages, [one for one, _ in cases], where=f" in the first third of {self.steps} decode steps"
-        )
+        first = compare_sides(self.advantages, [one for one, _ in cases], where=" in the first third")
         last = compare_sides(self.advantages, [one for _, one in cases], where=" in the last third")
         curves = [(name, config.curves["propagated"]) for name, config in self._named_configs()]
         growth = [Case.number(name, curve.growth, curve.growth_interval, factor, 1) for name, curve in curves]
@@ -89,7 +87,11 @@ class Horizon(Result):
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
-        return ["propagated, all heads", sample_note(self.samples_with_growth)]
+        return [
+            "propagated, all heads",
+            f"up to {plural(self.steps, 'decode step')}",
+            sample_note(self.samples_with_growth),
+        ]
 
     def title(self) -> str:
         """Return the table's title: the quantity, the number of steps and the shared choices."""

@@ -35,7 +35,7 @@ from perturbkv.trace import Trace
 
 _FRAME = ("baseline_drift", "treatment_drift", "baseline_median_drift", "treatment_median_drift", "ratio",
           "noise_floor", "verdict")  # fmt: skip
-_SHARES = {MORE: "most samples", LESS: "fewer than half of the samples"}
+_SHARES = {MORE: "in most samples", LESS: "in fewer than half of the samples"}
 Drift = TypeVar("Drift", bound=DriftPair)
 _AFTER = ("baseline_median", "treatment_median", "mean_ratio")
 
@@ -208,7 +208,7 @@ class _SampleTable(_DriftTable[LastLayer]):
             Case.number(name, one.improved_share, one.improved_share_interval, text.percent, 0.5, one.identity.samples)
             for name, one in self._named
         ]
-        return [Claim(treatment, f"drifts less than {baseline} in", cases, _SHARES, is_name=is_name)]
+        return [Claim(treatment, f"drifts less than {baseline}", cases, _SHARES, is_name=is_name)]
 
     def lines(self) -> Sequence[Line]:
         """Return a line per pair."""

@@ -95,8 +95,9 @@ class Needle(Result):
 
     def scope(self) -> Sequence[str]:
         """Return what the claims are of."""
-        deciding = [budget.principal().deciding for budget in self.correlation.budgets]
-        ranked = [f"ρ: n = {plural(min(filter(None, deciding)), 'deciding prompt')}"] if any(deciding) else []
+        deciding = {budget.principal().deciding for budget in self.correlation.budgets} - {0}
+        sign = "=" if len(deciding) == 1 else "≥"
+        ranked = [f"ρ: n {sign} {plural(min(deciding), 'deciding prompt')}"] if deciding else []
         return ["share of prompts", f"n = {plural(self.identity.samples, 'prompt')}", *ranked]
 
     def title(self) -> str:

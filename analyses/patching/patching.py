@@ -118,16 +118,16 @@ class Patching(Result, PairRecord):
         baseline, treatment = self.sides
         sets = f"{treatment}'s kept sets"
         if self.same == 1:
-            missing = f"{treatment} and {baseline} keep the same entries in every head"
-            return [Claim(sets, "perturb", [], COMPARED, f"{baseline}'s", missing=missing)]
+            where = f" as {baseline} in every head"
+            return [Claim(treatment, "keeps", [Case("", self.same, "the same entries")], where=where, is_name=True)]
         if self.shapley is None:
             mixtures = [one.heads.case(one.name) for one in self.named]
             return [Claim(sets, "perturb", mixtures, COMPARED, f"{baseline}'s", noun="mixture", is_name=True)]
         values, player = self.shapley, self.by[:-1]
-        total = Case.number("", values.total, values.total_interval, text.percent, 0)
+        write = text.points_apart if self.outcome == "score" else text.percent
+        total = Case.number("", values.total, values.total_interval, write, 0)
         single = [
-            Case.number(f"{player} {one.player}", one.value, one.value_interval, text.percent, 0)
-            for one in values.players
+            Case.number(f"{player} {one.player}", one.value, one.value_interval, write, 0) for one in values.players
         ]
         whole = Claim(f"{sets} instead of {baseline}'s", f"make {WORDS[self.outcome]}", [total], _CHANGED, is_name=True)
         return [whole, Claim(f"a single {player}", "makes it", single, _CHANGED, noun=player)]
@@ -138,7 +138,8 @@ class Patching(Result, PairRecord):
         leave_out = text.decimal((1 - COVERED) * count, digits=1)
         chance = f"by chance alone up to {leave_out} of {count} intervals leave out 0"
         step = [f"step {self.step}"] if self.step else []
-        return [*([chance] if count else []), f"budget {self.baseline.budget}", *step, *super().scope()]
+        kind = [chance] if count else ["propagated, all heads"]
+        return [*kind, f"budget {self.baseline.budget}", *step, *super().scope()]
 
     def title(self) -> str:
         """Return the quantity that the table shows, and both sides."""

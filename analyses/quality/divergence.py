@@ -63,11 +63,11 @@ class Divergence(Result):
 
     def claims(self) -> Sequence[Claim]:
         """Return the median number of tokens before answers differ, and the median KL along the full cache's answer."""
-        first = [Case(name, one.median_first_difference, _after(one)) for name, one in self._named]
+        first = [Case(name, one.median_first_difference, _equal_text(one)) for name, one in self._named]
         kl = [Case(name, one.kl, _format_kl(one)) for name, one in self._named if one.kl is not None]
         answers = f"the median KL of {plural(self._answer_count, 'answer')}"
         forced = Claim(f"where every cache reads the full one's, {answers}", "is", kl)
-        return [Claim("the median answer", "first differs from the full cache's", first), *([forced] if kl else [])]
+        return [Claim("the median answer", "equals the full cache's", first), *([forced] if kl else [])]
 
     def title(self) -> str:
         """Return the table's title: answers' lengths, how often caches were compressed, and shared choices."""
@@ -169,10 +169,10 @@ def divergence(answers: WrittenAnswers) -> Divergence:
     )
 
 
-def _after(one: DivergencePoint) -> str:
-    """Return after how many tokens the median answer differs: 'after 3 tokens', or 'never'."""
+def _equal_text(one: DivergencePoint) -> str:
+    """Return for how many tokens the median answer equals the full cache's: 'for 3 tokens', or 'throughout'."""
     median = one.median_first_difference
-    return "never" if isinf(median) else f"after {plural(int(median), 'token')}"
+    return "throughout" if isinf(median) else f"for {plural(int(median), 'token')}"
 
 
 def _format_kl(one: DivergencePoint) -> str:

@@ -218,12 +218,12 @@ class Tokens(Result, PairRecord):
         """Return how many tokens both sides keep, and by how much the head's output moves with each side."""
         head, (first, second) = self.shown, self.sides
         kept = f"{head.both:,} of the {plural(head.both + head.baseline_only, 'token')} that {first} keeps"
-        others = f" and {plural(head.treatment_only, 'other')}"
+        others = f", and {plural(head.treatment_only, 'other')}"
         moved = Case("", head.treatment, text.percent(head.treatment))
         instead = f" of its norm, with {first} by {text.percent(head.baseline)}"
         return [
             Claim(second, "keeps", [Case("", head.both, kept)], where=others, is_name=True),
-            Claim("its output", "moves by", [moved], where=instead),
+            Claim("the head's output", "moves by", [moved], where=instead),
         ]
 
     def scope(self) -> Sequence[str]:

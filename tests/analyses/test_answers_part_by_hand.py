@@ -93,12 +93,12 @@ def test_what_was_not_measured_is_said_and_nothing_is_made_up() -> None:
 def test_a_conclusion_says_both_questions_with_n() -> None:
     told = divergence(written(*ROWS)).conclusion()
     assert told == (
-        "The median answer first differs from the full cache's after 2 tokens at attention to never at two-stage; "
+        "The median answer equals the full cache's for 2 tokens at attention to throughout at two-stage; "
         "where every cache reads the full one's, the median KL of 5 answers is 0 nat [0, 1] at two-stage to 1 nat "
         "[0.25, 3.5] at attention (n = 5 samples)."
     )
     alone = divergence(written(*(row(name, FULL, [[1, 2]], configs=CONFIGS[:1]) for name in "ab"), configs=CONFIGS[:1]))
-    assert alone.conclusion().startswith("The median answer first differs from the full cache's after 2 tokens (n = 2")
+    assert alone.conclusion().startswith("The median answer equals the full cache's for 2 tokens (n = 2")
 
 
 def test_an_empty_answer_has_no_kl_and_one_that_carries_the_mean_does_not_carry_what_is_told() -> None:

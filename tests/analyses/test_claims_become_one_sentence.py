@@ -54,30 +54,33 @@ def of(*verdicts: str) -> Claim:
     [
         ([LESS], f"a perturbs {NUMBERS[LESS]} than b there"),
         ([MORE], f"a perturbs {NUMBERS[MORE]} than b there"),
-        ([ALIKE], "a perturbs as much as b there, up to rounding"),
+        ([ALIKE], "a perturbs as much as b there up to rounding"),
         ([EQUIVALENT], "a perturbs as much as b there: within 0.5 %"),
         ([UNDECIDED], f"whether a perturbs less than b there is undecided: {NUMBERS[UNDECIDED]}"),
         ([FEW], f"too few samples to decide whether a perturbs less than b there: {NUMBERS[FEW]}"),
         ([], "whether a perturbs less than b there cannot be said: too little is perturbed"),
         ([LESS, LESS], f"a perturbs less than b there in both cases: {NUMBERS[LESS]}"),
         ([MORE] * 3, f"a perturbs more than b there in all 3 cases: {NUMBERS[MORE]}"),
-        ([ALIKE, ALIKE], "a perturbs as much as b there, up to rounding"),
+        ([ALIKE, ALIKE], "a perturbs as much as b there up to rounding"),
         ([EQUIVALENT] * 3, "a perturbs as much as b there in all 3 cases: within 0.5 %"),
         ([UNDECIDED] * 2, f"whether a perturbs less than b there is undecided in both cases: {NUMBERS[UNDECIDED]}"),
         (
             [LESS, MORE, UNDECIDED],
-            "a perturbs less than b there in 1 of 3 cases, more in 1, undecided in 1: "
+            "a perturbs less than b there in 1 of 3 cases (more: 1, undecided: 1): "
             f"{NUMBERS[LESS]} at x to {NUMBERS[MORE]} at y",
         ),
         (
             [UNDECIDED, MORE, UNDECIDED],
-            "whether a perturbs less than b there is undecided in 2 of 3 cases, more in 1: "
+            "whether a perturbs less than b there is undecided in 2 of 3 cases (more: 1): "
             f"{NUMBERS[UNDECIDED]} at x to {NUMBERS[MORE]} at y",
         ),
         (
             [ALIKE, ALIKE, LESS],
-            f"a perturbs as much as b there, up to rounding in 2 of 3 cases, less in 1: {NUMBERS[LESS]} at z to 0 % "
-            "[0, 0] less at y",
+            f"a perturbs as much as b there up to rounding in 2 of 3 cases (less: 1): {NUMBERS[LESS]} at z to 0 % at y",
+        ),
+        (
+            [ALIKE, EQUIVALENT, LESS],
+            f"a perturbs as much as b there in 2 of 3 cases (less: 1): {NUMBERS[LESS]} at z to within 0.5 % at y",
         ),
         (
             [LESS, FEW],
@@ -117,12 +120,12 @@ def test_the_first_word_is_what_is_asked(interval: Interval | None, samples: int
 def test_a_margin_is_said_with_the_number_that_lies_within_it() -> None:
     cases = [Case("", 1.02, "2 % [−1, 4] more", EQUIVALENT)]
     claim = Claim("a", "perturbs", cases, COMPARED, "b", margin="within 5 %")
-    assert claim.clause() == "a perturbs as much as b, within 5 %: 2 % [−1, 4] more"
+    assert claim.clause() == "a perturbs as much as b within 5 %: 2 % [−1, 4] more"
 
 
 def test_claims_are_one_sentence_with_their_scope() -> None:
     assert conclude([of(UNDECIDED), of(ALIKE)], ["all heads", "n = 8 samples"]) == (
-        f"Whether a perturbs less than b there is undecided: {NUMBERS[UNDECIDED]}; a perturbs as much as b there, up "
+        f"Whether a perturbs less than b there is undecided: {NUMBERS[UNDECIDED]}; a perturbs as much as b there up "
         "to rounding (all heads; n = 8 samples)."
     )
     named = Claim("adakv", "perturbs", [Case.ratio("", *RATIOS[LESS])], COMPARED, "b", is_name=True)
@@ -130,14 +133,14 @@ def test_claims_are_one_sentence_with_their_scope() -> None:
 
 
 def test_what_rounds_to_nothing_is_no_difference() -> None:
-    """It read '0 % (0 … 0) more'; with an end that is seen, or a case that is, the numbers stand."""
+    """A ratio whose number and ends print as 0 % is 'within 0.5 %'; with an end that does not, the number stands."""
     for kind in ("range", "interval"):
         near, seen = Interval(0.996, 1.004, kind), Interval(0.99, 1.002, kind)
         assert Case.ratio("", 1.003, near).verdict == EQUIVALENT
         assert Case.ratio("", 0.998, seen).verdict in (FEW, UNDECIDED)
     assert Case.ratio("", 0.997, None).verdict == EQUIVALENT
     assert of(EQUIVALENT, MORE, MORE).clause() == (
-        "a perturbs more than b there in 2 of 3 cases, as much in 1: within 0.5 % at x to 50 % [20, 100] more at z"
+        "a perturbs more than b there in 2 of 3 cases (as much: 1): within 0.5 % at x to 50 % [20, 100] more at z"
     )
 
 
@@ -156,7 +159,7 @@ def test_sides_have_a_claim_each_and_many_sides_one_together() -> None:
              for name, ratio in zip(pair_names(pairs), ratios, strict=True)]  # fmt: skip
     first, second = compare_sides(pairs[:4], cases[:4], "drifts")
     assert (first.subject, first.verb, first.baseline, first.is_name) == ("two-stage", "drifts", "attention", True)
-    assert [(case.name, case.value) for case in first.cases] == [("two-stage b=64", 0.5), ("two-stage b=128", 0.6)]
+    assert [(case.name, case.value) for case in first.cases] == [("b=64", 0.5), ("b=128", 0.6)]
     assert (second.subject, [case.verdict for case in second.cases]) == ("random", [MORE, MORE])
     (together,) = compare_sides(pairs, cases)
     assert (together.subject, together.baseline, together.is_name) == ("the treatment", "its baseline", False)

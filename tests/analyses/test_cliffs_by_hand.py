@@ -139,8 +139,8 @@ def test_of_a_trace_by_hand() -> None:
     assert math.isnan(attention.at(0.0, attention.cache_shares))
     assert found.identity.samples == 6
     assert found.conclusion() == (
-        "Median KL of the next token stays below 0.1 nat from budget 0.38 [0.35, 0.41] at two-stage to 0.76 [0.69, "
-        ">0.8] at attention; median KL of the next token stays below 1 nat from budget 0.12 [0.11, 0.13] at two-stage "
+        "Median KL of the next token below 0.1 nat needs a budget of 0.38 [0.35, 0.41] at two-stage to 0.76 [0.69, "
+        ">0.8] at attention; median KL of the next token below 1 nat needs a budget of 0.12 [0.11, 0.13] at two-stage "
         "to 0.24 [0.22, 0.26] at attention (n = 6 samples)."
     )
     json.dumps(found.to_dict(), allow_nan=False)

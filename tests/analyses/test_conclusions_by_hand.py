@@ -78,9 +78,9 @@ def test_the_conclusion_names_the_selection_that_was_asked_for() -> None:
 
 def test_a_bound_is_told_by_how_far_it_lies_above_and_how_it_orders() -> None:
     assert bound_tightness(one_config()).conclusion() == (  # L/θ̂ of 1/4, 1/4 and 3/5: quantiles 0.25 and 0.565
-        "The paper's bound θ̂ over the perturbation of two-stage is 4.0 × (1.8 to 4.0); "
+        "The ratio of the paper's bound θ̂ to the perturbation of two-stage is 4.0 × (1.8 to 4.0); "
         "whether the one of two-stage and two-stage-uniform with the lower θ̂ perturbs less in most heads cannot "
-        "be said: the trace lacks one of them (of heads with σ > 0.5 the median, in parentheses nine in ten; n = 2 "
+        "be said: the trace lacks one of them (median over heads with σ > 0.5, nine in ten in parentheses; n = 2 "
         "samples: ranges, too few for intervals)."
     )
 
@@ -114,7 +114,8 @@ def test_a_bound_that_says_nothing_is_said_to() -> None:
     flagged = bound_tightness(bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, sigma=0.5))
     assert [one.flagged_share for one in flagged.configs] == [1, 1, 1]
     assert flagged.conclusion().startswith(
-        "Nothing can be said of the paper's bound θ̂: stage 1 keeps at most half of the attention in every head"
+        "Nothing can be said of the ratio of the paper's bound θ̂ to the perturbation of two-stage: stage 1 keeps at "
+        "most half of the attention in every head"
     )
     nothing = bounds([[1, 2, 3]] * 5, [[10, 20, 30]] * 5, configs=THREE)
     nothing.arrays["evicted"][:] = 0  # type: ignore[index]
@@ -126,9 +127,9 @@ def test_a_bound_that_says_nothing_is_said_to() -> None:
 def test_a_gain_is_taken_apart() -> None:
     said = ablation(chain(CHAIN, [10, 8, 6, 3, 1], samples=8)).conclusion()
     assert said == (
-        "two-stage perturbs 70 % [70, 70] less than attention; un-pooling by itself perturbs 40 % [40, 40] less than "
-        "attention; adding the value norms perturbs 50 % [50, 50] less than two-stage-uniform (propagated, all heads; "
-        "n = 8 samples)."
+        "two-stage perturbs 70 % [70, 70] less than attention; two-stage-uniform (un-pooling alone) perturbs 40 % "
+        "[40, 40] less than attention; two-stage (value norms added) perturbs 50 % [50, 50] less than "
+        "two-stage-uniform (propagated, all heads; n = 8 samples)."
     )
 
 
@@ -207,10 +208,10 @@ def test_an_advantage_lasts_or_turns(last: float, verdict: str) -> None:
 
 def test_an_advantage_and_growth_are_one_sentence() -> None:
     assert horizon(led(0.5, 0.75)).conclusion() == (
-        "two-stage perturbs 50 % [50, 50] less than attention in the first third of 6 decode steps; two-stage perturbs "
-        "25 % [25, 25] less than attention in the last third; the error grows from the first third to the last in both "
+        "two-stage perturbs 50 % [50, 50] less than attention in the first third; two-stage perturbs 25 % [25, 25] "
+        "less than attention in the last third; the error grows from the first third to the last in both "
         "configurations: 1.12 × [1.12, 1.13] at attention to 1.69 × [1.69, 1.69] at two-stage (propagated, all heads; "
-        "n = 8 samples)."
+        "up to 6 decode steps; n = 8 samples)."
     )
 
 
@@ -236,11 +237,12 @@ def test_few_samples_decide_no_advantage_and_no_growth(samples: int) -> None:
 def test_growth_alone_and_growth_within_rounding() -> None:
     alone = horizon(growing(8), "attention").conclusion()
     assert alone == (
-        "The error grows from the first third to the last: 1.12 × [1.12, 1.13] (propagated, all heads; n = 8 samples)."
+        "The error grows from the first third to the last: 1.12 × [1.12, 1.13] (propagated, all heads; up to 6 decode "
+        "steps; n = 8 samples)."
     )
     rounding = horizon(growing(8, floor=9.0))
     assert [np.isnan(one.first_ratio) for one in rounding.advantages] == [True]
-    assert rounding.conclusion().startswith("Whether two-stage perturbs less than attention in the first third of 6 ")
+    assert rounding.conclusion().startswith("Whether two-stage perturbs less than attention in the first third cannot")
     assert "whether the error grows from the first third to the last cannot be said: it is within" in (
         rounding.conclusion()
     )

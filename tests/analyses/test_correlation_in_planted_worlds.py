@@ -170,7 +170,7 @@ def test_where_a_prompts_own_perturbation_goes_against_the_names_that_is_said() 
         answered(methods(5), np.clip(1.2 - 2 * level + 1.5 * noise, 0, 1), np.ones(40), {"propagated": moved})
     )
     assert verdicts(result)[:2] == [LESS, MORE]
-    assert "score less: ρ = " in result.conclusion()
+    assert "score lower: ρ = " in result.conclusion()
 
 
 def test_methods_that_perturb_more_and_score_more_are_told_on_their_side() -> None:

@@ -90,11 +90,11 @@ def test_the_conclusion_counts_verdicts_and_names_the_least_and_the_largest() ->
     result = methods(one_head({**L1, **BY_CHANCE}))
     assert [row.propagated.case().verdict for row in result.settings[0].rows] == [LESS, LESS, MORE]
     assert result.conclusion() == (
-        "A method perturbs less than snapkv in 2 of 3 cases, more in 1: 20 % [20, 20] less at snapkv:two-stage to 20 "
-        "% [20, 20] more at h2o; it perturbs less than random at equal protection in 2 of 3 cases, more in 1: 90 % "
-        "[90, 90] less at tova to 100 % [100, 100] more at h2o; it perturbs less than attention at equal protection in "
-        "2 of 3 cases, more in 1: 50 % [50, 50] less at tova to 50 % [50, 50] more at h2o (propagated, all heads; n = "
-        "6 samples)."
+        "A method perturbs less than snapkv in 2 of 3 cases (more: 1): 20 % [20, 20] less at snapkv:two-stage to 20 "
+        "% [20, 20] more at h2o; a method perturbs less than random at equal protection in 2 of 3 cases (more: 1): 90 "
+        "% [90, 90] less at tova to 100 % [100, 100] more at h2o; a method perturbs less than attention at equal "
+        "protection in 2 of 3 cases (more: 1): 50 % [50, 50] less at tova to 50 % [50, 50] more at h2o (propagated, "
+        "all heads; n = 6 samples)."
     )
 
 
@@ -145,7 +145,9 @@ def test_a_verdict_is_told_in_words(ratio: float, spread: float, margin: float, 
 def test_the_conclusion_counts_verdicts_at_equal_protection() -> None:
     _, random, attention = methods(noisy(1.0, 1e-2)).claims()
     assert [case.verdict for claim in (random, attention) for case in claim.cases] == [LESS, EQUIVALENT]
-    assert attention.clause().startswith("it perturbs as much as attention at equal protection, within 5 %: 0 % [")
+    assert attention.clause().startswith(
+        "snapkv:two-stage perturbs as much as attention at equal protection within 5 %: 0 % ["
+    )
     _, _, attention = methods(noisy(1.0, 0.1)).claims()
     assert [case.verdict for case in attention.cases] == [UNDECIDED]
     (few,) = methods(noisy(1.0, 0.1, samples=4)).claims()

@@ -301,7 +301,7 @@ def test_equal_kept_sets_are_ties_and_are_said_to_be_equal() -> None:
     )
     assert found.named[0].heads.tied == 4
     assert found.same == 1
-    assert "keep the same entries in every head" in found.conclusion()
+    assert "keeps the same entries as attention in every head" in found.conclusion()
 
 
 def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None:
@@ -321,7 +321,7 @@ def test_few_samples_decide_nothing_and_many_intervals_are_said_to_err() -> None
     assert [interval_verdict(player.value_interval, 0) for player in result.shapley.players] == [-1, 0, 0, 0]
     assert result.conclusion() == (
         "Whether two-stage's kept sets instead of attention's make the last layer's drift lower is undecided: −30 % "
-        "[−58, 18]; whether a single layer makes it lower is undecided in 3 of 4 layers, lower in 1: −30 % [−34, −26] "
+        "[−58, 18]; whether a single layer makes it lower is undecided in 3 of 4 layers (lower: 1): −30 % [−34, −26] "
         "at layer 0 to 0 % [−28, 39] at layer 3 (by chance alone up to 0.3 of 4 intervals leave out 0; budget 64; n = "
         "6 samples)."
     )

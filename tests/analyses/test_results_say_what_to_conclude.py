@@ -131,7 +131,7 @@ def test_many_pairs_are_counted_with_their_least_and_largest() -> None:
     (claim,) = pk.compare_heads(many([LOWER, HIGHER, MIXED, LOWER])).claims()
     assert [case.name for case in claim.cases] == ["b=64", "b=128", "b=192", "b=256"]
     assert claim.clause().startswith(
-        "two-stage perturbs less than attention in 2 of 4 cases, more in 1, undecided in 1: 34 % ["
+        "two-stage perturbs less than attention in 2 of 4 cases (more: 1, undecided: 1): 34 % ["
     )
 
 
@@ -172,7 +172,7 @@ def test_the_conclusion_of_drift_is_of_the_last_layer() -> None:
 )
 def test_samples_are_concluded_from_their_exact_share(factors: Sequence[float], verdict: str, number: str) -> None:
     (claim,) = pk.last_layer(drifted(factors)).claims()
-    assert (claim.subject, claim.verb) == ("two-stage", "drifts less than attention in")
+    assert (claim.subject, claim.verb) == ("two-stage", "drifts less than attention")
     assert [(case.verdict, case.text) for case in claim.cases] == [(verdict, number)]
 
 

@@ -93,7 +93,7 @@ def test_a_drop_is_in_points_and_its_bound_that_of_a_bet() -> None:
     enough = few[0].verdicts[0].samples_for
     assert enough is not None
     assert math.log(20) / -math.log(0.99) < enough <= math.log(40) / -math.log(0.99) + 1
-    assert [(case.verdict, case.text.partition("; ")[2]) for case in (one.case() for one in few)] == [
+    assert [(case.verdict, case.text.rpartition(", ")[2]) for case in (one.case() for one in few)] == [
         (verdicts.FEW, f"n = {one[0].samples_for:,} would do") for one in (few[0].verdicts, few[1].verdicts)
     ]
 
@@ -126,8 +126,8 @@ def test_of_several_limits_all_must_hold_and_the_worst_is_the_exit_code() -> Non
     assert (str(found[0].safe.config.budget), found[0].state) == ("0.4", SAFE)
     assert (found[1].safe, found[1].state, found.exit_code) == (None, NONE, 1)
     assert found.conclusion().startswith(
-        "attention has a safe budget: 0.4 or more; two-stage has no safe budget: mean KL at budget 0.8: 0.5 (safe: "
-        "mean KL ≤ 0.1 nat and "
+        "attention has a safe budget: 0.4 or more; two-stage has no safe budget: at 0.8, the largest, mean KL is 0.5 "
+        "(safe: mean KL ≤ 0.1 nat and "
     )
     alone = pk.safe_budget(swept(kl, same=same), max_kl=0.1, sides="attention")
     assert (len(alone), alone.exit_code) == (1, 0)
@@ -154,8 +154,8 @@ def test_of_too_few_samples_the_headline_says_that_nothing_can_be_told_and_how_m
     kl = np.stack([levels(0.5, 0.04, 0.03, 0.02, 0.01, samples=3)] * 2, axis=1)
     found = pk.safe_budget(swept(kl), max_kl=0.1)
     assert found.conclusion().startswith(
-        "Too few samples to decide whether attention has a safe budget: mean KL at budget 0.8: 0.01; n ≥ 5 has a "
-        "bound; "
+        "Too few samples to decide whether attention has a safe budget: at 0.8, the largest, mean KL is 0.01, n ≥ 5 "
+        "has a bound; "
     )
     assert found.scope() == ["safe: mean KL ≤ 0.1 nat", "95 % bounds, of KL if lognormal", "n = 3 samples"]
     assert [one.verdicts[0].failure for one in found] == ["0.8: 0.01;\nn ≥ 5 has a bound"] * 2

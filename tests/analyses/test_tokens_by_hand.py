@@ -67,8 +67,8 @@ def test_a_layers_summary_is_of_its_heads_alone() -> None:
 
 def test_the_conclusion_counts_and_says_how_far_the_output_moves() -> None:
     assert pk.tokens(made()).conclusion() == (
-        "two-stage keeps 2 of the 4 tokens that attention keeps and 2 others; its output moves by 20 % of its norm, "
-        "with attention by 40 % (head 0-0 of 'p0', which changes most of all; isolated, b = 64)."
+        "two-stage keeps 2 of the 4 tokens that attention keeps, and 2 others; the head's output moves by 20 % of "
+        "its norm, with attention by 40 % (head 0-0 of 'p0', which changes most of all; isolated, b = 64)."
     )
 
 
