@@ -51,7 +51,7 @@ class Result(Record, ABC):
     identity: RunIdentity
 
     def claims(self) -> Sequence[Claim]:
-        """Return what the result claims, the answer to its question first; an audit, a diagnosis, claims nothing."""
+        """Return the claims, the answer to the question first; none for an audit, which has its own conclusion."""
         return ()
 
     def scope(self) -> Sequence[str]:

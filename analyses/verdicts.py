@@ -54,8 +54,8 @@ def non_default_terms(distance: str, step: int) -> list[str]:
 
 
 LESS, MORE, ALIKE, EQUIVALENT, UNDECIDED, FEW = "less", "more", "alike", "equivalent", "undecided", "few"
-"""Verdicts on a number over its samples: its interval lies below or above what says nothing; it ties, up to rounding;
-it is as good as equal, within a margin; its interval holds both sides; there are too few samples for an interval."""
+"""Verdicts on a number over its samples: its interval lies below or above the number of no effect; it ties, up to
+rounding; it is as good as equal, within a margin; its interval holds both sides; too few samples give no interval."""
 
 
 def interval_verdict(interval: OptionalInterval, at: float) -> int | None:

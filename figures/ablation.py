@@ -147,7 +147,7 @@ _NOT_OF_SETTING = ("policy", "selection", "window", "alpha", "pool", "budget")
 def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WIDE_MM) -> Figure:
     """Draw how far all outputs move, over the cache share: a curve per method, SnapKV's first; a panel per setting.
 
-    Many curves have more room, and SnapKV's alone a band.
+    With more than eight curves rows are twice as high, and only SnapKV's has a band.
     """
     with style.use():
         groups: dict[str, list[MethodSetting]] = {}
@@ -157,7 +157,7 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
         colours = dict(zip([_SNAPKV, *sorted(names)], style.category_colours(1 + len(names)), strict=True))
         columns = 1 if width_mm < style.WIDE_MM else min(_METHODS_WIDE, len(groups))
         rows = -(-len(groups) // columns)
-        few = len(colours) <= _BANDED
+        few = len(colours) <= _MOST_BANDS
         figure = style.figure(width_mm, rows * _BUDGETS_ROW_MM * (1 if few else 2) + 10)
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, (name, settings) in zip(panels, groups.items(), strict=False):
@@ -176,17 +176,17 @@ def draw_methods_over_budgets(result: MethodRanking, width_mm: float = style.WID
             ncols=legend_columns(colours, width_mm, 2 if width_mm < style.WIDE_MM else 4),
         )
         bands = style.interval_legend(result.identity.samples)
-        style.draw_foot(figure, result.identity, bands if few else f"snapkv's band alone is drawn; {bands}")
+        style.draw_foot(figure, result.identity, bands if few else f"only snapkv's band is drawn; {bands}")
     return figure
 
 
-_BANDED = 8
+_MOST_BANDS = 8
 """Most curves that each have a band."""
 _SNAPKV = "snapkv"
 
 
 def _marker(index: int) -> str:
-    """Return the marker of a curve by its number; seven, as ten colours with five would repeat after ten curves."""
+    """Return a curve's marker by its number: one of seven, so that with ten colours none repeats before 70 curves."""
     return "os^DvPX"[index % 7]
 
 

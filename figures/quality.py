@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from perturbkv.analyses import text
-from perturbkv.analyses.names import SIDE, distinct_choices, fold, plural, short_names
+from perturbkv.analyses.names import SIDE, distinct_choices, distinct_names, fold, plural
 from perturbkv.analyses.quality.divergence import Divergence
 from perturbkv.analyses.quality.divergence_point import DivergencePoint
 from perturbkv.analyses.quality.quality import Quality
@@ -212,7 +212,7 @@ def draw_divergence(result: Divergence, width_mm: float = style.WIDE_MM) -> Figu
 
 def _divergence_names(result: Divergence, configs: Sequence[DivergencePoint]) -> list[str]:
     """Return a distinct name of each configuration, with its cache share."""
-    names = [name or "evicted" for name in short_names([one.config for one in configs])]
+    names = distinct_names([one.config for one in configs])
     start = " at the start" if result.compress_every else ""
     return [
         f"{name} (held {text.cache_share(one.cache_share)}{start})" for name, one in zip(names, configs, strict=True)

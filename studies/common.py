@@ -299,7 +299,10 @@ def short_names(configs: Sequence[pk.EvictionConfig]) -> list[str]:
     """Return each configuration's choices that not all share, as a label has them: 'two-stage b=64'."""
     parts = [config.label_parts() for config in configs]
     shared = {one for one in parts[0].items() if all(one in each.items() for each in parts)}
-    return [" ".join(word for one, word in each.items() if (one, word) not in shared) or "evicted" for each in parts]
+    return [
+        " ".join(word for one, word in each.items() if (one, word) not in shared) or config.selection.name
+        for config, each in zip(configs, parts, strict=True)
+    ]
 
 
 def setting_name(config: pk.EvictionConfig, *without: str) -> str:

@@ -146,7 +146,7 @@ def of_share(hits: NDArray[np.bool_]) -> OptionalInterval:
 def of_mean(per_sample: Floats, kind: StatisticKind) -> OptionalInterval:
     """Return the interval of the mean over samples of (sample,) values; samples that are NaN are left out.
 
-    The exact one where each of five samples or more is 0 or 1, such as a number found or not: a share of samples.
+    Exact, as a share of samples, where five samples or more are all 0 or 1 and `kind` is `share_kind(0)`.
     """
     known = per_sample[~np.isnan(per_sample)]
     if kind == share_kind(0) and len(known) >= MIN_SAMPLES and np.isin(known, (0, 1)).all():

@@ -14,7 +14,7 @@ from typer import Option
 
 from perturbkv.analyses import text
 from perturbkv.analyses.json_values import provenance_object, run_object
-from perturbkv.analyses.names import plural, short_names
+from perturbkv.analyses.names import distinct_names, plural
 from perturbkv.cli import console, option_refusals
 from perturbkv.cli.command_line import with_options, without_options
 from perturbkv.cli.options import DEFAULT_SELECTIONS, MaxNewTokensOption, MetricOption, RunOptions, SelectionOption
@@ -46,14 +46,14 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """
     console.say(f"\n{escape_line(row['sample'])} · {row['prompt_tokens']:,} tokens", bold=True)
     full, expected, metric = row["full"], row.get("answers"), row.get("metric")
-    names = dict(zip(row["evicted"], short_names(configs), strict=True))
+    names = dict(zip(row["evicted"], distinct_names(configs), strict=True))
     rows = [("expected", "", "", "", shorten(" | ".join(expected)))] if expected else []
     rows.append(("full cache", "", "", _score_text(full), shorten(full["text"])))
     for label, answer in row["evicted"].items():
         same = sum(1 for pair in zip(answer["tokens"], full["tokens"], strict=False) if pair[0] == pair[1])
         rows.append(
             (
-                names[label] or "evicted",
+                names[label],
                 text.cache_share(answer.get("held_share", math.nan)) + _bytes_text(answer),
                 f"{same} of {len(full['tokens'])}",
                 _score_text(answer),
@@ -68,9 +68,7 @@ def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
         relative = [one["relative"] for one in row["compressions"] if one["config"] == label]
         if relative:
             listed = ", ".join(f"{value:.2f}" for value in relative)
-            console.say(
-                f"{names[label] or 'evicted'}: {plural(len(relative), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}"
-            )
+            console.say(f"{names[label]}: {plural(len(relative), 'compression')}, Σ L / Σ ‖o_h‖₁: {listed}")
 
 
 def _bytes_text(answer: Mapping[str, Any]) -> str:
