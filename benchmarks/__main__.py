@@ -75,9 +75,9 @@ def measure(asked: argparse.Namespace) -> int:
         for row in report.rows
     ]
     console.say(", ".join(f"{name} {value}" for name, value in {**report.machine, **report.settings}.items()))
-    console.table(asked.what, ["row", "what", "#bound", "#value", ""], table)
+    console.print_table(asked.what, ["row", "what", "#bound", "#value", ""], table)
     console.say(f"written to {path}")
-    return int(bool(report.failed(*rows.EXCUSES)))
+    return int(bool(report.unmeasured_rows(*rows.EXCUSES)))
 
 
 def compare(old: Path, new: Path, tolerance: float) -> int:
@@ -94,7 +94,7 @@ def compare(old: Path, new: Path, tolerance: float) -> int:
         regressed += [name] if worse is not None and worse > tolerance else []
         change = "not in both" if worse is None else f"{abs(worse):.0%} {'worse' if worse > 0 else 'better'}"
         table.append((name, _number(was), _number(now), change + " (!)" * (name in regressed)))
-    console.table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], table)
+    console.print_table(f"{old} and {new}, tolerance {tolerance:.0%}", ["row", "#old", "#new", ""], table)
     for part in ("machine", "settings"):
         for name in dict.fromkeys([*before[part], *after[part]]):
             first, second = before[part].get(name), after[part].get(name)

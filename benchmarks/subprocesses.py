@@ -36,7 +36,7 @@ def no_network_prefix() -> tuple[str, ...]:
     return _ALONE
 
 
-def peak(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+def measure_memory(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
     """Return the memory in bytes before a call and at its peak, of the GPU or of the process."""
     gc.collect()
     if device.type == "cuda":

@@ -132,8 +132,8 @@ def _assign_nodes(
 ) -> list[Node]:
     """Return one node per worker, always the node with most room left; `workers` None: as many workers as fit.
 
-    `capacity` is the number of workers that fit on a node, `what` names the resource in the error. Raises ConfigError
-    where fewer fit.
+    `capacity` is the number of workers that fit on a node; `what` names the resource in the error, and `cpus` are the
+    cores of a worker that it tells. Raises ConfigError where fewer fit.
     """
     shares = {node.key: capacity(node) for node in nodes}
     most = sum(shares.values())

@@ -43,7 +43,7 @@ def test_sweeps_hold_as_many_configurations_as_they_are_called_after(count: int)
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_growth_leaves_the_prefills_own_time_out() -> None:
-    found = work.growth(lengths=[140, 300], repeats=2, count=2, **MODEL)["seconds"]
+    found = work.time_growth(lengths=[140, 300], repeats=2, count=2, **MODEL)["seconds"]
     assert set(found) == {"140", "300"}
     assert all(second > 0 for spent in found.values() for second in spent)
 
@@ -51,15 +51,15 @@ def test_growth_leaves_the_prefills_own_time_out() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_writing_times_the_journal_and_the_file() -> None:
-    found = work.writing(tokens=150, count=2, repeats=2, **MODEL)
+    found = work.time_writing(tokens=150, count=2, repeats=2, **MODEL)
     assert {name: len(spent) for name, spent in found.items()} == {"run": 2, "journal": 2, "file": 2}
     assert all(second > 0 for spent in found.values() for second in spent)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
-    assert work.peaks(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
-    full, evicted = (work.generating(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
+    assert work.peak_bytes(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
+    full, evicted = (work.generation_memory(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
     adapter = tiny_adapter()
     entry = 2 * len(adapter.layers) * adapter.d_head * 4
     assert full["cache"] == entry * adapter.kv_heads * 300
@@ -72,7 +72,7 @@ def test_scoring_takes_answers_of_one_length_in_turns(monkeypatch: pytest.Monkey
     made: list[Any] = []
     original = work.trace_sample
     monkeypatch.setattr(work, "trace_sample", lambda *given: made.append(original(*given)) or made[-1])
-    found = work.scoring(tokens=400, answer=5, repeats=2, **MODEL)
+    found = work.time_scoring(tokens=400, answer=5, repeats=2, **MODEL)
     assert {name: len(spent) for name, spent in found["seconds"].items()} == {"plain": 2, "scored": 2}
     assert found["batches"] >= 1
     assert 0 < found["phases"]["answers"] < found["seconds"]["scored"][-1]
@@ -100,7 +100,7 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
     layers, kv_heads, d_head = 32, 4, 64
     model = model_folder(tmp_path / "deep", layers=layers, kv_heads=kv_heads, d_head=d_head, positions=2048)
     asked = {"model": str(model), "tokens": 1100, "exact_peak": True, "generated": 4, **CPU}
-    full, evicted = (in_process("generating", evicted=evicted, **asked) for evicted in (False, True))
+    full, evicted = (in_process("generation_memory", evicted=evicted, **asked) for evicted in (False, True))
     assert full["cache"] == 2 * layers * kv_heads * 1100 * d_head * 4
     assert evicted["cache"] < full["cache"] / 5
     assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])
@@ -109,26 +109,26 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
 def test_a_failing_process_is_one_line() -> None:
     fails = ("sh", "-c", "printf 'Traceback:\\n\\nModelError: unknown model\\n' >&2; exit 1")
     with pytest.raises(PerturbkvError) as told:
-        in_process("peaks", prefix=fails, model="nothing")
+        in_process("peak_bytes", prefix=fails, model="nothing")
     assert str(told.value) == "the benchmark's process 'peaks' failed: ModelError: unknown model"
 
 
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "times": lambda counts, **more: {
+    "time_sweeps": lambda counts, **more: {
         "seconds": {"prefill": [10.0, 20.0, 10.0], "prefill and 2 decodes": [11.0, 22.0, 11.0]}
         | {str(count): [11.0 + count / 10, 24.2, 30.0] for count in counts},
         "phases": {str(count): {"prefill": 9.0} for count in counts},
     },
-    "peaks": lambda count, **more: {"peak": 120 if count else 100},
-    "growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
-    "norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
+    "peak_bytes": lambda count, **more: {"peak": 120 if count else 100},
+    "time_growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
+    "time_norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
     "norms_peak": lambda which, **more: {"extra": 5 if which == "ours" else 100},
-    "writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
-    "kept_coding": lambda samples, prefill, **more: {"seconds": [prefill, prefill + 0.1, 2.0], "finish": samples},
-    "scoring": lambda tokens, answer, **more: {
+    "time_writing": lambda count, **more: {"run": [100.0], "journal": [count / 24], "file": [0.5]},
+    "time_kept_coding": lambda samples, prefill, **more: {"seconds": [prefill, prefill + 0.1, 2.0], "finish": samples},
+    "time_scoring": lambda tokens, answer, **more: {
         "seconds": {"scored": [6.0, 5.0, 8.0], "plain": [tokens / 750, answer / 32, 2.0]}, "phases": {}, "batches": 1
     },
-    "generating": lambda evicted, **more: {"peak": 10 if evicted else 50, "cache": 20 if evicted else 70},
+    "generation_memory": lambda evicted, **more: {"peak": 10 if evicted else 50, "cache": 20 if evicted else 70},
 }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_kept_sets_are_coded_while_the_next_prefill_sleeps() -> None:
-    found = work.kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
+    found = work.time_kept_coding(samples=4, prefill=0.3, layers=2, sets=3, tokens=4000)
     assert len(found["seconds"]) == 3
     assert all(0.3 <= spent < 0.6 for spent in found["seconds"])
     assert found["bytes"] > 0
@@ -171,7 +171,7 @@ def test_every_row_is_a_ratio_of_what_its_processes_found() -> None:
     assert verdicts["generation"] == "reached"
     assert verdicts["cuda-24"] == "not measured"
     assert {row.reason for row in report.rows if row.value is None} == {"needs a CUDA device", rows.NO_KVPRESS}
-    assert report.failed(*rows.EXCUSES) == []
+    assert report.unmeasured_rows(*rows.EXCUSES) == []
     assert report.machine["cores"]
 
 
@@ -193,7 +193,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(
     def fail(**more: Any) -> dict[str, Any]:
         raise PerturbkvError("out of memory")
 
-    monkeypatch.setitem(ANSWERS, "peaks", fail)
+    monkeypatch.setitem(ANSWERS, "peak_bytes", fail)
     path = tmp_path / "bench.json"
     assert main(["--only", "peak-24", "--only", "growth", "--output", str(path)]) == 1
     assert "out of memory" in capsys.readouterr().out

@@ -205,7 +205,7 @@ def test_a_score_of_the_program_itself_is_refused(plan: Plan, monkeypatch: pytes
 
 def test_another_version_of_a_score_is_refused_where_it_is_loaded(plan: Plan) -> None:
     with pytest.raises(PerturbkvError, match="expected 'snapkv' as the run was planned with it, got another version"):
-        work_items.import_registered((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
+        work_items.import_plugins((), dataclasses.replace(plan.run, plugins={"snapkv": "0"}))
 
 
 def test_the_device_of_a_cluster_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
