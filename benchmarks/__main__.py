@@ -89,6 +89,7 @@ def compare(old: Path, new: Path, tolerance: float) -> int:
     table, regressed = [], []
     for name in dict.fromkeys([*before["rows"], *after["rows"]]):
         was, now = (document["rows"].get(name, {}).get("value") for document in (before, after))
+        # a larger value is better only where the bound is to be exceeded; a row that is gone is read in the other file
         sign = -1 if after["rows"].get(name, before["rows"].get(name))["at_least"] else 1
         worse = sign * (now - was) / abs(was) if was and now is not None else None
         regressed += [name] if worse is not None and worse > tolerance else []

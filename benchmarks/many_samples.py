@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.rows import NO_RAY
-from benchmarks.subprocesses import in_process, no_network_prefix
+from benchmarks.subprocesses import no_network_prefix, run_process
 from benchmarks.suite import check_repeats
 from perturbkv.errors import ConfigError
 from perturbkv.models.aliases import DEFAULT
@@ -151,5 +151,5 @@ class _Rows:
     def _timed_process(self, work: str, **arguments: Any) -> Result:
         """Return the result of a process with its wall-clock seconds, start included, as `wall`."""
         start = time.perf_counter()
-        result = in_process(work, model=self._settings.model, folder=self._folder, **arguments)
+        result = run_process(work, model=self._settings.model, folder=self._folder, **arguments)
         return {**result, "wall": time.perf_counter() - start}

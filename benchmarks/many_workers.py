@@ -49,7 +49,7 @@ _DELAY = 0.1
 
 
 @dataclass(frozen=True)
-class Sleeping:
+class SleepTask:
     """A task that sleeps instead of measuring, and returns a stored sample under its item's id.
 
     Attributes:
@@ -147,6 +147,10 @@ class TimedEngine:
         crew: the workers.
         plan: one of the runs that will be measured.
         task: the task that replaces measuring; None: measuring.
+
+    Attributes:
+        spent: wall seconds (`passed`) and this process's CPU seconds (`cpu`) of every run so far.
+        ready: seconds until all workers had prepared the task.
     """
 
     def __init__(self, crew: Crew, plan: Plan, task: Task | None = None) -> None:
@@ -193,7 +197,7 @@ def time_speed_up(
     it measures. The two are timed in turns.
     """
     runs = {1: demo_plan(model, each), workers: demo_plan(model, each * workers)}
-    task = None if pause is None else Sleeping(pause, stored_sample(folder))
+    task = None if pause is None else SleepTask(pause, stored_sample(folder))
     with open_crews(engine, list(runs)) as opened:
         engines = [TimedEngine(crew, run, task) for crew, run in zip(opened, runs.values(), strict=True)]
         for _ in range(repeats):
@@ -217,7 +221,7 @@ def time_coordination(engine: str, workers: int, samples: int, model: str, folde
 
     def work() -> None:
         with open_crews(engine, [workers]) as (crew,), tempfile.TemporaryDirectory(dir=folder) as temporary:
-            timed = TimedEngine(crew, run, Sleeping(0, stored_sample(folder)))
+            timed = TimedEngine(crew, run, SleepTask(0, stored_sample(folder)))
             timed.measure(run, dict.fromkeys(run.prompts.ids, run.run.configs), lambda sample, configs: None)
             result["finishing"] = _measure_to_file(run, timed, Path(temporary) / "trace.h5")
             result.update(zip(("handing", "writing"), timed.spent, strict=True), ready=timed.ready)

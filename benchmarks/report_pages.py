@@ -289,10 +289,10 @@ def measure(
 
 def _groups(rows: _Rows) -> Iterator[Group]:
     """Yield the groups of rows."""
-    yield "small page", ("report-small",), rows.small
+    yield "small page", ("report-small",), rows.small_page
     yield "first paint", ("report-paint", "report-ready"), rows.first_times
     yield "changes", ("report-change", "report-change-most"), rows.changes
-    yield "large page", ("report-large",), rows.large
+    yield "large page", ("report-large",), rows.large_page
 
 
 class _Rows:
@@ -301,11 +301,11 @@ class _Rows:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
 
-    def small(self) -> Values:
+    def small_page(self) -> Values:
         """Return the row of the small page's megabytes."""
         return {"report-small": self._measure_size("small", _SMALL)}
 
-    def large(self) -> Values:
+    def large_page(self) -> Values:
         """Return the row of the large page's megabytes, with many more heads and samples than the small page."""
         return {"report-large": self._measure_size("large", _LARGE)}
 

@@ -146,7 +146,7 @@ def time_presses(model: str, tokens: int, repeats: int, dtype: str, device: str)
     return _time_press_runs(adapter, token_ids, _trace_function(adapter, token_ids, 24), repeats)
 
 
-def peak_bytes(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
+def peaks(model: str, tokens: int, dtype: str, device: str, count: int) -> Result:
     """Return the peak bytes of a plain prefill (`count` 0) or of a traced sample, weights included."""
     adapter, token_ids = load_model(model, dtype, device), random_tokens(tokens)
     work = _trace_function(adapter, token_ids, count) if count else lambda: run_plain(adapter, token_ids, 0)
@@ -270,7 +270,7 @@ def time_scoring(model: str, tokens: int, answer: int, repeats: int, dtype: str,
     return {"seconds": taken, "phases": phases["scored"], "batches": len(planned.batches.indices)}
 
 
-_WORKS = (time_sweeps, time_presses, peak_bytes, time_growth, time_writing, time_kept_coding, generation_memory,
+_WORKS = (time_sweeps, time_presses, peaks, time_growth, time_writing, time_kept_coding, generation_memory,
           time_norms, norms_peak, time_scoring, store_one_sample, time_speed_up, time_coordination,
           time_merging)  # fmt: skip
 WORK: dict[str, Callable[..., Result]] = {work.__name__: work for work in _WORKS}

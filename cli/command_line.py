@@ -31,6 +31,7 @@ from perturbkv.cli.commands import FILE, PANELS, Command, former_message
 from perturbkv.errors import ConfigError
 
 Sections = dict[str, list[tuple[str, str]]]
+"""Title of a section of the help -> name and description of each row."""
 _MOST_COLUMNS = 100
 _OWN, _COMMANDS, _HELP = "Options", "Commands", "help"
 _NO_DEFAULT = ("", "None", "False")
@@ -232,6 +233,7 @@ def option_sections(command: Any, ctx: Any) -> Sections:
 def _command_sections(command: Any) -> Sections:
     """Return group of commands -> name and summary of each subcommand, without importing it."""
     sections: Sections = {}
+    # the root's commands stand under the titles of the table of commands
     for row in command.rows.values() if _has_commands(command) else ():
         title = PANELS.get(row.name, _COMMANDS) if command.name in (None, "", "perturbkv") else _COMMANDS
         sections.setdefault(title, []).append((row.name, row.summary))

@@ -80,6 +80,7 @@ def print_results(results: Sequence[Result], title: str, subtitle: str = "", exp
 def _distinct_notes(results: Sequence[Result]) -> list[str]:
     """Return the notes of all results, without repetitions and without notes that are a prefix of another note."""
     notes = list(dict.fromkeys(line for result in results for line in result.notes().splitlines()))
+    # a note is a prefix of itself
     return [note for note in notes if sum(other.startswith(note.removesuffix(".")) for other in notes) == 1]
 
 

@@ -88,8 +88,8 @@ def layers(
         from perturbkv.analyses.layers.budget_curves import budget_curves
         from perturbkv.analyses.layers.layers import last_layer, layer_drift
 
-        def compare_drifts(analyse: Callable[..., Any]) -> Any:
-            return analyse(session.trace, *_sides(run, look, names), step=look.step, distance=distance)
+        def compare_drifts(function: Callable[..., Any]) -> Any:
+            return function(session.trace, *_sides(run, look, names), step=look.step, distance=distance)
 
         drifts = compare_drifts(layer_drift)
         _save_series(session, drifts, name)

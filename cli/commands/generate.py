@@ -39,7 +39,7 @@ _SHOWN = 400
 """Most characters of an answer in a table; the file has all."""
 
 
-def show(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
+def show_sample(row: Mapping[str, Any], configs: Sequence[EvictionConfig]) -> None:
     """Print a sample: accepted answers, the answer from every cache, and the relative perturbation per compression.
 
     `row` is the sample's line in the file of answers.
@@ -190,7 +190,7 @@ def _show_answers(
 ) -> None:
     """Print the answers to all samples, and notes on the contents of the caches."""
     for row in rows:
-        show(row, configs)
+        show_sample(row, configs)
     shares = [answer.get("held_share", 0.0) for row in rows for answer in row["evicted"].values()]
     console.say(text.cache_share_note(shares, compress_every))
     if names := dict.fromkeys(config.policy.name for config in configs if config.reads_pages):

@@ -177,6 +177,17 @@ def _measure_head_scores(run: RunOptions) -> None:
         temporary.write_text(as_json(scores, layers))
     rows = zip(layers, scores, strict=True)
     ranked = sorted(((score, layer, head) for layer, row in rows for head, score in enumerate(row)), reverse=True)
+    _show_head_scores(run, output, ranked, right, samples)
+
+
+def _show_head_scores(
+    run: RunOptions, output: Path, ranked: Sequence[tuple[float, int, int]], right: int, samples: int
+) -> None:
+    """Print the highest head scores, or all of them as JSON.
+
+    `ranked` are scores with their layer and head, the highest first, in the file `output`; `right` of the `samples`
+    prompts were answered right.
+    """
     if run.as_json:
         names = {f"{layer}-{head}": score for score, layer, head in ranked}
         document = {"model": run.model, "samples": samples, "right": right, "file": str(output), "scores": names}

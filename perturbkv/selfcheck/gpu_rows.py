@@ -35,11 +35,11 @@ from perturbkv.selfcheck.rows import (
     Result,
     Target,
     Values,
-    in_process,
     machine,
     print_result,
     ratio_with_parts,
     run_groups,
+    run_process,
     time_call,
 )
 from perturbkv.trace import SampleTrace
@@ -68,15 +68,15 @@ def measure(device: torch.device, names: Collection[str]) -> Report:
 def groups(repeats: int) -> Iterator[Group]:
     """Yield the groups of rows of a GPU, none on a machine without one; `repeats`: timings at least."""
     if torch.cuda.is_available():
-        yield "triton", ("triton-time", "triton-rate"), lambda: _triton(repeats)
-        yield "cuda sweep", ("cuda-24",), lambda: _cuda_sweep(repeats)
-        yield "cuda decoding", ("cuda-decode",), lambda: _cuda_decoding(repeats)
+        yield "triton", ("triton-time", "triton-rate"), lambda: _triton_rows(repeats)
+        yield "cuda sweep", ("cuda-24",), lambda: _sweep_row(repeats)
+        yield "cuda decoding", ("cuda-decode",), lambda: _decoding_row(repeats)
 
 
-def _triton(repeats: int) -> Values:
+def _triton_rows(repeats: int) -> Values:
     """Return the rows of value norms in Triton: seconds over a loop's, and throughput over a matrix product's."""
     shapes = {**SEVEN_B, "entries": 32768, "dtype": "bfloat16", "device": "cuda"}
-    spent = in_process(__name__, "time_norms", {**shapes, "repeats": max(20, repeats)})
+    spent = run_process(__name__, "time_norms", {**shapes, "repeats": max(20, repeats)})
     rate = statistics.median(spent["rate"])
     return {
         "triton-time": ratio_with_parts(spent["seconds"]["ours"], spent["seconds"]["loop"]),
@@ -84,18 +84,18 @@ def _triton(repeats: int) -> Values:
     }
 
 
-def _cuda_sweep(repeats: int) -> Values:
+def _sweep_row(repeats: int) -> Values:
     """Return the row of the seconds of 24 configurations of a 7B model, over the seconds of a plain prefill."""
     asked = {"model": "random:mistral-7b", "tokens": 8192, "dtype": "bfloat16", "device": "cuda"}
-    measured = in_process(__name__, "time_sweep", {**asked, "repeats": max(5, repeats)})
+    measured = run_process(__name__, "time_sweep", {**asked, "repeats": max(5, repeats)})
     value, details = ratio_with_parts(measured["seconds"]["24"], measured["seconds"]["prefill"])
     return {"cuda-24": (value, {**details, "phases": measured["phases"]["24"]})}
 
 
-def _cuda_decoding(repeats: int) -> Values:
+def _decoding_row(repeats: int) -> Values:
     """Return the row of the seconds of decoding from an evicted cache, over the seconds from a full cache."""
     asked = {"model": "random:mistral-7b", "tokens": 32768, "dtype": "bfloat16", "device": "cuda"}
-    spent = in_process(
+    spent = run_process(
         __name__, "time_decoding", {**asked, "budget": 1024, "batch": 4, "steps": 16, "repeats": repeats}
     )
     return {"cuda-decode": ratio_with_parts(spent["evicted"], spent["full"])}

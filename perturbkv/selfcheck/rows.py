@@ -142,7 +142,7 @@ Result = dict[str, Any]
 """The measurements of a process, as a JSON object."""
 
 
-def in_process(
+def run_process(
     module: str,
     work: str,
     arguments: Mapping[str, Any],
@@ -158,7 +158,7 @@ def in_process(
 
 
 def print_result(work: Mapping[str, Callable[..., Result]]) -> None:
-    """Print the result of the work that `in_process` asked this process for."""
+    """Print the result of the work that `run_process` asked this process for."""
     name, arguments = sys.argv[1:]
     sys.stdout.write(json.dumps(work[name](**json.loads(arguments))) + "\n")
 

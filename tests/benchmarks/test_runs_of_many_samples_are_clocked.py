@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         seen.append((f"{name} {arguments.get('engine', '')}".strip(), prefix))
         return ANSWERS[name](**arguments)
 
-    monkeypatch.setattr(many_samples, "in_process", answer)
+    monkeypatch.setattr(many_samples, "run_process", answer)
     monkeypatch.setattr(many_samples, "find_spec", lambda name: name)
     monkeypatch.setattr(many_samples, "no_network_prefix", lambda: ("alone",))
     return seen
@@ -188,7 +188,7 @@ def test_too_few_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_workers, "getpid", lambda: 7)
     crew = _Here(count=2)
     with pytest.raises(WorkerError, match="expected 2 workers within 0 seconds, got 1"):
-        many_workers.wait_until_ready(Scheduler(crew), many_workers.Sleeping(0, None), 2)  # type: ignore[arg-type]
+        many_workers.wait_until_ready(Scheduler(crew), many_workers.SleepTask(0, None), 2)  # type: ignore[arg-type]
 
 
 def test_samples_have_limits() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import rows, suite, work
 from benchmarks.__main__ import main
-from benchmarks.subprocesses import _EXACT_PEAK, in_process
+from benchmarks.subprocesses import _EXACT_PEAK, run_process
 from perturbkv.cli.console import SCHEMA
 from perturbkv.errors import ConfigError, PerturbkvError
 from perturbkv.selfcheck.rows import Report, Row
@@ -58,7 +58,7 @@ def test_writing_times_the_journal_and_the_file() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_peaks_count_the_process_and_generating_counts_its_cache() -> None:
-    assert work.peak_bytes(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
+    assert work.peaks(tokens=150, count=0, **MODEL)["peak"] > 50 * 2**20
     full, evicted = (work.generation_memory(tokens=300, evicted=evicted, **MODEL) for evicted in (False, True))
     adapter = tiny_adapter()
     entry = 2 * len(adapter.layers) * adapter.d_head * 4
@@ -100,7 +100,7 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
     layers, kv_heads, d_head = 32, 4, 64
     model = model_folder(tmp_path / "deep", layers=layers, kv_heads=kv_heads, d_head=d_head, positions=2048)
     asked = {"model": str(model), "tokens": 1100, "exact_peak": True, "generated": 4, **CPU}
-    full, evicted = (in_process("generation_memory", evicted=evicted, **asked) for evicted in (False, True))
+    full, evicted = (run_process("generation_memory", evicted=evicted, **asked) for evicted in (False, True))
     assert full["cache"] == 2 * layers * kv_heads * 1100 * d_head * 4
     assert evicted["cache"] < full["cache"] / 5
     assert full["peak"] - evicted["peak"] >= 0.8 * (full["cache"] - evicted["cache"])
@@ -109,7 +109,7 @@ def test_generation_from_an_evicted_cache_needs_less_memory(tmp_path: Path) -> N
 def test_a_failing_process_is_one_line() -> None:
     fails = ("sh", "-c", "printf 'Traceback:\\n\\nModelError: unknown model\\n' >&2; exit 1")
     with pytest.raises(PerturbkvError) as told:
-        in_process("peak_bytes", prefix=fails, model="nothing")
+        run_process("peaks", prefix=fails, model="nothing")
     assert str(told.value) == "the benchmark's process 'peaks' failed: ModelError: unknown model"
 
 
@@ -119,7 +119,7 @@ ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
         | {str(count): [11.0 + count / 10, 24.2, 30.0] for count in counts},
         "phases": {str(count): {"prefill": 9.0} for count in counts},
     },
-    "peak_bytes": lambda count, **more: {"peak": 120 if count else 100},
+    "peaks": lambda count, **more: {"peak": 120 if count else 100},
     "time_growth": lambda lengths, **more: {"seconds": {str(lengths[0]): [1.0, 2.0], str(lengths[1]): [4.0, 10.0]}},
     "time_norms": lambda **more: {"seconds": {"ours": [1.0], "loop": [2.0]}, "rate": [5.0], "matmul_rate": 10.0},
     "norms_peak": lambda which, **more: {"extra": 5 if which == "ours" else 100},
@@ -140,7 +140,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(name: str, *, exact_peak: bool = False, **arguments: Any) -> dict[str, Any]:
         return ANSWERS[name](**arguments)
 
-    monkeypatch.setattr(suite, "in_process", answer)
+    monkeypatch.setattr(suite, "run_process", answer)
     spent = {"help": {"command": [0.2, 0.6], "import": [0.1, 0.3]}, "figure": {"command": [3.0], "import": [1.0]}}
     monkeypatch.setattr(suite.startup, "startup_seconds", lambda model, repeats: spent)
 
@@ -193,7 +193,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(
     def fail(**more: Any) -> dict[str, Any]:
         raise PerturbkvError("out of memory")
 
-    monkeypatch.setitem(ANSWERS, "peak_bytes", fail)
+    monkeypatch.setitem(ANSWERS, "peaks", fail)
     path = tmp_path / "bench.json"
     assert main(["--only", "peak-24", "--only", "growth", "--output", str(path)]) == 1
     assert "out of memory" in capsys.readouterr().out

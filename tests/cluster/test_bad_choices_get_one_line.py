@@ -112,7 +112,7 @@ def test_what_ray_says_of_another_version_is_one_line() -> None:
     with pytest.raises(
         ConfigError, match="from one of its nodes, got: Version mismatch: The cluster was .* Ray: 2.9.0"
     ):
-        joining._init(ray, "10.0.0.1:6379")
+        joining._connect(ray, "10.0.0.1:6379")
 
 
 def plan_of(model: pk.Adapter, data: Path) -> Plan:  # type: ignore[name-defined]

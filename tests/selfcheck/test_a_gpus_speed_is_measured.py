@@ -88,7 +88,7 @@ def test_every_row_is_a_ratio_of_what_its_process_found(monkeypatch: pytest.Monk
         return ANSWERS[work]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_rows, "in_process", answer)
+    monkeypatch.setattr(gpu_rows, "run_process", answer)
     rows = run_groups(gpu_rows.TARGETS, gpu_rows.groups(3))
     assert {row.target.name: row.value for row in rows} == {
         "triton-time": 0.375, "triton-rate": 0.5, "cuda-24": 1.5, "cuda-decode": 0.25
