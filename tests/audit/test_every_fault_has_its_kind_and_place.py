@@ -61,7 +61,11 @@ def test_kind_and_place_are_right(fault: str, name: str) -> None:
     result = audited(name, getattr(planted, fault))
     first = result.faults[0]
     assert (result.verdict, result.exit_code) == ("differs", 1)
-    assert (first.kind, first.layer, first.head, first.entry) == (kind, layer, head, entry)
+    assert (first.kind, first.layer) == (kind, layer)
+    if name in MODELS:
+        assert (first.head, first.entry) == (head, entry)
+    else:  # rounding decides, and so the processor, in which head and entry it shows first
+        assert first.step == 0
     assert words in first.what and words in result.conclusion()
     assert {one.situation for one in result.faults} == where
     assert f"({first.sample}, {first.situation}" in result.conclusion()
